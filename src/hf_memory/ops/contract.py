@@ -1,0 +1,179 @@
+"""What every op keeps to: names of dimensions, input checks, the choice of a backend, float32 inside, packed sequences.
+
+Dimensions, in this package and nowhere else by other letters:
+
+    B   rows of the batch                   T   tokens
+    H   query and key heads                 HV  value heads, a multiple of H: value head j reads key head j // (HV // H)
+    K   key channels of a head              V   value channels of a head
+    N   sequences: B, or the number of packed sequences
+    C   tokens of a chunk                   NC  chunks of a sequence
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+Backend = Literal["auto", "reference", "chunk", "triton"]
+BACKENDS = ("auto", "reference", "chunk", "triton")
+
+
+class Dims(NamedTuple):
+    """Sizes of one call of an op; the letters are the module's."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Dims:
+    """Check what all ops share and return the sizes.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T, H, K].
+        v: values [B, T, HV, V].
+        cu_seqlens: boundaries of packed sequences [N + 1], or None.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what was given.
+    """
+    if q.ndim != 4:
+        raise ValueError(f"q must be [B, T, H, K], got shape {tuple(q.shape)}")
+    B, T, H, K = q.shape
+    check_tensor("k", k, (B, T, H, K), like=q)
+    if v.ndim != 4 or v.shape[:2] != (B, T) or H == 0 or v.shape[2] % H:
+        raise ValueError(
+            f"v must be [B, T, HV, V] with B={B}, T={T} and HV a multiple of H={H}, got shape {tuple(v.shape)}"
+        )
+    check_tensor("v", v, tuple(v.shape), like=q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must have a floating point dtype, got {x.dtype}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    N = B if cu_seqlens is None else _check_cu_seqlens(cu_seqlens, B)
+    return Dims(B, T, H, v.shape[2], K, v.shape[3], N)
+
+
+def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], *, like: Tensor) -> None:
+    """Raise ValueError unless `x` has this shape and lives where `like` does."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, the device of q, got {x.device}")
+
+
+def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) -> None:
+    """A gate has one number for each value head, [B, T, HV], or with `vector` one for each key channel too."""
+    scalar_shape = (dims.B, dims.T, dims.HV)
+    if vector and tuple(g.shape) == (*scalar_shape, dims.K):
+        return check_tensor(name, g, tuple(g.shape), like=like)
+    if tuple(g.shape) != scalar_shape:
+        wanted = f"{scalar_shape} or {(*scalar_shape, dims.K)}" if vector else f"{scalar_shape}"
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(g.shape)}")
+    return check_tensor(name, g, scalar_shape, like=like)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
+    """Values are trusted: looking at them would wait for the device."""
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row: q must have B=1, got B={B}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    return cu_seqlens.shape[0] - 1
+
+
+def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Literal["reference", "chunk", "triton"]:
+    """The backend that runs: a pure function of the arguments.
+
+    Args:
+        backend: what the caller asked for; anything but "auto" is obeyed or refused, never replaced.
+        q: any input; kernels run on CUDA tensors, and on CPU tensors in Triton's interpreter.
+        kernel_refuses: why there is no kernel for these shapes and dtypes, as a clause; None if there is one.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        return "triton" if q.is_cuda and kernel_refuses is None and triton_is_installed() else "chunk"
+    if backend == "triton":
+        if not triton_is_installed():
+            raise ValueError("backend='triton' needs the triton package, which is not installed")
+        if kernel_refuses is not None:
+            raise ValueError(f"backend='triton' has no kernel for this call: {kernel_refuses}")
+        if not q.is_cuda and not _triton_interprets():
+            raise ValueError(f"backend='triton' needs CUDA tensors, got {q.device}; use 'auto' or 'chunk'")
+    return backend  # type: ignore[return-value]
+
+
+def triton_is_installed() -> bool:
+    """Whether kernels can be imported; does not import them."""
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def _triton_interprets() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def in_float32(op: Callable) -> Callable:
+    """Run `op(q, ...)` in float32 (float64 if q is), autocast off; `o` comes back in q's dtype, the state stays wide."""
+
+    @wraps(op)
+    def wide_op(q: Tensor, *args, **kwargs):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_wide, args, kwargs = tree_map(lambda x: _widen(x, wide), (q, args, kwargs))
+        with torch.autocast(q.device.type, enabled=False):
+            o, state = op(q_wide, *args, **kwargs)
+        return o.to(q.dtype), state
+
+    return wide_op
+
+
+def _widen(x, dtype: torch.dtype):
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def repeat_heads(x: Tensor, HV: int) -> Tensor:
+    """[B, T, H, ...] -> [B, T, HV, ...]: each key head once for every value head that reads it."""
+    return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
+
+
+def per_sequence(op: Callable, cu_seqlens: Tensor | None, *tensors: Tensor | None, initial_state, **kwargs):
+    """Run `op(*tensors, initial_state=..., **kwargs)` once for each packed sequence and join the results.
+
+    Args:
+        op: takes tensors [B, T, ...] and a state [N, ...]; returns (o [B, T, ...], state [N, ...]).
+        cu_seqlens: [N + 1], or None for rows that are sequences already.
+        *tensors: [1, T, ...] each, or None.
+        initial_state: tensor or NamedTuple of tensors [N, ...].
+        **kwargs: passed on.
+    """
+    if cu_seqlens is None:
+        return op(*tensors, initial_state=initial_state, **kwargs)
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != tensors[0].shape[1] or any(b < a for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens must rise from 0 to T={tensors[0].shape[1]}, got {bounds}")
+    outputs, states = [], []
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        state = tree_map(lambda s: s[n : n + 1], initial_state)  # noqa: B023
+        if end > start:
+            o, state = op(*(x if x is None else x[:, start:end] for x in tensors), initial_state=state, **kwargs)
+            outputs.append(o)
+        states.append(tree_flatten(state))
+    _, structure = states[0]
+    joined = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in states))]
+    o = torch.cat(outputs, dim=1) if outputs else tensors[2]
+    return o, tree_unflatten(joined, structure)
