@@ -1,0 +1,27 @@
+# Everything runs in .venv, which the first call makes and later calls re-use.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check bench
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## train a small Llama, convert it, compare, generate; all offline
+	$(BIN)/hf-memory demo --output demo_output
+
+test: $(INSTALLED)  ## all tests, without network
+	$(BIN)/pytest --numprocesses 2
+
+check: $(INSTALLED)  ## lint, format, dependency rule, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## the tables that fit this machine
+	$(BIN)/python benchmarks/delta_rule_cpu.py

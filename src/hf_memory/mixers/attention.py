@@ -1,0 +1,49 @@
+"""Softmax attention, full or sliding, through transformers' attention interface."""
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from hf_memory.mixers.base import Projections
+
+
+class AttentionMixer(Projections):
+    """The attention of Llama, Mistral, Qwen2 and Qwen3: grouped heads, optional biases, q/k norm and window."""
+
+    is_causal = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.scaling = self.head_dim**-0.5
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); the mask says what is packed."""
+        q, k, v = (self.heads(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.normalize_and_rotate(q, k, position_embeddings)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(-2)), weights
