@@ -1,0 +1,63 @@
+"""The small models that the contract tests run over: a new family adds entries here, not test files."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import hf_memory
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,  # at 0.02 a state that is off by a tenth would not show
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
+SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
+
+
+class Case(NamedTuple):
+    """One small model: a family by its model type, and options of its config."""
+
+    name: str
+    model_type: str
+    options: dict
+
+
+CASES = (
+    Case("linear-elu", "hf_memory_linear", {}),
+    Case("linear-hedgehog-rope", "hf_memory_linear", {"feature_map": "hedgehog", "memory_rope": True}),
+    Case("linear-favor", "hf_memory_linear", {"feature_map": "favor", "feature_dim": 16}),
+    Case("linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}),
+    Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
+    Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
+)
+
+every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
+every_family = pytest.mark.parametrize("case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY])
+
+
+def family_of(case: Case) -> hf_memory.Family:
+    return next(family for family in hf_memory.FAMILIES if family.config.model_type == case.model_type)
+
+
+def make_config(case: Case, **options):
+    return family_of(case).config(**{**SIZES, **case.options, **options})
+
+
+def make_model(case: Case, **options):
+    """A random model in eval mode, the same at every call."""
+    torch.manual_seed(0)
+    return family_of(case).causal_lm(make_config(case, **options)).eval()
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Tokens that are neither padding nor the beginning of a text."""
+    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,112 @@
+"""Generation gives the same tokens with a cache as without, in every way that generate has of using one."""
+
+import pytest
+import torch
+from cases import CASES, every_case, every_family, make_model, random_tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline, set_seed
+
+NEW = 8
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.7},
+    "beams": {"num_beams": 3},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "beams, several": {"num_beams": 4, "num_return_sequences": 2},
+}
+
+
+def generate(model, tokens=None, **kwargs):
+    set_seed(0)
+    return model.generate(tokens, max_new_tokens=NEW, **{"do_sample": False, **kwargs})
+
+
+@every_case
+@pytest.mark.parametrize("way", WAYS)
+def test_cache_changes_no_token(case, way):
+    model, tokens = make_model(case), random_tokens(2, 5)
+    with_cache = generate(model, tokens, **WAYS[way])
+    without = generate(model, tokens, use_cache=False, **WAYS[way])
+    assert with_cache.shape[1] == 5 + NEW
+    assert torch.equal(with_cache, without)
+
+
+@every_case
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_left_padded_batch_generates_what_its_rows_do(case, way):
+    model = make_model(case)
+    rows = [random_tokens(1, length, seed=length) for length in (7, 4)]
+    tokens = torch.full((2, 7), 9)
+    mask = torch.zeros(2, 7, dtype=torch.long)
+    for i, row in enumerate(rows):
+        tokens[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
+    together = generate(model, tokens, attention_mask=mask, **WAYS[way])[:, 7:]
+    alone = [generate(model, row, **WAYS[way])[:, row.shape[1] :] for row in rows]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@every_case
+def test_chunked_prefill_changes_no_token(case):
+    model, tokens = make_model(case), random_tokens(2, 11)
+    assert torch.equal(generate(model, tokens, prefill_chunk_size=4), generate(model, tokens))
+
+
+@every_case
+def test_embeddings_as_input_change_no_token(case):
+    model, tokens = make_model(case), random_tokens(2, 5)
+    from_embeddings = generate(model, inputs_embeds=model.get_input_embeddings()(tokens))
+    assert torch.equal(from_embeddings, generate(model, tokens)[:, 5:])
+
+
+@every_case
+def test_a_static_cache_changes_no_token(case):
+    model, tokens = make_model(case), random_tokens(2, 5)
+    assert torch.equal(generate(model, tokens, cache_implementation="static"), generate(model, tokens))
+
+
+@every_case
+def test_a_conversation_continues_on_its_cache(case):
+    model = make_model(case)
+    first, more = random_tokens(1, 5), random_tokens(1, 3, seed=1)
+    cache = DynamicCache(config=model.config)
+    text = torch.cat([generate(model, first, past_key_values=cache), more], 1)
+    assert torch.equal(generate(model, text, past_key_values=cache), generate(model, text))
+
+
+@every_family
+def test_assisted_generation_is_refused_while_a_memory_cannot_be_cropped(case):
+    model = make_model(case)
+    with pytest.raises(ValueError, match="stateful"):
+        generate(model, random_tokens(1, 5), prompt_lookup_num_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )
+
+
+@every_family
+def test_pipeline_generates_from_a_saved_folder(case, tmp_path, tokenizer):
+    model = make_model(case)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    generator = pipeline("text-generation", model=str(tmp_path))
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_full_text": False}
+    texts = ["w5 w6 w7", "w9"]
+    batched = [result[0]["generated_text"] for result in generator(texts, batch_size=2, **options)]
+    for text, generated in zip(texts, batched, strict=True):
+        tokens = torch.tensor([tokenizer(text)["input_ids"]])
+        assert generated.split() == tokenizer.decode(generate(model, tokens)[0, tokens.shape[1] :]).split()
+
+
+def test_generated_tokens_depend_on_the_prompt():
+    """The comparisons above would hold for a model that says the same to everything."""
+    model = make_model(CASES[0])
+    outputs = generate(model, random_tokens(8, 5))[:, 5:]
+    assert len({tuple(row) for row in outputs.tolist()}) > 4

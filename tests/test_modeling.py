@@ -1,0 +1,328 @@
+"""What every model keeps: one function of its tokens, however they are fed, padded, packed, saved or differentiated."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import CASES, every_case, every_family, family_of, make_config, make_model, random_tokens
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+)
+
+import hf_memory
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32, sums of a hundred terms in another order
+
+
+def test_every_family_has_a_case():
+    assert {case.model_type for case in CASES} == {family.config.model_type for family in hf_memory.FAMILIES}
+
+
+@every_case
+@torch.no_grad()
+def test_step_by_step_equals_full_forward(case):
+    model, tokens = make_model(case), random_tokens(2, 11)
+    full = model(tokens).logits
+    cache = DynamicCache(config=model.config)
+    steps = [model(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(11)]
+    torch.testing.assert_close(torch.cat(steps, 1), full, **CLOSE)
+    assert cache.get_seq_length() == 11
+
+
+@every_case
+@pytest.mark.parametrize("splits", [(70,), (1, 69), (64, 6), (3, 66, 1)])
+@torch.no_grad()
+def test_any_split_of_a_prefill_equals_the_whole(case, splits):
+    model, tokens = make_model(case), random_tokens(2, 70)
+    full = model(tokens).logits
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in tokens.split(splits, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, **CLOSE)
+
+
+@every_case
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padded_rows_equal_rows_alone(case, side):
+    model = make_model(case)
+    rows = [random_tokens(1, length, seed=length) for length in (9, 5, 1)]
+    tokens, mask = _pad(rows, side, model)
+    logits = model(tokens, attention_mask=mask).logits
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(logits[i][mask[i].bool()], model(row).logits[0], **CLOSE)
+
+
+@every_case
+@torch.no_grad()
+def test_a_padded_cache_continues_as_rows_alone(case):
+    model = make_model(case)
+    rows = [random_tokens(1, length, seed=length) for length in (9, 5)]
+    tokens, mask = _pad([row[:, :-2] for row in rows], "left", model)
+    cache = DynamicCache(config=model.config)
+    model(tokens, attention_mask=mask, past_key_values=cache)
+    mask = torch.cat([mask, mask.new_ones(2, 2)], 1)
+    logits = model(torch.cat([row[:, -2:] for row in rows]), attention_mask=mask, past_key_values=cache).logits
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(logits[i], model(row).logits[0, -2:], **CLOSE)
+
+
+def _pad(rows, side, model):
+    length = max(row.shape[1] for row in rows)
+    tokens = torch.full((len(rows), length), 7)  # not the pad token, whose embedding is zero and hides mistakes
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(length - row.shape[1], None) if side == "left" else slice(row.shape[1])
+        tokens[i, place], mask[i, place] = row[0], 1
+    return tokens, mask
+
+
+LENGTHS = (6, 1, 4)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+SEQ_IDX = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])[None].int()
+CU_SEQLENS = torch.tensor([0, 6, 7, 11], dtype=torch.int32)
+PACKINGS = {
+    "position_ids": {"position_ids": POSITIONS},
+    "seq_idx": {"seq_idx": SEQ_IDX},
+    "cu_seq_lens": {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 6, "max_length_k": 6},
+    "all": {"position_ids": POSITIONS, "seq_idx": SEQ_IDX, "cu_seq_lens_q": CU_SEQLENS},
+    "all ones": {"seq_idx": SEQ_IDX, "attention_mask": torch.ones(1, 11, dtype=torch.long)},
+}
+
+
+@every_case
+@pytest.mark.parametrize("packing", PACKINGS)
+@torch.no_grad()
+def test_packed_rows_equal_rows_apart(case, packing):
+    model, tokens = make_model(case), random_tokens(1, 11)
+    packed = model(tokens, **PACKINGS[packing]).logits
+    apart = [model(row).logits for row in tokens.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), **CLOSE)
+
+
+@every_case
+@torch.no_grad()
+def test_packed_rows_in_a_batch_stay_apart(case):
+    model, tokens = make_model(case), random_tokens(2, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
+    packed = model(tokens, position_ids=positions).logits
+    apart = [torch.cat([model(part).logits for part in row.split(n, dim=1)], 1)
+             for row, n in ((tokens[:1], (3, 3)), (tokens[1:], (5, 1)))]  # fmt: skip
+    torch.testing.assert_close(packed, torch.cat(apart), **CLOSE)
+
+
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "past_key_values"])
+def test_contradictory_packing_is_refused(argument):
+    model, tokens = make_model(CASES[0]), random_tokens(1, 11)
+    kwargs = {
+        "cu_seq_lens_q": {"cu_seq_lens_q": CU_SEQLENS[:-1]},
+        "attention_mask": {"cu_seq_lens_q": CU_SEQLENS, "attention_mask": (torch.arange(11) > 0)[None]},
+        "past_key_values": {"cu_seq_lens_q": CU_SEQLENS, "past_key_values": DynamicCache(config=model.config)},
+    }[argument]
+    with pytest.raises(ValueError, match=argument):
+        model(tokens, **kwargs)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_and_load_change_nothing(case, dtype, tmp_path):
+    model = make_model(case).to(dtype)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    theirs = loaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(theirs[name].to(dtype), tensor, rtol=0, atol=0)
+    tokens = random_tokens(1, 9)
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+@every_case
+def test_a_trained_tensor_survives_loading_beside_a_missing_one(case, tmp_path):
+    model = make_model(case)
+    torch.nn.init.constant_(model.model.layers[0].mixer.q_proj.weight, 0.123)
+    model.model.save_pretrained(tmp_path)  # without the head, which from_pretrained must initialise
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in model.model.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@every_family
+@torch.no_grad()
+def test_states_stay_float32_in_a_bf16_model(case):
+    model = make_model(case).to(torch.bfloat16)
+    cache = DynamicCache(config=model.config)
+    assert model(random_tokens(1, 5), past_key_values=cache).logits.dtype == torch.bfloat16
+    dtypes = {name: state.dtype for name, state in cache.layers[0].states.items() if name != "conv"}
+    assert set(dtypes.values()) == {torch.float32}
+
+
+@every_family
+@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_classification_heads_train_and_ignore_padding(case, auto_class, tmp_path):
+    torch.manual_seed(0)
+    model = auto_class.from_config(make_config(case, num_labels=3)).eval()
+    tokens, length = random_tokens(2, 7), 4
+    tokens[1, length:] = model.config.pad_token_id
+    mask = (tokens != model.config.pad_token_id).long()
+    outputs = model(tokens, attention_mask=mask, labels=torch.ones(outputs_shape(auto_class), dtype=torch.long))
+    outputs.loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad)
+    alone = model(tokens[1:, :length]).logits[0]
+    in_batch = outputs.logits[1] if alone.ndim == 1 else outputs.logits[1, :length]
+    torch.testing.assert_close(in_batch, alone, **CLOSE)
+
+
+def outputs_shape(auto_class):
+    return (2,) if auto_class is AutoModelForSequenceClassification else (2, 7)
+
+
+@every_case
+def test_every_parameter_gets_a_gradient(case):
+    model, tokens = make_model(case).train(), random_tokens(2, 9)
+    model(tokens, labels=tokens).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not without
+
+
+@every_case
+def test_gradient_checkpointing_changes_no_gradient(case):
+    gradients = []
+    for checkpointing in (False, True):
+        model, tokens = make_model(case).train(), random_tokens(2, 9)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
+
+
+@every_case
+def test_gradients_flow_through_a_cache(case):
+    model, tokens = make_model(case).train(), random_tokens(1, 8)
+    cache = DynamicCache(config=model.config)
+    logits = torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(4, dim=1)], 1)
+    logits.sum().backward()
+    split = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    model(tokens).logits.sum().backward()
+    torch.testing.assert_close(split, model.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-4)
+
+
+@every_case
+@torch.no_grad()
+def test_compiled_forward_is_one_graph(case):
+    model, tokens = make_model(case), random_tokens(2, 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_compiled_forward_runs_through_inductor():
+    model, tokens = make_model(CASES[0], num_hidden_layers=1), random_tokens(2, 9)
+    compiled = torch.compile(model)
+    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits, **CLOSE)
+
+
+@every_case
+@torch.no_grad()
+def test_hidden_states_and_attentions_are_returned(case):
+    model, tokens = make_model(case, attn_implementation="eager"), random_tokens(1, 5)
+    outputs = model(tokens, output_hidden_states=True, output_attentions=True)
+    assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+    assert len(outputs.attentions) == sum(word != "memory" for word in model.config.layer_types)
+
+
+@every_case
+@torch.no_grad()
+def test_backends_agree(case):
+    model, tokens = make_model(case), random_tokens(1, 20)
+    expected = model(tokens).logits
+    for backend in ("reference", "triton"):
+        model.config.mixer_backend = backend
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+BAD_CONFIGS = [
+    ({"layer_types": ["memory"]}, "layer_types"),
+    ({"layer_types": ["memory", "convolution"]}, "layer_types"),
+    ({"layer_types": ["memory", "sliding_attention"]}, "sliding_window"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "num_attention_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"mixer_backend": "cuda"}, "mixer_backend"),
+    ({"hidden_size": "wide"}, "hidden_size"),
+]
+
+
+@every_family
+@pytest.mark.parametrize(("options", "name"), BAD_CONFIGS, ids=[name for _, name in BAD_CONFIGS])
+def test_bad_config_is_refused_by_name(case, options, name):
+    with pytest.raises(Exception, match=name) as error:  # the strict dataclass wraps our ValueError
+        make_config(case, **options)
+    assert "expected" in str(error.value) or "must" in str(error.value) or "multiple" in str(error.value)
+
+
+def test_a_cache_of_another_config_is_refused():
+    with pytest.raises(ValueError, match="past_key_values"):
+        make_model(CASES[0])(random_tokens(1, 3), past_key_values=DynamicCache())
+
+
+def test_both_or_neither_kind_of_input_is_refused():
+    model, tokens = make_model(CASES[0]), random_tokens(1, 3)
+    with pytest.raises(ValueError, match="input_ids"):
+        model(tokens, inputs_embeds=model.get_input_embeddings()(tokens))
+    with pytest.raises(ValueError, match="input_ids"):
+        model()
+
+
+def test_import_shadows_no_model_type():
+    script = """
+import json
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+before = {name: CONFIG_MAPPING[name].__name__ for name in CONFIG_MAPPING.keys()}
+import hf_memory
+after = {name: CONFIG_MAPPING[name].__name__ for name in CONFIG_MAPPING.keys()}
+print(json.dumps([[n for n in before if before[n] != after[n]], sorted(set(after) - set(before))]))
+"""
+    changed, added = json.loads(_run(script))
+    assert not changed
+    assert added == sorted(family.config.model_type for family in hf_memory.FAMILIES)
+
+
+def test_package_works_where_triton_is_absent():
+    script = """
+import sys
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NoTriton())
+import torch, hf_memory
+config = hf_memory.LinearTransformerConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                           num_attention_heads=1)
+print(hf_memory.LinearTransformerForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
+"""
+    assert _run(script) == "True"
+
+
+def test_import_takes_no_triton():
+    script = "import sys, hf_memory; print([name for name in sys.modules if name.startswith('hf_memory') and 'kernels' in name])"
+    assert _run(script) == "[]"
+
+
+def _run(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@every_family
+def test_auto_classes_find_the_family(case):
+    family, config = family_of(case), make_config(case)
+    assert type(AutoModelForCausalLM.from_config(config)) is family.causal_lm
+    assert type(AutoModelForTokenClassification.from_config(config)) is family.token_classifier

@@ -1,0 +1,86 @@
+"""Training with the tools people use: Trainer, peft, TRL."""
+
+import pytest
+import torch
+from cases import CASES, every_family, make_model, random_tokens
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from test_generation import generate, tokenizer  # noqa: F401  (a fixture)
+
+ARGUMENTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+
+
+def lora(model):
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@every_family
+def test_every_adapter_matrix_gets_a_gradient(case):
+    model, tokens = lora(make_model(case)).train(), random_tokens(2, 9)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)  # at their start of zero, A gets no gradient
+    model(tokens, labels=tokens).loss.backward()
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    linears = [m for name, m in make_model(case).named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    assert len(adapters) == 2 * len(linears)
+    assert not [name for name, p in adapters.items() if p.grad is None or not p.grad.abs().sum() > 0]
+
+
+@every_family
+def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in random_tokens(8, 9)]
+    model = lora(make_model(case))
+    arguments = TrainingArguments(str(tmp_path), max_steps=5, learning_rate=1e-2, **ARGUMENTS)
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    model.eval().save_pretrained(tmp_path / "adapter")
+    expected = generate(model, random_tokens(1, 5))
+    reloaded = PeftModel.from_pretrained(make_model(case), tmp_path / "adapter")
+    assert torch.equal(generate(reloaded, random_tokens(1, 5)), expected)
+    merged = reloaded.merge_and_unload()
+    assert torch.equal(generate(merged, random_tokens(1, 5)), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)), expected)
+
+
+@every_family
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_trainer_packs_without_changing_the_loss(case, packing, tmp_path, tokenizer):  # noqa: F811
+    lengths = (9, 4, 7, 5)
+    rows = [row[:n].tolist() for row, n in zip(random_tokens(4, 9), lengths, strict=True)]
+    torch.manual_seed(0)
+    model = make_model(case)
+    config = SFTConfig(
+        str(tmp_path), max_steps=1, packing=packing, max_length=32, per_device_train_batch_size=1 if packing else 4,
+        learning_rate=0.0, bf16=False, **ARGUMENTS,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model, config, train_dataset=Dataset.from_dict({"input_ids": rows}), processing_class=tokenizer
+    )
+    trainer.train()
+    logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    with torch.no_grad():
+        parts = [(model(torch.tensor([r]), labels=torch.tensor([r])).loss, len(r) - 1) for r in rows]
+    expected = sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
+    assert logged == pytest.approx(expected.item(), rel=2e-3)  # the log rounds to four digits
+
+
+def test_a_model_learns_to_repeat():
+    """A tiny model fits a fixed text, so that gradients point where they should."""
+    model, tokens = make_model(CASES[0], initializer_range=0.05).train(), random_tokens(1, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
