@@ -34,7 +34,9 @@ CASES = (
     Case("linear-elu", "hf_memory_linear", {}),
     Case("linear-hedgehog-rope", "hf_memory_linear", {"feature_map": "hedgehog", "memory_rope": True}),
     Case("linear-favor", "hf_memory_linear", {"feature_map": "favor", "feature_dim": 16}),
-    Case("linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}),
+    Case(
+        "linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}
+    ),
     Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
 )

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from cases import CASES, every_case, every_family, make_model, random_tokens
 from transformers import DynamicCache
 
+from cases import CASES, every_case, every_family, make_model, random_tokens
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES, every_case, every_family, make_model, random_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline, set_seed
+
+from cases import CASES, every_case, every_family, make_model, random_tokens
 
 NEW = 8
 WAYS = {

@@ -1,12 +1,12 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
 import pytest
+import torch
+
 import test_cache
 import test_generation
 import test_modeling
-import torch
 from cases import every_family
-
 from hf_memory.cache import MemoryLayer
 from hf_memory.mixers import base
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import CASES, every_family, make_model, random_tokens
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from cases import CASES, every_family, make_model, random_tokens
 from test_generation import generate, tokenizer  # noqa: F401  (a fixture)
 
 ARGUMENTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
@@ -26,7 +26,9 @@ def test_every_adapter_matrix_gets_a_gradient(case):
             torch.nn.init.normal_(p, std=0.1)  # at their start of zero, A gets no gradient
     model(tokens, labels=tokens).loss.backward()
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
-    linears = [m for name, m in make_model(case).named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    linears = [
+        m for name, m in make_model(case).named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    ]
     assert len(adapters) == 2 * len(linears)
     assert not [name for name, p in adapters.items() if p.grad is None or not p.grad.abs().sum() > 0]
 
@@ -47,7 +49,9 @@ def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     merged = reloaded.merge_and_unload()
     assert torch.equal(generate(merged, random_tokens(1, 5)), expected)
     merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)), expected)
+    assert torch.equal(
+        generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)), expected
+    )
 
 
 @every_family

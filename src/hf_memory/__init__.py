@@ -1,3 +1,25 @@
-"""Language models whose past is a memory instead of a growing KV cache."""
+"""Language models whose past is a memory instead of a growing KV cache.
+
+Importing this package registers every family with transformers' Auto classes.
+"""
+
+from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.linear_transformer import (
+    LinearTransformerConfig,
+    LinearTransformerForCausalLM,
+    LinearTransformerForSequenceClassification,
+    LinearTransformerForTokenClassification,
+    LinearTransformerModel,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LinearTransformerConfig",
+    "LinearTransformerForCausalLM",
+    "LinearTransformerForSequenceClassification",
+    "LinearTransformerForTokenClassification",
+    "LinearTransformerModel",
+]

@@ -29,7 +29,7 @@ class AttentionMixer(Projections):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); the mask says what is packed."""
-        q, k, v = (self.heads(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, position_embeddings)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
         if past_key_values is not None:

@@ -1,14 +1,16 @@
-"""What all mixers share: projections named as in Llama, rotary positions, padding, packing, reading and writing states."""
+"""What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import memory_layer
-from hf_memory.layers import RMSNorm, apply_rotary_pos_emb
+from hf_memory.layers import RMSNorm, ShortConvolution, apply_rotary_pos_emb
 
 States = dict[str, Tensor]
+Positions = tuple[Tensor, Tensor]
 
 
 class Projections(nn.Module):
@@ -18,22 +20,42 @@ class Projections(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+        self.make_projections(config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+
+    def make_projections(
+        self,
+        query_heads: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        """Linear layers for so many heads of so many channels; channels default to the config's `head_dim`."""
+        config = self.config
+        self.head_dim = key_dim or config.head_dim
+        self.value_dim = value_dim or config.head_dim
+        self.num_key_value_groups = query_heads // key_heads
+        self.num_output_heads = max(query_heads, value_heads)
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, query_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, value_heads * self.value_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias)
         if config.use_qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """[B, T, H * D] -> [B, T, H, D]; H is read from the tensor, which holds fewer heads under tensor parallelism."""
-        return x.unflatten(-1, (-1, self.head_dim))
+    def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
+        return (
+            q.unflatten(-1, (-1, self.head_dim)),
+            k.unflatten(-1, (-1, self.head_dim)),
+            v.unflatten(-1, (-1, self.value_dim)),
+        )
 
-    def normalize_and_rotate(self, q: Tensor, k: Tensor, position_embeddings) -> tuple[Tensor, Tensor]:
+    def normalize_and_rotate(
+        self, q: Tensor, k: Tensor, position_embeddings: Positions | None
+    ) -> tuple[Tensor, Tensor]:
         """Apply q/k norm where the config has it, and rotary positions where they are given, to [B, T, H, D]."""
         if self.config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -45,12 +67,20 @@ class Projections(nn.Module):
 class MemoryMixer(Projections, ABC):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
-    layer_type = "memory"
+    conv_activation = "silu"  # after the short convolution, or after the projection where there is none
+
+    def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
+        """Short convolutions on q, k and v; a kernel size of 0 means none."""
+        self.has_convolutions = kernel_size > 0
+        if self.has_convolutions:
+            self.q_conv1d = ShortConvolution(self.q_proj.out_features, kernel_size, bias)
+            self.k_conv1d = ShortConvolution(self.k_proj.out_features, kernel_size, bias)
+            self.v_conv1d = ShortConvolution(self.v_proj.out_features, kernel_size, bias)
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Positions | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
@@ -85,17 +115,38 @@ class MemoryMixer(Projections, ABC):
     def mix(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        position_embeddings: Positions | None,
         attention_mask: Tensor | None,
         states: States,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, States]:
         """The output [B, T, hidden_size] and the states after it; an empty dict of states is an empty memory."""
 
-    def repeat_key_value_heads(self, x: Tensor) -> Tensor:
-        """[B, T, num_key_value_heads, D] -> [B, T, num_attention_heads, D]."""
-        groups = self.num_key_value_groups
-        return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+    def project(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None,
+        attention_mask: Tensor | None,
+        states: States,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, States]:
+        """q [B, T, H, K], k [B, T, H, K], v [B, T, HV, V] and the states of the convolutions, HV a multiple of H."""
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        new_states = {}
+        if self.has_convolutions:
+            q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
+            k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
+            v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)
+        if self.conv_activation is not None:
+            q, k, v = (ACT2FN[self.conv_activation](x) for x in (q, k, v))
+        q, k, v = self.split_heads(q, k, v)
+        q, k = self.normalize_and_rotate(q, k, position_embeddings)
+        return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H, D] -> [B, T, heads, D]: what a group of heads shares, once for each; more heads than that stay."""
+    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def mask_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -105,7 +156,7 @@ def mask_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     return x * attention_mask.to(x.dtype).view(*attention_mask.shape, *(1 for _ in x.shape[2:]))
 
 
-def _one_row(hidden_states: Tensor, position_embeddings):
+def _one_row(hidden_states: Tensor, position_embeddings: Positions | None):
     """[B, T, ...] -> [1, B * T, ...]: packed sequences never cross a row, so rows are packed sequences too."""
     B, T, _ = hidden_states.shape
     if position_embeddings is not None:

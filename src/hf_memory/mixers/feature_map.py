@@ -1,10 +1,11 @@
-"""The feature maps of linear attention as a module: it holds what a map has learned or drawn, and the op does the rest."""
+"""The feature maps of linear attention as a module: it holds what a map has learned or drawn; ops do the rest."""
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.ops import feature_maps
+from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 
 
 class FeatureMap(nn.Module):
@@ -12,11 +13,47 @@ class FeatureMap(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.name = config.feature_map
+        self.name, self.nu = config.feature_map, config.dpfp_nu
         H, D = config.num_attention_heads, config.head_dim
-        self.nu = config.dpfp_nu
         if self.name == "hedgehog":
             self.q_weight = nn.Parameter(torch.empty(H, D, D))
             self.k_weight = nn.Parameter(torch.empty(H, D, D))
-        if self.name in ("favor", "rfa"):
-            self.projection = nn.Buffer(torch.empty(config.feature_dim, D, dtype=torch.float32))
+        if self.name in RANDOM_FEATURE_MAPS:
+            self.projection = nn.Buffer(torch.empty(config.feature_dim, D))
+
+    def init_own_parameters(self) -> None:
+        """Learned maps start at the identity; random projections are drawn once and saved with the model."""
+        if self.name == "hedgehog":
+            for weight in (self.q_weight, self.k_weight):
+                init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
+        if self.name in RANDOM_FEATURE_MAPS:
+            init.copy_(self.projection, feature_maps.orthogonal_projection(*self.projection.shape))
+
+    def forward(
+        self, q: Tensor, k: Tensor, running_max: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Features of q and k, zero for keys at padding, the decay that they need, and favor's new running maximum."""
+        if self.name == "favor":
+            starts = None if cu_seqlens is None else _starts(cu_seqlens, k.shape[1])
+            q = feature_maps.favor_query(q, self.projection)
+            k, g, running_max = feature_maps.favor_key(k, self.projection, running_max, attention_mask, starts)
+            return q, k, g, running_max
+        q, k = self._map(q, "q_weight"), self._map(k, "k_weight")
+        if attention_mask is not None:
+            k = k * attention_mask[..., None, None].to(k.dtype)
+        return q, k, None, None
+
+    def _map(self, x: Tensor, weight: str) -> Tensor:
+        phi = getattr(feature_maps, self.name)
+        if self.name == "hedgehog":
+            return phi(x, getattr(self, weight))
+        if self.name == "dpfp":
+            return phi(x, self.nu)
+        return phi(x, self.projection) if self.name == "rfa" else phi(x)
+
+
+def _starts(cu_seqlens: Tensor, T: int) -> Tensor:
+    """[T] bool: where a packed sequence begins."""
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts[cu_seqlens.long()] = True
+    return starts[:T]

@@ -294,7 +294,7 @@ def packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_valu
 def _packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:
     """[B, T]: the position of each token in its own sequence."""
     B, T = inputs_embeds.shape[:2]
-    tokens = torch.arange(B * T, device=inputs_embeds.device)
+    tokens = torch.arange(B * T, device=inputs_embeds.device, dtype=cu_seqlens.dtype)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
     return (tokens - starts).view(B, T)
 

@@ -11,7 +11,7 @@ from hf_memory.modeling.base import (
     MemoryPreTrainedModel,
     check_word,
 )
-from hf_memory.ops.feature_maps import FEATURE_MAPS
+from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 
 
 @strict
@@ -38,6 +38,10 @@ class LinearTransformerConfig(MemoryConfig):
     def validate_feature_map(self):
         """Check the words of this family."""
         check_word("feature_map", self.feature_map, FEATURE_MAPS)
+        if self.feature_map in RANDOM_FEATURE_MAPS and not self.feature_dim:
+            raise ValueError(
+                f"feature_dim must be set when feature_map is {self.feature_map!r}, got {self.feature_dim}"
+            )
 
 
 class LinearTransformerPreTrainedModel(MemoryPreTrainedModel):
@@ -56,6 +60,7 @@ class LinearTransformerForCausalLM(MemoryForCausalLM):
     """The Linear Transformer that predicts the next token."""
 
     config: LinearTransformerConfig
+    model_class = LinearTransformerModel
 
 
 class LinearTransformerForSequenceClassification(GenericForSequenceClassification, LinearTransformerPreTrainedModel):

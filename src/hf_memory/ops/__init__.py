@@ -1,1 +1,30 @@
-"""Pure functions of tensors; the registry OPS is what the contract tests run over."""
+"""Pure functions of tensors. OPS is what the contract tests run over."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hf_memory.ops.linear_attention import LinearState, linear_attention
+from hf_memory.ops.linear_attention import reference as _linear_attention
+
+__all__ = ["OPS", "LinearState", "Op", "linear_attention"]
+
+
+class Op(NamedTuple):
+    """One op as the contract tests see it."""
+
+    name: str
+    op: Callable
+    example: Callable  # makes valid random arguments
+    variants: tuple[dict, ...]  # arguments of `example` that select each mathematically different form
+    identity: tuple[str, ...]  # arguments that are zero at a token that leaves the state alone
+
+
+OPS = (
+    Op(
+        "linear_attention",
+        linear_attention,
+        _linear_attention.example,
+        tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
+        ("k", "g"),
+    ),
+)

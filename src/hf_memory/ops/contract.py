@@ -129,7 +129,7 @@ def _triton_interprets() -> bool:
 
 
 def in_float32(op: Callable) -> Callable:
-    """Run `op(q, ...)` in float32 (float64 if q is), autocast off; `o` comes back in q's dtype, the state stays wide."""
+    """Run `op(q, ...)` in float32 (float64 if q is) and without autocast; only `o` comes back in the dtype of q."""
 
     @wraps(op)
     def wide_op(q: Tensor, *args, **kwargs):

@@ -1,0 +1,55 @@
+"""The Linear Transformer's mixer: https://arxiv.org/abs/2006.16236."""
+
+from torch import Tensor
+
+from hf_memory.layers import RMSNorm
+from hf_memory.mixers.base import MemoryMixer, Positions, States
+from hf_memory.mixers.feature_map import FeatureMap
+from hf_memory.ops import LinearState, linear_attention
+
+
+class LinearAttentionMixer(MemoryMixer):
+    """Attention whose kernel is a product of features, so that the past fits into one matrix a head."""
+
+    conv_activation = None
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.make_convolutions(0)
+        self.feature_map = FeatureMap(config)
+        if config.output_norm:
+            self.o_norm = RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+
+    def mix(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None,
+        attention_mask: Tensor | None,
+        states: States,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, States]:
+        """States: memory [N, H, F, D], normalizer [N, H, F], and for favor the running_max [N, H]."""
+        q, k, v, _ = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        q, k, g, running_max = self.feature_map(q, k, states.get("running_max"), attention_mask, cu_seqlens)
+        o, state = linear_attention(
+            q,
+            k,
+            v,
+            g,
+            normalize=self.config.normalize,
+            initial_state=self._initial_state(states),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        if self.config.output_norm:
+            o = self.o_norm(o)
+        new_states = state._asdict() if self.config.normalize else {"memory": state}
+        if running_max is not None:
+            new_states["running_max"] = running_max
+        return self.o_proj(o.flatten(-2)), new_states
+
+    def _initial_state(self, states: States) -> Tensor | LinearState | None:
+        if not states:
+            return None
+        return LinearState(states["memory"], states["normalizer"]) if self.config.normalize else states["memory"]

@@ -1,0 +1,94 @@
+"""Linear attention with no, scalar or vector decay: the additive memories, from Linear Transformer to Mamba-2."""
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.contract import Backend, Dims, check_gate, check_inputs, check_tensor, choose_backend, per_sequence
+from hf_memory.ops.linear_attention import chunk, reference
+from hf_memory.ops.linear_attention.reference import LinearState
+
+MAX_KERNEL_DIM = 256
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | LinearState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | LinearState | None]:
+    """Write k v^T into a memory that decays, and read it with q.
+
+        S_t = e^(g_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t
+        z_t = e^(g_t) z_{t-1} + k_t,         o_t = S_t^T q_t / (z_t^T q_t + 1e-6)   with `normalize`
+
+    A token with k = 0 and g = 0 leaves the memory as it is.
+
+    Args:
+        q: queries [B, T, H, K], after the feature map.
+        k: keys [B, T, H, K], after the feature map; with `normalize` both must be such that z^T q > 0.
+        v: values [B, T, HV, V], HV a multiple of H.
+        g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
+            [B, T, HV, K]; None means no decay.
+        normalize: divide by the sum of the weights. `scale` would cancel and is not used.
+        scale: factor of q, default K ** -0.5.
+        initial_state: [N, HV, K, V], or `LinearState` with `normalize`; default: an empty memory.
+        output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        cu_seqlens: boundaries [N + 1] of sequences packed into one row.
+        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of q, and the final state or None.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Sources: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2312.06635, https://arxiv.org/abs/2405.21060.
+    """
+    dims = check_inputs(q, k, v, cu_seqlens)
+    if g is not None:
+        check_gate("g", g, dims, like=q, vector=True)
+    state = _initial_state(initial_state, dims, q, normalize)
+    scale = dims.K**-0.5 if scale is None else scale
+    backend = choose_backend(backend, q, _kernel_refuses(q, dims))
+    if backend == "triton":
+        from hf_memory.ops.linear_attention import kernels
+
+        o, state = kernels.linear_attention(q, k, v, g, state, scale, cu_seqlens)
+    else:
+        op = reference.linear_attention if backend == "reference" else chunk.linear_attention
+        o, state = per_sequence(op, cu_seqlens, q, k, v, g, initial_state=state, scale=scale)
+    return o, state if output_final_state else None
+
+
+def _initial_state(state, dims: Dims, q: Tensor, normalize: bool) -> Tensor | LinearState:
+    """The state as given, or empty; float32 unless q is float64."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    shape = (dims.N, dims.HV, dims.K, dims.V)
+    if state is None:
+        memory = q.new_zeros(shape, dtype=dtype)
+        return LinearState(memory, memory.new_zeros(shape[:3])) if normalize else memory
+    if normalize:
+        if not isinstance(state, tuple) or len(state) != 2:
+            raise ValueError(f"initial_state must be a LinearState with normalize=True, got {type(state).__name__}")
+        check_tensor("initial_state.memory", state[0], shape, like=q)
+        check_tensor("initial_state.normalizer", state[1], shape[:3], like=q)
+        return LinearState(*(x.to(dtype) for x in state))
+    if not isinstance(state, Tensor):
+        raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")
+    check_tensor("initial_state", state, shape, like=q)
+    return state.to(dtype)
+
+
+def _kernel_refuses(q: Tensor, dims: Dims) -> str | None:
+    if max(dims.K, dims.V) > MAX_KERNEL_DIM:
+        return f"K and V must be at most {MAX_KERNEL_DIM}, got {dims.K} and {dims.V}"
+    if q.dtype == torch.float64:
+        return "q must be float32, bfloat16 or float16, got float64"
+    return None

@@ -1,0 +1,78 @@
+"""The definition of linear attention, one token at a time. Every other backend is tested against it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.contract import in_float32, repeat_heads
+
+EPS = 1e-6  # keeps the normaliser from zero
+
+
+class LinearState(NamedTuple):
+    """What normalised linear attention remembers."""
+
+    memory: Tensor  # [N, HV, K, V]
+    normalizer: Tensor  # [N, HV, K]
+
+
+@in_float32
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
+) -> tuple[Tensor, Tensor | LinearState]:
+    """S <- e^g S + k v^T;   o = scale S^T q,   or with z <- e^g z + k:   o = S^T q / (z^T q + eps)."""
+    normalize = isinstance(initial_state, LinearState)
+    S, z = initial_state if normalize else (initial_state, None)  # [B, HV, K, V], [B, HV, K]
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    outputs = []
+    for t in range(q.shape[1]):
+        if g is not None:
+            decay = g[:, t].exp() if g.ndim == 4 else g[:, t, :, None].exp()  # [B, HV, K or 1]
+            S = decay[..., None] * S
+            z = decay * z if normalize else None
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        o = torch.einsum("bhkv,bhk->bhv", S, q[:, t])
+        if normalize:
+            z = z + k[:, t]
+            o = o / (torch.einsum("bhk,bhk->bh", z, q[:, t])[..., None] + EPS)
+        outputs.append(o)
+    o = torch.stack(outputs, dim=1)
+    return (o, LinearState(S, z)) if normalize else (scale * o, S)
+
+
+def example(
+    *,
+    B: int = 2,
+    T: int = 65,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 16,
+    V: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    decay: str = "none",
+    normalize: bool = False,
+) -> dict:
+    """Valid random arguments of the op; `decay` is "none", "scalar" or "vector"."""
+    generator = torch.Generator().manual_seed(seed)
+    HV = HV or H
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    feature = torch.nn.functional.softplus if normalize else (lambda x: x)
+    arguments = {
+        "q": feature(random(B, T, H, K)).to(dtype),
+        "k": feature(random(B, T, H, K)).to(dtype),
+        "v": random(B, T, HV, V).to(dtype),
+        "normalize": normalize,
+    }
+    if decay != "none":
+        shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
+        arguments["g"] = torch.nn.functional.logsigmoid(random(*shape) + 1).to(wide)
+    state = random(B, HV, K, V).to(wide)
+    arguments["initial_state"] = LinearState(state, 1 + random(B, HV, K).to(wide).abs()) if normalize else state
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
