@@ -128,8 +128,14 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     update_recurrent_state = update
 
 
-# One class serves both kinds of cache: the states of a memory have a fixed size anyway.
-STATIC_LAYER_TYPE_MAPPING["memory"] = MemoryLayer
+class StaticMemoryLayer(MemoryLayer):
+    """The same in a StaticCache, whose attention layers need masks that are made only if every layer says so here."""
+
+    _layer_type = None
+    is_compileable = True
+
+
+STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = create_recurrent_attention_mask
 
 
