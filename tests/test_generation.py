@@ -105,7 +105,10 @@ def test_pipeline_generates_from_a_saved_folder(case, tmp_path, tokenizer):
     batched = [result[0]["generated_text"] for result in generator(texts, batch_size=2, **options)]
     for text, generated in zip(texts, batched, strict=True):
         tokens = torch.tensor([tokenizer(text)["input_ids"]])
-        assert generated.split() == tokenizer.decode(generate(model, tokens)[0, tokens.shape[1] :], skip_special_tokens=True).split()
+        assert (
+            generated.split()
+            == tokenizer.decode(generate(model, tokens)[0, tokens.shape[1] :], skip_special_tokens=True).split()
+        )
 
 
 def test_generated_tokens_depend_on_the_prompt():

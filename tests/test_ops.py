@@ -1,0 +1,276 @@
+"""What every op keeps, over all of its forms: float64, where only mistakes are larger than 1e-10."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_memory.ops import OPS, LinearState, linear_attention
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 200)
+FORMS = [
+    pytest.param(op, variant, id="-".join([op.name, *(f"{k}={v}" for k, v in variant.items())]))
+    for op in OPS
+    for variant in op.variants
+]
+every_form = pytest.mark.parametrize(("op", "variant"), FORMS)
+
+
+def make(op, variant, T=65, **sizes):
+    """Random float64 arguments of the op that ask for gradients."""
+    sizes = {"B": 2, "H": 1, "HV": 2, "K": 6, "V": 5, "dtype": torch.float64, **sizes}
+    arguments = op.example(T=T, **sizes, **variant)
+    return tree_map(lambda x: x.requires_grad_() if isinstance(x, torch.Tensor) else x, arguments)
+
+
+def run(op, arguments, backend, **kwargs):
+    """Outputs, final state, and gradients of a random function of both, with respect to every tensor argument."""
+    o, state = op.op(**arguments, backend=backend, output_final_state=True, **kwargs)
+    outputs = [o, *tree_flatten(state)[0]]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
+    inputs = [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)]
+    gradients = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, outputs)), inputs, allow_unused=True)
+    return outputs, gradients
+
+
+def assert_equal(results, expected, **tolerance):
+    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
+        torch.testing.assert_close(one, other, **(tolerance or EXACT))
+
+
+def tokens_of(arguments, op, part):
+    """The same call for some of the tokens."""
+    state = arguments.get("initial_state")
+    T = arguments["q"].shape[1]
+    cut = {n: x[:, part] if isinstance(x, torch.Tensor) and n != "initial_state" and x.shape[1:2] == (T,) else x
+           for n, x in arguments.items()}  # fmt: skip
+    return {**cut, "initial_state": state}
+
+
+@every_form
+@pytest.mark.parametrize("T", LENGTHS)
+def test_chunk_equals_reference(op, variant, T):
+    arguments = make(op, variant, T)
+    assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
+
+
+@every_form
+@pytest.mark.parametrize("gate", [-1e-4, -5.0])
+def test_chunk_equals_reference_with_extreme_gates(op, variant, gate):
+    arguments = make(op, variant, 70)
+    if "g" in arguments:
+        arguments["g"] = (arguments["g"].detach() * 0 + gate).requires_grad_()
+    assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
+
+
+@every_form
+def test_chunk_equals_reference_with_correlated_keys(op, variant):
+    arguments = make(op, variant, 130, K=32)
+    common = torch.nn.functional.normalize(arguments["k"].detach()[:, :1], dim=-1)
+    apart = torch.nn.functional.normalize(arguments["k"].detach(), dim=-1)
+    keys = torch.nn.functional.normalize(common * 3 + apart, dim=-1)
+    assert torch.nn.functional.cosine_similarity(keys[:, 1:], keys[:, :-1], dim=-1).mean() > 0.85
+    arguments["k"] = keys.requires_grad_()
+    assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
+
+
+@every_form
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_segments_equal_the_whole(op, variant, backend):
+    arguments = make(op, variant, 70)
+    whole, state = op.op(**arguments, backend=backend, output_final_state=True)
+    parts, carried = [], arguments["initial_state"]
+    for part in (slice(1), slice(1, 20), slice(20, 70)):
+        o, carried = op.op(
+            **{**tokens_of(arguments, op, part), "initial_state": carried}, backend=backend, output_final_state=True
+        )
+        parts.append(o)
+    assert_equal((torch.cat(parts, 1), carried), (whole, state))
+
+
+@every_form
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_packed_equals_apart(op, variant, backend):
+    bounds = [0, 20, 20, 21, 90]  # an empty sequence and one of a single token among them
+    arguments = make(op, variant, 90, B=1)
+    states = make(op, variant, 1, B=4, seed=5)["initial_state"]
+    arguments["initial_state"] = states
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    packed, gradients = run(op, arguments, backend, cu_seqlens=cu_seqlens)
+    o, finals = [], []
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        state = tree_map(lambda x, n=n: x[n : n + 1], states)
+        if start == end:
+            finals.append(state)
+            continue
+        part = {**tokens_of(arguments, op, slice(start, end)), "initial_state": state}
+        out, final = op.op(**part, backend=backend, output_final_state=True)
+        o.append(out)
+        finals.append(final)
+    joined = [torch.cat(leaves) for leaves in zip(*(tree_flatten(f)[0] for f in finals))]
+    assert_equal(packed, [torch.cat(o, 1), *joined])
+    assert all(g is not None for g in gradients)
+
+
+@every_form
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+@pytest.mark.parametrize("where", [slice(0, 9), slice(20, 30), slice(60, 65)], ids=["left", "middle", "right"])
+def test_identity_tokens_leave_no_trace(op, variant, backend, where):
+    arguments = make(op, variant, 65)
+    keep = torch.ones(65, dtype=torch.bool)
+    keep[where] = False
+    padded = {
+        n: x.detach() * keep.view(1, -1, *(1 for _ in x.shape[2:])) if n in op.identity else x
+        for n, x in arguments.items()
+    }
+    o, state = op.op(**padded, backend=backend, output_final_state=True)
+    expected = op.op(**tokens_of(arguments, op, keep), backend=backend, output_final_state=True)
+    assert_equal((o[:, keep], state), expected)
+
+
+@every_form
+def test_grouped_values_equal_repeated_heads(op, variant):
+    arguments = make(op, variant, 33, H=2, HV=4)
+    repeated = {**arguments, "q": arguments["q"].repeat_interleave(2, 2), "k": arguments["k"].repeat_interleave(2, 2)}
+    assert_equal(
+        op.op(**arguments, backend="chunk", output_final_state=True),
+        op.op(**repeated, backend="chunk", output_final_state=True),
+    )
+
+
+@every_form
+def test_an_empty_memory_is_the_default(op, variant):
+    arguments = make(op, variant, 20)
+    given = {**arguments, "initial_state": tree_map(lambda x: torch.zeros_like(x), arguments["initial_state"])}
+    default = {n: x for n, x in arguments.items() if n != "initial_state"}
+    assert_equal(op.op(**default)[0], op.op(**given)[0])
+    assert op.op(**default)[1] is None
+
+
+@every_form
+def test_low_precision_goes_in_and_out_and_states_stay_wide(op, variant):
+    arguments = op.example(T=40, dtype=torch.bfloat16, **variant)
+    o, state = op.op(**arguments, output_final_state=True)
+    assert o.dtype == torch.bfloat16
+    assert {x.dtype for x in tree_flatten(state)[0]} == {torch.float32}
+    wide = tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) else x, arguments)
+    expected = op.op(**wide, backend="reference")[0]
+    rounding = (expected.bfloat16().double() - expected).norm() / expected.norm()
+    assert (o.double() - expected).norm() / expected.norm() < 1.5 * rounding  # inside it is float32
+
+
+@every_form
+def test_autocast_does_not_reach_inside(op, variant):
+    arguments = op.example(T=40, **variant)
+    expected = op.op(**arguments, output_final_state=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(op.op(**arguments, output_final_state=True), expected, rtol=0, atol=0)
+
+
+def with_shape(x, *shape):
+    return torch.zeros(shape, dtype=x.dtype)
+
+
+BAD = {
+    "q": lambda a: {"q": a["q"][0]},
+    "k": lambda a: {"k": a["k"][..., :-1]},
+    "v": lambda a: {"v": a["v"][:, :-1]},
+    "q, k and v": lambda a: {"k": a["k"].double()},
+    "initial_state": lambda a: {"initial_state": tree_map(lambda x: x[:1], a["initial_state"])},
+    "cu_seqlens": lambda a: {"cu_seqlens": torch.tensor([0, 20], dtype=torch.int32)},
+    "backend": lambda a: {"backend": "cuda"},
+    "k must be on": lambda a: {"k": a["k"].to("meta")},
+    "floating": lambda a: {n: a[n].int() for n in "qkv"},
+}
+
+
+@every_form
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_by_name(op, variant, message):
+    arguments = op.example(T=20, **variant)
+    with pytest.raises(ValueError, match=message):
+        op.op(**{**arguments, **BAD[message](arguments)})
+
+
+@every_form
+def test_a_gate_of_the_wrong_shape_is_refused(op, variant):
+    arguments = op.example(T=20, **variant)
+    for name in set(op.identity) - {"k"} & set(arguments):
+        with pytest.raises(ValueError, match=f"^{name} must have shape"):
+            op.op(**{**arguments, name: torch.zeros(2, 3)})
+
+
+@every_form
+def test_packing_that_does_not_end_at_the_last_token_is_refused(op, variant):
+    arguments = op.example(T=20, B=1, **variant)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        op.op(**arguments, cu_seqlens=torch.tensor([0, 19], dtype=torch.int32))
+
+
+@every_form
+def test_an_explicit_backend_is_refused_where_it_cannot_run(op, variant):
+    arguments = op.example(T=20, dtype=torch.float64, **variant)
+    with pytest.raises(ValueError, match="backend='triton'"):
+        op.op(**arguments, backend="triton")
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_linear_attention_equals_its_matrix_form():
+    q, k, v = (random(1, 40, 2, 6, seed=i) for i in range(3))
+    g = -random(1, 40, 2, seed=3).abs()
+    b = g.cumsum(1).transpose(1, 2)
+    mask = (b[..., :, None] - b[..., None, :]).exp().tril()
+    expected = torch.einsum("bihd,bjhd,bhij,bjhv->bihv", q, k, mask, v)
+    torch.testing.assert_close(linear_attention(q, k, v, g, scale=1.0, backend="reference")[0], expected, **EXACT)
+    weights = torch.einsum("bihd,bjhd->bhij", q.exp(), k.exp()) * mask
+    expected = torch.einsum("bhij,bjhv->bihv", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+    o, _ = linear_attention(q.exp(), k.exp(), v, g, normalize=True, backend="reference")
+    torch.testing.assert_close(o, expected, **EXACT)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_open_gates_equal_no_gates(normalize):
+    q, k, v = (random(1, 70, 2, 6, seed=i).exp() for i in range(3))
+    expected = linear_attention(q, k, v, normalize=normalize)[0]
+    for shape in ((1, 70, 2), (1, 70, 2, 6)):
+        torch.testing.assert_close(
+            linear_attention(q, k, v, torch.zeros(shape), normalize=normalize)[0], expected, **EXACT
+        )
+
+
+def test_equal_gates_of_all_channels_equal_one_gate():
+    q, k, v = (random(1, 70, 2, 6, seed=i) for i in range(3))
+    g = -random(1, 70, 2, seed=3).abs()
+    vector = linear_attention(q, k, v, g[..., None].expand(-1, -1, -1, 6))[0]
+    torch.testing.assert_close(vector, linear_attention(q, k, v, g)[0], **EXACT)
+
+
+def test_a_constant_gate_is_retention():
+    q, k, v = (random(1, 70, 2, 6, seed=i) for i in range(3))
+    gamma = 1 - 2.0 ** (-5 - torch.arange(2, dtype=torch.float64))
+    distance = torch.arange(70)[:, None] - torch.arange(70)
+    D = (gamma[:, None, None] ** distance.clamp(min=0)).tril()
+    expected = torch.einsum("bihd,bjhd,hij,bjhv->bihv", q, k, D, v)
+    o, _ = linear_attention(q, k, v, gamma.log().expand(1, 70, 2), scale=1.0)
+    torch.testing.assert_close(o, expected, **EXACT)
+
+
+def test_the_normalizer_is_a_column_of_ones():
+    q, k, v = (random(1, 70, 2, 6, seed=i).exp() for i in range(3))
+    o, state = linear_attention(q, k, v, normalize=True, output_final_state=True)
+    wide, wide_state = linear_attention(
+        q, k, torch.nn.functional.pad(v, (0, 1), value=1.0), scale=1.0, output_final_state=True
+    )
+    torch.testing.assert_close(o, wide[..., :-1] / (wide[..., -1:] + 1e-6), **EXACT)
+    assert isinstance(state, LinearState)
+    torch.testing.assert_close(torch.cat([state.memory, state.normalizer[..., None]], -1), wide_state, **EXACT)
+
+
+def test_orthonormal_keys_return_their_values():
+    q = torch.eye(6, dtype=torch.float64)[None, :, None]
+    v = random(1, 6, 1, 5)
+    torch.testing.assert_close(linear_attention(q, q, v, scale=1.0)[0], v, **EXACT)
