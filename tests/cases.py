@@ -39,6 +39,10 @@ CASES = (
     ),
     Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
+    Case("gla", "hf_memory_gated", {}),
+    Case("retention", "hf_memory_gated", {"gate": "retention"}),
+    Case("gated-retention-full", "hf_memory_gated", {**FULL_HYBRID, "gate": "scalar", "linear_conv_kernel_dim": 3}),
+    Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -4,6 +4,13 @@ Importing this package registers every family with transformers' Auto classes.
 """
 
 from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.gated_linear_attention import (
+    GatedLinearAttentionConfig,
+    GatedLinearAttentionForCausalLM,
+    GatedLinearAttentionForSequenceClassification,
+    GatedLinearAttentionForTokenClassification,
+    GatedLinearAttentionModel,
+)
 from hf_memory.modeling.linear_transformer import (
     LinearTransformerConfig,
     LinearTransformerForCausalLM,
@@ -17,6 +24,11 @@ __version__ = "0.1.0"
 __all__ = [
     "FAMILIES",
     "Family",
+    "GatedLinearAttentionConfig",
+    "GatedLinearAttentionForCausalLM",
+    "GatedLinearAttentionForSequenceClassification",
+    "GatedLinearAttentionForTokenClassification",
+    "GatedLinearAttentionModel",
     "LinearTransformerConfig",
     "LinearTransformerForCausalLM",
     "LinearTransformerForSequenceClassification",

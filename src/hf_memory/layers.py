@@ -8,7 +8,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as RotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-__all__ = ["RMSNorm", "RotaryEmbedding", "ShortConvolution", "SwiGLU", "apply_rotary_pos_emb"]
+__all__ = ["RMSNorm", "RotaryEmbedding", "ShortConvolution", "SwiGLU", "apply_rotary_pos_emb", "unit_length"]
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / |x| over the last dimension, in float32; 1e-6 under the root keeps zero at zero."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class ShortConvolution(nn.Conv1d):

@@ -144,6 +144,22 @@ class MemoryMixer(Projections, ABC):
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
 
 
+class OutputGate(nn.Module):
+    """RMSNorm(o) by head, times an activation of a projection of the hidden states where the config names one."""
+
+    def __init__(self, hidden_size: int, heads: int, value_dim: int, config):
+        super().__init__()
+        self.norm = RMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.activation = config.output_gate
+        if self.activation != "none":
+            self.proj = nn.Linear(hidden_size, heads * value_dim, bias=False)
+
+    def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        """o [B, T, HV, V] -> [B, T, HV * V]."""
+        o = self.norm(o).flatten(-2)
+        return o if self.activation == "none" else o * ACT2FN[self.activation](self.proj(hidden_states))
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, H, D] -> [B, T, heads, D]: what a group of heads shares, once for each; more heads than that stay."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 
@@ -42,6 +43,13 @@ FAMILIES = (
         linear.LinearTransformerForCausalLM,
         linear.LinearTransformerForSequenceClassification,
         linear.LinearTransformerForTokenClassification,
+    ),
+    Family(
+        gated.GatedLinearAttentionConfig,
+        gated.GatedLinearAttentionModel,
+        gated.GatedLinearAttentionForCausalLM,
+        gated.GatedLinearAttentionForSequenceClassification,
+        gated.GatedLinearAttentionForTokenClassification,
     ),
 )
 

@@ -1,0 +1,54 @@
+"""Mixers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+
+from torch import Tensor, nn
+
+from hf_memory.layers import unit_length
+from hf_memory.mixers.base import MemoryMixer, OutputGate, Positions, States, mask_tokens
+from hf_memory.mixers.gates import SoftplusDecay
+from hf_memory.ops import delta_rule
+
+
+class DeltaNetMixer(MemoryMixer):
+    """S <- e^g S;   S <- S + beta k (v - S^T k)^T, with keys and queries of unit length.
+
+    https://arxiv.org/abs/2406.06484 without decay, https://arxiv.org/abs/2412.06464 with one by head,
+    https://arxiv.org/abs/2510.26692 with one by channel.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.make_projections(*config.memory_heads)
+        self.make_convolutions(config.linear_conv_kernel_dim)
+        heads = self.num_output_heads
+        self.b_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        if config.gate != "none":
+            channels = self.head_dim if config.gate == "vector" else None
+            self.decay = SoftplusDecay(config.hidden_size, heads, channels)
+        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config)
+
+    def mix(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None,
+        attention_mask: Tensor | None,
+        states: States,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, States]:
+        """States: memory [N, HV, K, V] and those of the convolutions."""
+        q, k, v, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        beta = self.b_proj(hidden_states).float().sigmoid()
+        if self.config.allow_negative_eigenvalues:
+            beta = 2 * beta
+        g = mask_tokens(self.decay(hidden_states), attention_mask) if self.config.gate != "none" else None
+        o, new_states["memory"] = delta_rule(
+            unit_length(q),
+            mask_tokens(unit_length(k), attention_mask),
+            v,
+            mask_tokens(beta, attention_mask),
+            g,
+            initial_state=states.get("memory"),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        return self.o_proj(self.output_gate(o, hidden_states)), new_states

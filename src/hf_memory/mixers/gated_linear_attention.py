@@ -1,0 +1,100 @@
+"""Linear attention whose memory decays: retention, gated retention, GLA and Mamba-2."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.layers import RMSNorm
+from hf_memory.mixers.base import MemoryMixer, OutputGate, Positions, States, mask_tokens
+from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
+from hf_memory.ops import linear_attention
+
+
+class GatedLinearAttentionMixer(MemoryMixer):
+    """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
+
+    conv_activation = None
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.make_projections(*config.memory_heads)
+        self.make_convolutions(config.linear_conv_kernel_dim)
+        self.decay = self._make_decay(config)
+        self.output_gate = OutputGate(config.hidden_size, self.num_output_heads, self.value_dim, config)
+
+    def _make_decay(self, config) -> nn.Module:
+        heads = self.num_output_heads
+        if config.gate == "retention":
+            return FixedDecay(heads)
+        channels = self.head_dim if config.gate == "vector" else None
+        return SigmoidDecay(config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer)
+
+    def mix(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None,
+        attention_mask: Tensor | None,
+        states: States,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, States]:
+        """States: memory [N, HV, K, V] and those of the convolutions."""
+        q, k, v, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        g = mask_tokens(self.decay(hidden_states), attention_mask)
+        o, new_states["memory"] = linear_attention(
+            q,
+            mask_tokens(k, attention_mask),
+            v,
+            g,
+            initial_state=states.get("memory"),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        return self.o_proj(self.output_gate(o, hidden_states)), new_states
+
+
+class Mamba2Mixer(MemoryMixer):
+    """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and x past the memory through D.
+
+    https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels of a group.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.make_projections(*config.memory_heads)
+        self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
+        heads = self.num_output_heads
+        self.decay = SoftplusDecay(config.hidden_size, heads)
+        self.D = nn.Parameter(torch.empty(heads))
+        self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
+        self.o_norm = RMSNorm(heads * self.value_dim, eps=config.rms_norm_eps)
+
+    def init_own_parameters(self) -> None:
+        """D starts at one."""
+        init.ones_(self.D)
+
+    def mix(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None,
+        attention_mask: Tensor | None,
+        states: States,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, States]:
+        """States: memory [N, HV, K, V] and those of the convolutions."""
+        q, k, x, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        steps = self.decay.steps(hidden_states)
+        o, new_states["memory"] = linear_attention(
+            q,
+            mask_tokens(k, attention_mask),
+            (x * steps[..., None]).to(x.dtype),
+            mask_tokens(self.decay.decay(steps), attention_mask),
+            scale=1.0,
+            initial_state=states.get("memory"),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
+        return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states

@@ -1,0 +1,78 @@
+"""Decay gates: from hidden states to the natural logarithm of what a memory keeps, always <= 0 and in float32."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+
+class FixedDecay(nn.Module):
+    """Retention: head h keeps 1 - 2^(-5 - h) of its memory at every token. https://arxiv.org/abs/2307.08621."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, hidden_size] -> g [B, T, H]."""
+        heads = torch.arange(self.heads, device=hidden_states.device, dtype=torch.float32)
+        return torch.log1p(-(2.0 ** (-5 - heads))).expand(*hidden_states.shape[:2], -1)
+
+
+class SigmoidDecay(nn.Module):
+    """log sigmoid(W x) / temperature, by head (https://arxiv.org/abs/2405.05254) or, with a low rank, by channel of each
+    head (GLA, https://arxiv.org/abs/2312.06635)."""  # fmt: skip
+
+    def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
+        super().__init__()
+        self.channels, self.temperature = channels, temperature
+        if channels is None:
+            self.proj = nn.Linear(hidden_size, heads)
+        else:
+            self.proj = nn.Sequential(
+                nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, heads * channels, bias=True)
+            )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
+        g = F.logsigmoid(self.proj(hidden_states).float()) / self.temperature
+        return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
+
+
+class SoftplusDecay(nn.Module):
+    """-exp(A_log) step with step = softplus(W x + dt_bias): Mamba-2's, by head (https://arxiv.org/abs/2405.21060), or
+    with a low rank by channel of each head (Kimi Delta Attention, https://arxiv.org/abs/2510.26692)."""  # fmt: skip
+
+    def __init__(self, hidden_size: int, heads: int, channels: int | None = None):
+        super().__init__()
+        self.channels = channels
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * (channels or 1)))
+        if channels is None:
+            self.proj = nn.Linear(hidden_size, heads, bias=False)
+        else:
+            self.proj = nn.Sequential(
+                nn.Linear(hidden_size, channels, bias=False), nn.Linear(channels, heads * channels, bias=False)
+            )
+
+    def init_own_parameters(self) -> None:
+        """A uniform in (1, 16), and steps log-uniform in (0.001, 0.1) where W x = 0, as in Mamba-2."""
+        A = torch.empty(self.A_log.shape).uniform_(1, 16)
+        step = torch.empty(self.dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        init.copy_(self.A_log, A.log())
+        init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def steps(self, hidden_states: Tensor) -> Tensor:
+        """Positive step sizes [B, T, H] or [B, T, H * K]."""
+        return F.softplus(self.proj(hidden_states).float() + self.dt_bias.float())
+
+    def decay(self, steps: Tensor) -> Tensor:
+        """g [B, T, H] or [B, T, H, K] for these steps."""
+        A = self.A_log.float().exp()
+        return -A * steps if self.channels is None else -A[:, None] * steps.unflatten(-1, (-1, self.channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
+        return self.decay(self.steps(hidden_states))

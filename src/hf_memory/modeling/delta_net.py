@@ -1,0 +1,69 @@
+"""DeltaNet, Gated DeltaNet and Kimi Delta Attention, by the config's `gate`."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from hf_memory.mixers.delta_net import DeltaNetMixer
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+
+GATES = ("none", "scalar", "vector")
+
+
+@strict
+class DeltaNetConfig(MemoryHeadsConfig):
+    """Options of the delta rule mixer; what is not given follows the paper of the gate.
+
+    Args:
+        gate (`str`, defaults to `"none"`): `"none"` (DeltaNet), `"scalar"` (Gated DeltaNet: one decay a head, values
+            twice as wide as keys, output gated by silu) or `"vector"` (Kimi Delta Attention: one decay a key channel,
+            output gated by sigmoid).
+        allow_negative_eigenvalues (`bool`, defaults to `False`): write strength up to 2, which can turn a memory over
+            and so count modulo two (https://arxiv.org/abs/2411.12537).
+    """
+
+    model_type = "hf_memory_deltanet"
+    mixers = {**MemoryHeadsConfig.mixers, "memory": DeltaNetMixer}
+
+    gate: str = "none"
+    allow_negative_eigenvalues: bool = False
+
+    def __post_init__(self, **kwargs):
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.linear_key_head_dim = self.linear_key_head_dim or head_dim
+        self.linear_value_head_dim = self.linear_value_head_dim or head_dim * (2 if self.gate == "scalar" else 1)
+        if self.linear_conv_kernel_dim is None:
+            self.linear_conv_kernel_dim = 4
+        self.output_gate = self.output_gate or {"scalar": "silu", "vector": "sigmoid"}.get(self.gate, "none")
+        super().__post_init__(**kwargs)
+
+    def validate_gate(self):
+        """Check the words of this family."""
+        check_word("gate", self.gate, GATES)
+
+
+class DeltaNetPreTrainedModel(MemoryPreTrainedModel):
+    """What transformers must know of this family."""
+
+    config: DeltaNetConfig
+
+
+class DeltaNetModel(MemoryModel):
+    """DeltaNet without a head."""
+
+    config: DeltaNetConfig
+
+
+class DeltaNetForCausalLM(MemoryForCausalLM):
+    """DeltaNet that predicts the next token."""
+
+    config: DeltaNetConfig
+    model_class = DeltaNetModel
+
+
+class DeltaNetForSequenceClassification(GenericForSequenceClassification, DeltaNetPreTrainedModel):
+    """DeltaNet that puts a label on a sequence."""
+
+
+class DeltaNetForTokenClassification(GenericForTokenClassification, DeltaNetPreTrainedModel):
+    """DeltaNet that puts a label on each token."""

@@ -1,0 +1,89 @@
+"""Gated linear attention: retention, gated retention, GLA and Mamba-2, by the config's `gate`."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+
+GATES = ("retention", "scalar", "vector", "mamba2")
+
+
+@strict
+class GatedLinearAttentionConfig(MemoryHeadsConfig):
+    """Options of the gated linear attention mixer; what is not given follows the paper of the gate.
+
+    Args:
+        gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide as keys),
+            `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide) or
+            `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens).
+        gate_low_rank_dim (`int`, defaults to 16): rank of the projection to a vector gate.
+        gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger forgets less.
+    """
+
+    model_type = "hf_memory_gated"
+
+    gate: str = "vector"
+    gate_low_rank_dim: int = 16
+    gate_logit_normalizer: int = 16
+    memory_rope: bool | None = None
+
+    @property
+    def mixers(self) -> dict:
+        """The class of each layer type."""
+        mixer = Mamba2Mixer if self.gate == "mamba2" else GatedLinearAttentionMixer
+        return {**MemoryHeadsConfig.mixers, "memory": mixer}
+
+    def __post_init__(self, **kwargs):
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        is_mamba = self.gate == "mamba2"
+        if is_mamba:
+            self.linear_num_key_heads = self.linear_num_key_heads or 1
+            self.linear_value_head_dim = self.linear_value_head_dim or 64
+            self.linear_num_value_heads = (
+                self.linear_num_value_heads or 2 * self.hidden_size // self.linear_value_head_dim
+            )
+        key_dims = {"vector": head_dim // 2, "mamba2": 128}
+        value_dims = {"retention": 2 * head_dim}
+        self.linear_key_head_dim = self.linear_key_head_dim or key_dims.get(self.gate, head_dim)
+        self.linear_value_head_dim = self.linear_value_head_dim or value_dims.get(self.gate, head_dim)
+        if self.linear_conv_kernel_dim is None:
+            self.linear_conv_kernel_dim = 4 if is_mamba else 0
+        if self.memory_rope is None:
+            self.memory_rope = self.gate == "retention"
+        self.output_gate = self.output_gate or "silu"
+        super().__post_init__(**kwargs)
+
+    def validate_gate(self):
+        """Check the words of this family."""
+        check_word("gate", self.gate, GATES)
+
+
+class GatedLinearAttentionPreTrainedModel(MemoryPreTrainedModel):
+    """What transformers must know of this family."""
+
+    config: GatedLinearAttentionConfig
+
+
+class GatedLinearAttentionModel(MemoryModel):
+    """Gated linear attention without a head."""
+
+    config: GatedLinearAttentionConfig
+
+
+class GatedLinearAttentionForCausalLM(MemoryForCausalLM):
+    """Gated linear attention that predicts the next token."""
+
+    config: GatedLinearAttentionConfig
+    model_class = GatedLinearAttentionModel
+
+
+class GatedLinearAttentionForSequenceClassification(
+    GenericForSequenceClassification, GatedLinearAttentionPreTrainedModel
+):
+    """Gated linear attention that puts a label on a sequence."""
+
+
+class GatedLinearAttentionForTokenClassification(GenericForTokenClassification, GatedLinearAttentionPreTrainedModel):
+    """Gated linear attention that puts a label on each token."""

@@ -1,0 +1,50 @@
+"""Config fields of families whose memory has other heads than attention has. The names are transformers' own."""
+
+from huggingface_hub.dataclasses import strict
+
+from hf_memory.modeling.base import MemoryConfig, check_word
+
+
+@strict
+class MemoryHeadsConfig(MemoryConfig):
+    """Heads and channels of the memory.
+
+    Args:
+        linear_num_key_heads (`int`, *optional*): heads of both queries and keys in memory layers; default: those of
+            attention, `num_attention_heads` and `num_key_value_heads`.
+        linear_num_value_heads (`int`, *optional*): heads of values, a multiple of the query heads or a divisor of them;
+            default: as many as keys.
+        linear_key_head_dim (`int`, *optional*): channels of a query and a key.
+        linear_value_head_dim (`int`, *optional*): channels of a value.
+        linear_conv_kernel_dim (`int`, *optional*): tokens that the short convolutions on q, k and v see; 0 for none.
+        output_gate (`str`, *optional*): what multiplies the normed output: `"silu"`, `"sigmoid"` or `"none"`.
+    """
+
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = None
+    output_gate: str | None = None
+
+    @property
+    def memory_heads(self) -> tuple[int, int, int, int, int]:
+        """Heads of queries, keys and values, channels of a key and of a value."""
+        query_heads = self.linear_num_key_heads or self.num_attention_heads
+        key_heads = self.linear_num_key_heads or self.num_key_value_heads
+        value_heads = self.linear_num_value_heads or key_heads
+        return query_heads, key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim
+
+    def validate_memory_heads(self):
+        """Check what heads and channels of the memory must have in common."""
+        query_heads, _, value_heads, key_dim, _ = self.memory_heads
+        if max(query_heads, value_heads) % min(query_heads, value_heads):
+            raise ValueError(
+                f"linear_num_value_heads must be a multiple or a divisor of the query heads, "
+                f"got {value_heads} and {query_heads}"
+            )
+        if self.memory_rope and key_dim != self.head_dim:
+            raise ValueError(
+                f"linear_key_head_dim must be head_dim={self.head_dim} when memory_rope rotates it, got {key_dim}"
+            )
+        check_word("output_gate", self.output_gate, ("silu", "sigmoid", "none"))
