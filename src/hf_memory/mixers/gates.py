@@ -22,8 +22,10 @@ class FixedDecay(nn.Module):
 
 
 class SigmoidDecay(nn.Module):
-    """log sigmoid(W x) / temperature, by head (https://arxiv.org/abs/2405.05254) or, with a low rank, by channel of each
-    head (GLA, https://arxiv.org/abs/2312.06635)."""  # fmt: skip
+    """log sigmoid(W x) / temperature, by head, or with a low rank by channel of each head.
+
+    The first is gated retention's (https://arxiv.org/abs/2405.05254), the second GLA's (https://arxiv.org/abs/2312.06635).
+    """
 
     def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
         super().__init__()
@@ -42,8 +44,11 @@ class SigmoidDecay(nn.Module):
 
 
 class SoftplusDecay(nn.Module):
-    """-exp(A_log) step with step = softplus(W x + dt_bias): Mamba-2's, by head (https://arxiv.org/abs/2405.21060), or
-    with a low rank by channel of each head (Kimi Delta Attention, https://arxiv.org/abs/2510.26692)."""  # fmt: skip
+    """-exp(A_log) step with step = softplus(W x + dt_bias), by head, or with a low rank by channel of each head.
+
+    The first is Mamba-2's (https://arxiv.org/abs/2405.21060), the second Kimi Delta Attention's
+    (https://arxiv.org/abs/2510.26692).
+    """
 
     def __init__(self, hidden_size: int, heads: int, channels: int | None = None):
         super().__init__()

@@ -15,7 +15,7 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     """Options of the gated linear attention mixer; what is not given follows the paper of the gate.
 
     Args:
-        gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide as keys),
+        gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide),
             `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide) or
             `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens).
         gate_low_rank_dim (`int`, defaults to 16): rank of the projection to a vector gate.
