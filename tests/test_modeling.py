@@ -216,7 +216,7 @@ def test_gradients_flow_through_a_cache(case):
     split = model.model.embed_tokens.weight.grad.clone()
     model.zero_grad()
     model(tokens).logits.sum().backward()
-    assert_close(split, model.model.embed_tokens.weight.grad)
+    assert_close(split, model.model.embed_tokens.weight.grad, tolerance=1e-4)
 
 
 @every_case
