@@ -19,7 +19,7 @@ from cases import CASES, every_case, every_family, family_of, make_config, make_
 
 def assert_close(logits, expected, tolerance=1e-5):
     """Equal up to float32 sums in another order, on the scale of the largest logit."""
-    assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max().item())
 
 
 def test_every_family_has_a_case():
@@ -33,7 +33,7 @@ def test_step_by_step_equals_full_forward(case):
     full = model(tokens).logits
     cache = DynamicCache(config=model.config)
     steps = [model(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(11)]
-    torch.testing.assert_close(torch.cat(steps, 1), full)
+    assert_close(torch.cat(steps, 1), full)
     assert cache.get_seq_length() == 11
 
 
@@ -141,7 +141,7 @@ def test_save_and_load_change_nothing(case, dtype, tmp_path):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     theirs = loaded.state_dict()
     for name, tensor in model.state_dict().items():
-        assert_close(theirs[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
     tokens = random_tokens(1, 9)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
@@ -179,7 +179,7 @@ def test_classification_heads_train_and_ignore_padding(case, auto_class, tmp_pat
     assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad)
     alone = model(tokens[1:, :length]).logits[0]
     in_batch = outputs.logits[1] if alone.ndim == 1 else outputs.logits[1, :length]
-    torch.testing.assert_close(in_batch, alone)
+    assert_close(in_batch, alone)
 
 
 def outputs_shape(auto_class):
@@ -204,7 +204,7 @@ def test_gradient_checkpointing_changes_no_gradient(case):
         model(tokens, labels=tokens).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
 
 
 @every_case
@@ -225,7 +225,7 @@ def test_compiled_forward_is_one_graph(case):
     model, tokens = make_model(case), random_tokens(2, 9)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
+    assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
 
 
 @torch.no_grad()
