@@ -42,6 +42,14 @@ CASES = (
     Case("gla", "hf_memory_gated", {}),
     Case("retention", "hf_memory_gated", {"gate": "retention"}),
     Case("gated-retention-full", "hf_memory_gated", {**FULL_HYBRID, "gate": "scalar", "linear_conv_kernel_dim": 3}),
+    Case("deltanet", "hf_memory_deltanet", {"allow_negative_eigenvalues": True}),
+    Case("gated-deltanet-sliding", "hf_memory_deltanet", {**SLIDING_HYBRID, "gate": "scalar"}),
+    Case(
+        "grouped-deltanet",
+        "hf_memory_deltanet",
+        {"gate": "scalar", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    Case("kda", "hf_memory_deltanet", {"gate": "vector"}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 

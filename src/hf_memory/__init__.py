@@ -4,6 +4,13 @@ Importing this package registers every family with transformers' Auto classes.
 """
 
 from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.delta_net import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
+    DeltaNetForSequenceClassification,
+    DeltaNetForTokenClassification,
+    DeltaNetModel,
+)
 from hf_memory.modeling.gated_linear_attention import (
     GatedLinearAttentionConfig,
     GatedLinearAttentionForCausalLM,
@@ -23,6 +30,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",
+    "DeltaNetConfig",
+    "DeltaNetForCausalLM",
+    "DeltaNetForSequenceClassification",
+    "DeltaNetForTokenClassification",
+    "DeltaNetModel",
     "Family",
     "GatedLinearAttentionConfig",
     "GatedLinearAttentionForCausalLM",

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from hf_memory.modeling import delta_net as delta
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
@@ -50,6 +51,13 @@ FAMILIES = (
         gated.GatedLinearAttentionForCausalLM,
         gated.GatedLinearAttentionForSequenceClassification,
         gated.GatedLinearAttentionForTokenClassification,
+    ),
+    Family(
+        delta.DeltaNetConfig,
+        delta.DeltaNetModel,
+        delta.DeltaNetForCausalLM,
+        delta.DeltaNetForSequenceClassification,
+        delta.DeltaNetForTokenClassification,
     ),
 )
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hf_memory.ops.delta_rule import delta_rule
+from hf_memory.ops.delta_rule import reference as _delta_rule
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 
-__all__ = ["OPS", "LinearState", "Op", "linear_attention"]
+__all__ = ["OPS", "LinearState", "Op", "delta_rule", "linear_attention"]
 
 
 class Op(NamedTuple):
@@ -26,5 +28,14 @@ OPS = (
         _linear_attention.example,
         tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
         ("k", "g"),
+    ),
+    Op(
+        "delta_rule",
+        delta_rule,
+        _delta_rule.example,
+        tuple(
+            {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
+        ),
+        ("k", "beta", "g"),
     ),
 )

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
+MAX_KERNEL_DIM = 256
 
 
 class Dims(NamedTuple):
@@ -91,6 +92,26 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     return cu_seqlens.shape[0] - 1
+
+
+def matrix_state(name: str, state: Tensor | None, dims: Dims, *, like: Tensor) -> Tensor:
+    """The initial state [N, HV, K, V] as given, or zeros; float32, or float64 where `like` is."""
+    shape, dtype = (dims.N, dims.HV, dims.K, dims.V), torch.promote_types(like.dtype, torch.float32)
+    if state is None:
+        return like.new_zeros(shape, dtype=dtype)
+    if not isinstance(state, Tensor):
+        raise ValueError(f"{name} must be a tensor of shape {shape}, got {type(state).__name__}")
+    check_tensor(name, state, shape, like=like)
+    return state.to(dtype)
+
+
+def kernel_limits(q: Tensor, dims: Dims) -> str | None:
+    """Why kernels that hold all key channels of a head at once refuse a call; None if they take it."""
+    if max(dims.K, dims.V) > MAX_KERNEL_DIM:
+        return f"K and V must be at most {MAX_KERNEL_DIM}, got {dims.K} and {dims.V}"
+    if q.dtype == torch.float64:
+        return "q must be float32, bfloat16 or float16, got float64"
+    return None
 
 
 def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Literal["reference", "chunk", "triton"]:

@@ -1,13 +1,20 @@
 """Linear attention with no, scalar or vector decay: the additive memories, from Linear Transformer to Mamba-2."""
 
-import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import Backend, Dims, check_gate, check_inputs, check_tensor, choose_backend, per_sequence
+from hf_memory.ops.contract import (
+    Backend,
+    Dims,
+    check_gate,
+    check_inputs,
+    check_tensor,
+    choose_backend,
+    kernel_limits,
+    matrix_state,
+    per_sequence,
+)
 from hf_memory.ops.linear_attention import chunk, reference
 from hf_memory.ops.linear_attention.reference import LinearState
-
-MAX_KERNEL_DIM = 256
 
 
 def linear_attention(
@@ -56,7 +63,7 @@ def linear_attention(
         check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)
     scale = dims.K**-0.5 if scale is None else scale
-    backend = choose_backend(backend, q, _kernel_refuses(q, dims))
+    backend = choose_backend(backend, q, kernel_limits(q, dims))
     if backend == "triton":
         from hf_memory.ops.linear_attention import kernels
 
@@ -69,26 +76,15 @@ def linear_attention(
 
 def _initial_state(state, dims: Dims, q: Tensor, normalize: bool) -> Tensor | LinearState:
     """The state as given, or empty; float32 unless q is float64."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    shape = (dims.N, dims.HV, dims.K, dims.V)
+    if not normalize:
+        if isinstance(state, tuple):
+            raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")
+        return matrix_state("initial_state", state, dims, like=q)
     if state is None:
-        memory = q.new_zeros(shape, dtype=dtype)
-        return LinearState(memory, memory.new_zeros(shape[:3])) if normalize else memory
-    if normalize:
-        if not isinstance(state, tuple) or len(state) != 2:
-            raise ValueError(f"initial_state must be a LinearState with normalize=True, got {type(state).__name__}")
-        check_tensor("initial_state.memory", state[0], shape, like=q)
-        check_tensor("initial_state.normalizer", state[1], shape[:3], like=q)
-        return LinearState(*(x.to(dtype) for x in state))
-    if not isinstance(state, Tensor):
-        raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")
-    check_tensor("initial_state", state, shape, like=q)
-    return state.to(dtype)
-
-
-def _kernel_refuses(q: Tensor, dims: Dims) -> str | None:
-    if max(dims.K, dims.V) > MAX_KERNEL_DIM:
-        return f"K and V must be at most {MAX_KERNEL_DIM}, got {dims.K} and {dims.V}"
-    if q.dtype == torch.float64:
-        return "q must be float32, bfloat16 or float16, got float64"
-    return None
+        memory = matrix_state("initial_state", None, dims, like=q)
+        return LinearState(memory, memory.new_zeros(memory.shape[:3]))
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(f"initial_state must be a LinearState with normalize=True, got {type(state).__name__}")
+    memory = matrix_state("initial_state.memory", state[0], dims, like=q)
+    check_tensor("initial_state.normalizer", state[1], tuple(memory.shape[:3]), like=q)
+    return LinearState(memory, state[1].to(memory.dtype))

@@ -1,0 +1,72 @@
+"""The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+
+from torch import Tensor
+
+from hf_memory.ops.contract import (
+    Backend,
+    check_gate,
+    check_inputs,
+    choose_backend,
+    kernel_limits,
+    matrix_state,
+    per_sequence,
+)
+from hf_memory.ops.delta_rule import chunk, reference
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Replace what a decaying memory recalls for k by v, and read it with q.
+
+        S <- e^(g_t) S_{t-1};   S_t = S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S_t^T q_t
+
+    A token with k = 0, beta = 0 and g = 0 leaves the memory as it is. Keys should have unit length: longer ones make
+    the memory diverge. With beta in (1, 2] the memory is turned over along k.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T, H, K].
+        v: values [B, T, HV, V], HV a multiple of H.
+        beta: write strength [B, T, HV], in [0, 2].
+        g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV] (Gated DeltaNet), or for each of its
+            key channels [B, T, HV, K] (Kimi Delta Attention); None means no decay (DeltaNet).
+        scale: factor of q, default K ** -0.5.
+        initial_state: [N, HV, K, V]; default: an empty memory.
+        output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        cu_seqlens: boundaries [N + 1] of sequences packed into one row.
+        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of q, and the final state or None.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692.
+    """
+    dims = check_inputs(q, k, v, cu_seqlens)
+    check_gate("beta", beta, dims, like=q, vector=False)
+    if g is not None:
+        check_gate("g", g, dims, like=q, vector=True)
+    state = matrix_state("initial_state", initial_state, dims, like=q)
+    scale = dims.K**-0.5 if scale is None else scale
+    backend = choose_backend(backend, q, kernel_limits(q, dims))
+    if backend == "triton":
+        from hf_memory.ops.delta_rule import kernels
+
+        o, state = kernels.delta_rule(q, k, v, beta, g, state, scale, cu_seqlens)
+    else:
+        op = reference.delta_rule if backend == "reference" else chunk.delta_rule
+        o, state = per_sequence(op, cu_seqlens, q, k, v, beta, g, initial_state=state, scale=scale)
+    return o, state if output_final_state else None
