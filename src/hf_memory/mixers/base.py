@@ -67,7 +67,7 @@ class Projections(nn.Module):
 class MemoryMixer(Projections, ABC):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
-    conv_activation = "silu"  # after the short convolution, or after the projection where there is none
+    conv_activation: str | None = "silu"  # after the short convolution, or after the projection where there is none
 
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
@@ -176,5 +176,6 @@ def _one_row(hidden_states: Tensor, position_embeddings: Positions | None):
     """[B, T, ...] -> [1, B * T, ...]: packed sequences never cross a row, so rows are packed sequences too."""
     B, T, _ = hidden_states.shape
     if position_embeddings is not None:
-        position_embeddings = tuple(x.expand(B, T, -1).reshape(1, B * T, -1) for x in position_embeddings)
+        cos, sin = (x.expand(B, T, -1).reshape(1, B * T, -1) for x in position_embeddings)
+        position_embeddings = cos, sin
     return hidden_states.reshape(1, B * T, -1), position_embeddings

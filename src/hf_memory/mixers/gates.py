@@ -30,12 +30,9 @@ class SigmoidDecay(nn.Module):
     def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
         super().__init__()
         self.channels, self.temperature = channels, temperature
-        if channels is None:
-            self.proj = nn.Linear(hidden_size, heads)
-        else:
-            self.proj = nn.Sequential(
-                nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, heads * channels, bias=True)
-            )
+        self.proj: nn.Module = nn.Linear(hidden_size, heads)
+        if channels is not None:
+            self.proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, heads * channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
@@ -55,9 +52,8 @@ class SoftplusDecay(nn.Module):
         self.channels = channels
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * (channels or 1)))
-        if channels is None:
-            self.proj = nn.Linear(hidden_size, heads, bias=False)
-        else:
+        self.proj: nn.Module = nn.Linear(hidden_size, heads, bias=False)
+        if channels is not None:
             self.proj = nn.Sequential(
                 nn.Linear(hidden_size, channels, bias=False), nn.Linear(channels, heads * channels, bias=False)
             )

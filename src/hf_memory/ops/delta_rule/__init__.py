@@ -1,5 +1,7 @@
 """The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
 
+from typing import Any
+
 from torch import Tensor
 
 from hf_memory.ops.contract import (
@@ -26,7 +28,7 @@ def delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Replace what a decaying memory recalls for k by v, and read it with q.
 
         S <- e^(g_t) S_{t-1};   S_t = S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S_t^T q_t

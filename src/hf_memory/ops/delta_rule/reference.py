@@ -40,7 +40,7 @@ def example(
     decay: str = "none",
     beta: str = "random",
 ) -> dict:
-    """Valid random arguments of the op; `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme": 0, 1, 2."""
+    """Valid random arguments; `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme" (0, 1 or 2)."""
     generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,5 +1,7 @@
 """Linear attention with no, scalar or vector decay: the additive memories, from Linear Transformer to Mamba-2."""
 
+from typing import Any
+
 from torch import Tensor
 
 from hf_memory.ops.contract import (
@@ -29,7 +31,7 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor | LinearState | None]:
+) -> tuple[Tensor, Any]:
     """Write k v^T into a memory that decays, and read it with q.
 
         S_t = e^(g_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t
