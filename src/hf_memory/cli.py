@@ -1,0 +1,245 @@
+"""The command line: hf-memory demo, convert, generate, info."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    TrainerCallback,
+    pipeline,
+)
+from transformers.utils import logging
+
+from hf_memory import conversion
+from hf_memory.conversion.report import HEADER, RESULTS, check_free, table
+from hf_memory.demo import PROMPTS, Demo, run_demo
+from hf_memory.evaluation import cache_bytes, kv_cache_bytes
+
+CONTEXTS = (1024, 8192, 32768, 131072)
+console = Console()
+commands = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Keep = Annotated[list[int] | None, typer.Option(help="A layer, from 0, that keeps its attention; may be repeated.")]
+Option = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
+]
+Overwrite = Annotated[bool, typer.Option(help="Replace the result of an earlier run.")]
+Seed = Annotated[int, typer.Option(help="Of new weights, the order of the text, and sampling.")]
+
+
+def app() -> None:
+    """Run the command line; an error is one sentence on stderr and exit code 2."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        commands()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]Error:[/red] {_sentence(error)}", markup=True, highlight=False)
+        sys.exit(2)
+
+
+class StageProgress(TrainerCallback):
+    """Shows each stage of training as a bar with its loss."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """A new bar."""
+        self.task = self.progress.add_task(args.run_name, total=state.max_steps, loss="")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """One step further."""
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """The loss, when the Trainer reports it."""
+        if logs and "loss" in logs:
+            self.progress.update(self.task, loss=f"loss {float(logs['loss']):.3f}")
+
+
+@commands.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for teacher and student.")] = Path("demo_output"),
+    to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
+    option: Option = None,
+) -> None:
+    """Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes."""
+    check_free(output, overwrite=True)
+    with _progress() as progress:
+        callbacks = (StageProgress(progress),)
+        made = run_demo(to=to, callbacks=callbacks, say=progress.console.print, **_options(option))
+    with conversion.new_folder(output, overwrite=True) as folder:
+        _write_demo(folder, made)
+    _print_results(made.results)
+    for name in ("teacher", "student"):
+        for prompt in PROMPTS:
+            console.print(f"\n[bold]{name}[/bold]", highlight=False)
+            console.print(_generate(str(output / name), prompt, max_new_tokens=60, seed=0), markup=False)
+    console.print(_how_to_load(output / "student"), markup=False)
+
+
+@commands.command()
+def convert(
+    teacher: Annotated[str, typer.Argument(help="Folder or Hub name of a Llama, Mistral, Qwen2 or Qwen3.")],
+    text: Annotated[list[Path], typer.Option(help="Text file to learn on, UTF-8; may be repeated.")],
+    output: Annotated[Path, typer.Option(help="Folder for the student.")],
+    to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
+    keep: Keep = None,
+    option: Option = None,
+    transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer.")] = 100,
+    distill_steps: Annotated[int, typer.Option(help="Steps of logit distillation.")] = 250,
+    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the distillation.")] = 1.0,
+    seed: Seed = 0,
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
+    check_free(output, overwrite=overwrite)
+    options = _options(option)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(teacher), AutoTokenizer.from_pretrained(teacher)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = conversion.read_tokens(text, tokenizer)
+    training, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
+    transfer, distillation = (
+        schedule._replace(steps=steps, batch_size=batch_size, length=length)
+        for schedule, steps in (
+            (conversion.TRANSFER_SCHEDULE, transfer_steps),
+            (conversion.DISTILLATION_SCHEDULE, distill_steps),
+        )
+    )
+    with _progress() as progress:
+        made = conversion.convert(
+            model,
+            training,
+            to=to,
+            keep=keep or (),
+            transfer=transfer,
+            distillation=distillation,
+            temperature=temperature,
+            seed=seed,
+            checkpoints=checkpoints,
+            callbacks=(StageProgress(progress),),
+            **options,
+        )
+    results = conversion.Results(
+        teacher=teacher,
+        model_type=made.student.config.model_type,
+        text=", ".join(file.name for file in text),
+        recipe=conversion.recipe(to, transfer, distillation, kept_layers=keep or "none", seed=seed, **options),
+        losses=made.losses,
+        rows=[
+            conversion.measure("teacher", model, held_out, None),
+            conversion.measure("student", made.student, held_out, model),
+        ],
+    )
+    with conversion.new_folder(output, overwrite=overwrite) as folder:
+        conversion.write_report(folder, made.student, tokenizer, results)
+    _print_results(results)
+    console.print(_how_to_load(output), markup=False)
+
+
+@commands.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    prompt: Annotated[str, typer.Option(help="The beginning of the text.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 100,
+    seed: Seed = 0,
+) -> None:
+    """Continue a prompt."""
+    console.print(_generate(model, prompt, max_new_tokens, seed), markup=False, highlight=False)
+
+
+@commands.command()
+def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
+    """Show parameters, layers, and the memory that a sequence needs against the KV cache of the same Transformer."""
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    console.print(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}", highlight=False)
+    console.print(_memory_table(config))
+
+
+def _memory_table(config: PreTrainedConfig) -> Table:
+    rows = Table("context (tokens)", "this model", "all layers attention", "ratio", title="memory of one sequence")
+    for tokens in CONTEXTS:
+        ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
+        rows.add_row(f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}")
+    return rows
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[loss]}"), console=console)
+
+
+def _print_results(results: conversion.Results) -> None:
+    rows = Table(*HEADER, title=f"cache after {results.rows[0].cache_tokens} tokens")
+    for row in table(results):
+        rows.add_row(*row)
+    console.print(rows)
+
+
+def _write_demo(folder: Path, made: Demo) -> None:
+    conversion.write_report(folder / "student", made.student, made.tokenizer, made.results)
+    made.teacher.save_pretrained(folder / "teacher")
+    made.tokenizer.save_pretrained(folder / "teacher")
+    shutil.copy(folder / "student" / RESULTS, folder)  # marks a folder that the next run may replace
+
+
+def _generate(model: str, prompt: str, max_new_tokens: int, seed: int) -> str:
+    torch.manual_seed(seed)
+    write = pipeline("text-generation", model=model)
+    return write(prompt, max_new_tokens=max_new_tokens)[0]["generated_text"]
+
+
+def _how_to_load(folder: Path) -> str:
+    return f"""
+Wrote {folder}. To use it:
+
+    import hf_memory
+    from transformers import pipeline
+    pipeline("text-generation", model="{folder}")("The with statement", max_new_tokens=40)
+
+or: hf-memory generate {folder} --prompt "The with statement"; hf-memory info {folder}"""
+
+
+def _options(pairs: list[str] | None) -> dict:
+    """name=value of a config, the value read as a number, true or false where it is one."""
+    options = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"option must look like name=value, got {pair!r}")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _sentence(error: Exception) -> str:
+    """The first paragraph of a message, on one line."""
+    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__

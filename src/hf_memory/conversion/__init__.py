@@ -1,0 +1,36 @@
+"""A trained Transformer becomes a memory model: its weights by a table of names, then attention transfer, then logits.
+
+`convert` does all of it; each stage is also a function of its own.
+"""
+
+from hf_memory.conversion.convert import DISTILLATION_SCHEDULE, TRANSFER_SCHEDULE, Conversion, convert
+from hf_memory.conversion.data import TokenWindows, read_tokens
+from hf_memory.conversion.report import ModelResult, Results, measure, new_folder, recipe, write_report
+from hf_memory.conversion.stages import Schedule, attention_transfer, distill, train
+from hf_memory.conversion.students import make_student
+from hf_memory.conversion.teachers import TEACHERS, Teacher
+from hf_memory.conversion.weights import CarriedWeights, carry_over
+
+__all__ = [
+    "DISTILLATION_SCHEDULE",
+    "TEACHERS",
+    "TRANSFER_SCHEDULE",
+    "CarriedWeights",
+    "Conversion",
+    "ModelResult",
+    "Results",
+    "Schedule",
+    "Teacher",
+    "TokenWindows",
+    "attention_transfer",
+    "carry_over",
+    "convert",
+    "distill",
+    "make_student",
+    "measure",
+    "new_folder",
+    "read_tokens",
+    "recipe",
+    "train",
+    "write_report",
+]

@@ -1,0 +1,72 @@
+"""From a teacher to a student in one call."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
+from hf_memory.conversion.students import make_student
+from hf_memory.conversion.weights import CarriedWeights, carry_over
+from hf_memory.evaluation.plots import History
+from hf_memory.modeling.base import MemoryForCausalLM
+
+TRANSFER_SCHEDULE = Schedule(steps=100, learning_rate=3e-3)
+DISTILLATION_SCHEDULE = Schedule(steps=250, learning_rate=1e-3)
+
+
+class Conversion(NamedTuple):
+    """A student, and how it came about."""
+
+    student: MemoryForCausalLM
+    weights: CarriedWeights
+    losses: dict[str, History]  # by stage
+
+
+def convert(
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    to: str = "linear",
+    keep: Collection[int] = (),
+    transfer: Schedule = TRANSFER_SCHEDULE,
+    distillation: Schedule = DISTILLATION_SCHEDULE,
+    temperature: float = 1.0,
+    seed: int = 0,
+    checkpoints: Path | None = None,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    **options,
+) -> Conversion:
+    """Turn a Transformer into a memory model: its weights, then attention transfer, then logit distillation.
+
+    The same arguments and seed give the same student. A stage of no steps is left out.
+
+    Args:
+        teacher: a causal language model of a type in TEACHERS; stays as it is.
+        tokens: [T] of the text to learn on, made by the teacher's tokenizer.
+        to: the family, such as `"linear"`.
+        keep: the layers, counted from 0, that keep the teacher's attention.
+        transfer: of `attention_transfer`.
+        distillation: of `distill`.
+        temperature: of `distill`.
+        seed: of new weights and of the order of the text.
+        checkpoints: folder for checkpoints; a conversion that was stopped goes on from them when called again.
+        callbacks: of the Trainer in both stages.
+        **options: of the family's config, such as `gate`.
+
+    Raises:
+        ValueError: if the teacher, the family, a layer or an option is not supported.
+    """
+    student = make_student(teacher, to, keep=keep, seed=seed, **options)
+    weights = carry_over(student, teacher)
+    losses: dict[str, History] = {}
+    if transfer.steps and "memory" in student.config.layer_types:
+        run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
+        losses[TRANSFER] = attention_transfer(student, teacher, tokens, transfer, **run)
+    if distillation.steps:
+        run = {"seed": seed + 1, "checkpoints": checkpoints and checkpoints / "distillation", "callbacks": callbacks}
+        losses[DISTILLATION] = distill(student, teacher, tokens, distillation, temperature=temperature, **run)
+    student.config.use_cache = True  # the Trainer turns it off
+    return Conversion(student, weights, losses)

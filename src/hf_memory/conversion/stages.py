@@ -1,0 +1,225 @@
+"""The stages of a conversion, each a run of transformers' Trainer that can be stopped and resumed."""
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_memory.conversion.data import TokenWindows
+from hf_memory.evaluation.plots import History
+from hf_memory.modeling.base import MemoryForCausalLM
+
+TRANSFER, DISTILLATION, TRAINING = "attention transfer", "distillation", "training"
+
+
+class Schedule(NamedTuple):
+    """How long and how fast a stage learns."""
+
+    steps: int
+    learning_rate: float
+    batch_size: int = 8
+    length: int = 256  # tokens of a window
+    warmup: float = 0.05  # part of the steps
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps of {self.batch_size} windows of {self.length} tokens, "
+            f"learning rate {self.learning_rate:g} falling as a cosine"
+        )
+
+
+class AttentionTransfer(nn.Module):
+    """The mixers of a student, and the loss that compares each with the attention that it replaces.
+
+    L = sum over layers of |mixer(x) - attention(x)|^2 / |attention(x)|^2, x the input of the teacher's attention.
+    One run of the teacher serves all layers, and a layer never sees what another layer of the student made.
+    """
+
+    def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
+        super().__init__()
+        layers = enumerate(zip(student.config.layer_types, student.model.layers))
+        self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if kind == "memory"})
+        self._teacher = (teacher,)  # in a tuple it is no submodule: neither trained nor saved
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """[B, T] without padding -> the loss."""
+        seen = attention_seen(self._teacher[0], input_ids)
+        losses = []
+        for i, mixer in self.mixers.items():
+            inputs, target = seen[int(i)]
+            output, _ = mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+            losses.append(F.mse_loss(output.float(), target.float()) / target.float().square().mean())
+        return {"loss": torch.stack(losses).sum()}
+
+
+@torch.no_grad()
+def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[dict, Tensor]]:
+    """What went into and what came out of each attention layer of a teacher that reads [B, T]."""
+    seen: list[tuple[dict, Tensor]] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(
+            lambda module, args, kwargs, output: seen.append((kwargs, output[0])), with_kwargs=True
+        )
+        for layer in teacher.model.layers
+    ]
+    try:
+        teacher.model(input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+class DistillationTrainer(Trainer):
+    """L = temperature^2 KL(teacher || student), averaged over tokens."""
+
+    def __init__(self, *args, teacher: PreTrainedModel, temperature: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher = teacher.to(self.args.device)
+        self.temperature = temperature
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The divergence, and with `return_outputs` the student's outputs too."""
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        with torch.no_grad():
+            target = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+        loss = divergence(outputs.logits, target, self.temperature)
+        return (loss, outputs) if return_outputs else loss
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """temperature^2 KL(teacher || student) of logits [B, T, V], averaged over tokens."""
+    p_student, p_teacher = ((x.float() / temperature).log_softmax(-1).flatten(0, -2) for x in (student, teacher))
+    return temperature**2 * F.kl_div(p_student, p_teacher, log_target=True, reduction="batchmean")
+
+
+def attention_transfer(
+    student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, schedule: Schedule, **run
+) -> History:
+    """Teach each memory layer to give what the teacher's attention gives on the teacher's own hidden states.
+
+    Args:
+        student: its memory layers learn, in place; nothing else does.
+        teacher: stays as it is.
+        tokens: [T] of the text to learn on.
+        schedule: how long and how fast.
+        **run: of `run_trainer`: seed, checkpoints, callbacks.
+
+    Returns:
+        The loss over the steps.
+    """
+    transfer = AttentionTransfer(student, teacher.eval())
+    if not transfer.mixers:
+        return []
+    return run_trainer(Trainer, transfer, tokens, schedule, name=TRANSFER, inputs=("input_ids",), **run)
+
+
+def distill(
+    student: MemoryForCausalLM,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    temperature: float = 1.0,
+    **run,
+) -> History:
+    """Teach the whole student its teacher's predictions: KL(teacher || student); see `attention_transfer`.
+
+    Args:
+        student: learns, in place.
+        teacher: stays as it is.
+        tokens: [T] of the text to learn on.
+        schedule: how long and how fast.
+        temperature: divides the logits of both; above 1, unlikely tokens count more.
+        **run: of `run_trainer`.
+    """
+    extra = {"teacher": teacher.eval(), "temperature": temperature}
+    return run_trainer(DistillationTrainer, student, tokens, schedule, name=DISTILLATION, trainer_options=extra, **run)
+
+
+def train(model: PreTrainedModel, tokens: Tensor, schedule: Schedule, *, name: str = TRAINING, **run) -> History:
+    """Teach a model the text itself: the mean negative log-likelihood; see `attention_transfer`."""
+    return run_trainer(Trainer, model, tokens, schedule, name=name, **run)
+
+
+def run_trainer(
+    trainer_class: type[Trainer],
+    model: nn.Module,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    name: str,
+    seed: int = 0,
+    checkpoints: Path | None = None,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    optimizer: Optimizer | None = None,
+    inputs: tuple[str, ...] = ("input_ids", "labels"),
+    trainer_options: dict | None = None,
+) -> History:
+    """Run one stage.
+
+    Args:
+        trainer_class: computes the loss.
+        model: learns, in place.
+        tokens: [T].
+        schedule: how long and how fast.
+        name: of the stage; callbacks find it in `args.run_name`.
+        seed: of the order of the windows.
+        checkpoints: folder to write ten checkpoints to, and to resume from the last one that is there.
+        callbacks: of the Trainer.
+        optimizer: default: AdamW.
+        inputs: what the model is given of a window.
+        trainer_options: more arguments of `trainer_class`.
+
+    Returns:
+        [{"step", "loss"}, ...]
+    """
+    data = TokenWindows(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
+    with nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            model=model,
+            args=training_arguments(name, schedule, seed, Path(folder), saves=checkpoints is not None),
+            train_dataset=data,
+            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in inputs},
+            callbacks=list(callbacks),
+            optimizers=(optimizer, None),
+            **(trainer_options or {}),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if checkpoints else None)
+    model.eval()
+    return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
+
+
+def training_arguments(name: str, schedule: Schedule, seed: int, folder: Path, *, saves: bool) -> TrainingArguments:
+    """The Trainer's own arguments for a stage."""
+    return TrainingArguments(
+        run_name=name,
+        output_dir=str(folder),
+        max_steps=schedule.steps,
+        learning_rate=schedule.learning_rate,
+        per_device_train_batch_size=schedule.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=schedule.warmup,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        seed=seed,
+        train_sampling_strategy="sequential",
+        logging_steps=max(1, schedule.steps // 50),
+        save_strategy="steps" if saves else "no",
+        save_steps=max(1, schedule.steps // 10),
+        save_total_limit=1,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to="none",
+    )

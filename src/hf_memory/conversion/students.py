@@ -1,0 +1,64 @@
+"""The memory models that a teacher can become, and the options that suit a student of each family."""
+
+import copy
+from collections.abc import Collection
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.teachers import attention_types, shared_options
+from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.base import MemoryForCausalLM
+
+PREFIX = "hf_memory_"
+STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
+HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
+PRESETS = {"linear": {"feature_map": "hedgehog"}}  # softmax's nearest relative: learned, starts at the identity
+
+
+def find_student(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in STUDENTS:
+        raise ValueError(f"to must be one of {', '.join(STUDENTS)}, got {name!r}")
+    return STUDENTS[name]
+
+
+def make_student(
+    teacher: PreTrainedModel, to: str = "linear", *, keep: Collection[int] = (), seed: int = 0, **options
+) -> MemoryForCausalLM:
+    """A student with the sizes of its teacher, and weights that are still random; `carry_over` brings the teacher's.
+
+    Args:
+        teacher: a causal language model of a type in TEACHERS.
+        to: the family, a name in STUDENTS.
+        keep: the layers, counted from 0, that keep the teacher's attention.
+        seed: of the weights that the teacher does not have.
+        **options: of the family's config, such as `gate`; they win over the presets of a student.
+
+    Raises:
+        ValueError: if the teacher or the family is not supported, or a layer does not exist.
+    """
+    family, shared = find_student(to), shared_options(teacher.config)
+    layer_types = attention_types(teacher.config)
+    if not set(keep) <= set(range(len(layer_types))):
+        raise ValueError(f"keep must name layers from 0 to {len(layer_types) - 1}, got {sorted(keep)}")
+    layer_types = [kind if i in keep else "memory" for i, kind in enumerate(layer_types)]
+    presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
+    presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    _check_options(family, options)
+    config = family.config(**{**shared, "layer_types": layer_types, **presets, **options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        student = family.causal_lm(config)
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    return student.to(teacher.device, teacher.dtype).eval()
+
+
+def _check_options(family: Family, options: dict) -> None:
+    unknown = sorted(set(options) - set(family.config.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}")

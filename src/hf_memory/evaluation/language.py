@@ -1,0 +1,103 @@
+"""How well a model predicts text, recalls it, and agrees with another model."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Agreement(NamedTuple):
+    """How close a student's predictions are to its teacher's, averaged over tokens."""
+
+    kl: float  # KL(teacher || student) in nats
+    top1: float  # how often both find the same token most likely
+
+
+def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 256, batch_size: int = 8) -> float:
+    """exp of the mean loss over tokens, each predicted from at least half a window of context, except the first ones.
+
+    Args:
+        model: a causal language model.
+        tokens: [T] of one text, T >= length. Up to half a window at the end may go unread.
+        length: tokens of a window; windows overlap by half.
+        batch_size: windows read at once.
+
+    Raises:
+        ValueError: if there are fewer tokens than a window has.
+    """
+    stride = length // 2
+    losses = torch.cat([token_losses(model, x) for x in _windows(tokens, length, stride).split(batch_size)])
+    scored = torch.cat([losses[:1, :-stride].flatten(), losses[:, -stride:].flatten()])
+    return scored.double().mean().exp().item()
+
+
+@torch.no_grad()
+def agreement(
+    student: nn.Module, teacher: nn.Module, tokens: Tensor, *, length: int = 256, batch_size: int = 8
+) -> Agreement:
+    """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
+    kl, same = [], []
+    for batch in _windows(tokens, length, length).split(batch_size):
+        logits = _logits(student, batch), _logits(teacher, batch)
+        p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
+        kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
+        same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
+    return Agreement(torch.cat(kl).mean().item(), torch.cat(same).mean().item())
+
+
+def copy_gain(
+    model: nn.Module, tokens: Tensor, *, passage: int = 64, gap: int = 96, trials: int = 32, batch_size: int = 8
+) -> float:
+    """Loss on the first minus loss on the second reading of a passage, in nats a token: what the model still recalls.
+
+    A row is: some text, the passage, `gap` tokens of other text, the passage again. A model that recalls nothing has
+    a gain near zero, whatever its perplexity.
+
+    Args:
+        model: a causal language model.
+        tokens: [T] of a text that the model was not trained on.
+        passage: tokens of a passage.
+        gap: tokens between its two readings.
+        trials: passages tried, evenly spread over the text.
+        batch_size: rows read at once.
+    """
+    before = passage // 2
+    starts = torch.linspace(0, len(tokens) - passage, trials).long()
+    other = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
+    rows = torch.stack(
+        [_repetition(tokens, start, filler, before, passage, gap) for start, filler in zip(starts, other)]
+    )
+    losses = torch.cat([token_losses(model, x) for x in rows.split(batch_size)])
+    first = losses[:, before : before + passage - 1]  # without the first token, which nothing announces
+    second = losses[:, 1 - passage :]
+    return (first - second).double().mean().item()
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """The negative log-likelihood [B, T - 1] of each token of [B, T] but the first, in float32."""
+    logits = _logits(model, input_ids)
+    labels = input_ids[:, 1:].to(logits.device)
+    return F.cross_entropy(logits[:, :-1].float().mT, labels, reduction="none").cpu()
+
+
+def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    was_training = model.training
+    model.eval()
+    try:
+        return model(input_ids.to(model.device), use_cache=False).logits
+    finally:
+        model.train(was_training)
+
+
+def _windows(tokens: Tensor, length: int, stride: int) -> Tensor:
+    if len(tokens) < length:
+        raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
+    return tokens.unfold(0, length, stride)
+
+
+def _repetition(tokens: Tensor, start: Tensor, filler: Tensor, before: int, passage: int, gap: int) -> Tensor:
+    text = tokens[start : start + passage]
+    other = tokens[(filler + torch.arange(before + gap)) % len(tokens)]
+    return torch.cat([other[:before], text, other[before:], text])
