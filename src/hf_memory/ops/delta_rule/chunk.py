@@ -57,7 +57,7 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
 
 
 class _Pass(torch.autograd.Function):
-    """The three lines with S of the module's docstring, chunk after chunk; tensors [NC, B * H, C, ...], S [B * H, K, V]."""
+    """The last two lines of the module's docstring; tensors [NC, B * H, C, ...], S [B * H, K, V]."""
 
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, S):

@@ -1,0 +1,94 @@
+"""Compile every shipped kernel ahead of time, on a machine without a GPU: `python -m hf_memory.ops.kernel_report`.
+
+The table shows registers of a thread, bytes of shared memory of a block, and bytes spilled, as ptxas says them.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from importlib import import_module
+from typing import NamedTuple
+
+OPS_WITH_KERNELS = ("linear_attention", "delta_rule")
+ARCHITECTURES = (80, 90, 100)
+
+
+class Variant(NamedTuple):
+    """One specialisation of a kernel."""
+
+    name: str
+    kernel: object
+    signature: dict[str, str]
+    constants: dict
+    num_warps: int
+    num_stages: int
+
+
+class Report(NamedTuple):
+    """What the assembler says of one variant on one architecture."""
+
+    name: str
+    architecture: int
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def compile_variant(variant: Variant, architecture: int) -> Report:
+    """Compile for sm_<architecture>; raises what Triton or ptxas raise."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(variant.kernel, signature, variant.constants, aligned)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    registers, spilled = _assemble(compiled.asm["ptx"], architecture)
+    return Report(variant.name, architecture, registers, compiled.metadata.shared, spilled)
+
+
+def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
+    """Registers and spilled bytes, from ptxas -v, which comes with Triton."""
+    from triton import knobs
+
+    ptxas = (knobs.nvidia.ptxas_blackwell if architecture >= 100 else knobs.nvidia.ptxas).path
+    target = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [ptxas, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", said).group(1))
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def all_variants(op: str | None = None) -> list[Variant]:
+    """The shipped variants of one op or of all."""
+    ops = OPS_WITH_KERNELS if op is None else (op,)
+    return [variant for name in ops for variant in import_module(f"hf_memory.ops.{name}.kernels").variants()]
+
+
+def main() -> None:
+    """Print a line for each variant and architecture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--op", choices=OPS_WITH_KERNELS)
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--only", default="", help="compile variants whose name contains this")
+    arguments = parser.parse_args()
+    print(f"{'kernel':60} {'sm':>4} {'registers':>9} {'shared':>8} {'spilled':>8}")
+    for variant in all_variants(arguments.op):
+        if arguments.only in variant.name:
+            for architecture in arguments.arch:
+                r = compile_variant(variant, architecture)
+                print(
+                    f"{r.name:60} {r.architecture:>4} {r.registers:>9} {r.shared_bytes:>8} {r.spilled_bytes:>8}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
