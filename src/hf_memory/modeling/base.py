@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_memory.layers import RMSNorm, RotaryEmbedding, SwiGLU
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.ops.contract import BACKENDS
 
 LAYER_TYPES = ("memory", "full_attention", "sliding_attention")
@@ -31,7 +32,7 @@ MASKS = {
 
 
 @strict
-class MemoryConfig(PreTrainedConfig):
+class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     """What every family's config has. Names and meanings are Llama's where Llama has them.
 
     Args:
@@ -104,7 +105,6 @@ class MemoryConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
             self.layer_types = ["memory"] * self.num_hidden_layers
-        kwargs.setdefault("auto_map", {})  # trainers look it up in models from outside transformers
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
@@ -159,7 +159,7 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class MemoryPreTrainedModel(PreTrainedModel):
+class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     """What transformers must know of all families."""
 
     config: MemoryConfig

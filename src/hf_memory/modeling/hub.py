@@ -1,0 +1,82 @@
+"""What a saved folder needs so that a process that never imported this package can load it.
+
+transformers finds classes from outside itself by the `auto_map` of config.json, which names a module file of the same
+folder. That file is written here: a shim, which imports the classes from the installed package and copies no code.
+"""
+
+import copy
+import os
+from pathlib import Path
+
+from transformers.utils import CONFIG_NAME
+
+SHIM_MODULE = "modeling_hf_memory"
+SHIM = '''"""The classes of this model; they live in the package hf-memory: `pip install hf-memory`."""
+
+try:
+    from hf_memory import (
+{classes}
+    )
+except ImportError as error:
+    raise ImportError(
+        "This model is made of classes from the package hf-memory, which could not be imported: "
+        f"{{error}}. Install it with `pip install hf-memory`, or update it with `pip install --upgrade hf-memory`."
+    ) from error
+'''
+
+
+class HubClassMixin:
+    """For configs and models: a class of this package is never copied into the folders it saves."""
+
+    @classmethod
+    def register_for_auto_class(cls, *auto_class):
+        """Have `save_pretrained` copy the module of a class derived outside this package; nothing for our own.
+
+        Args:
+            *auto_class (`str` or `type`): the Auto class that will find it, as in transformers.
+        """
+        if cls.__module__.split(".")[0] != __name__.split(".")[0]:
+            super().register_for_auto_class(*auto_class)
+
+
+class HubConfigMixin(HubClassMixin):
+    """For configs: config.json names the classes of the family, and the shim beside it imports them.
+
+    In memory `auto_map` holds nothing of this: only entries that others made.
+    """
+
+    def __post_init__(self, **kwargs):
+        auto_map = kwargs.pop("auto_map", None) or {}  # never None: trainers look models from outside up in it
+        foreign = {name: value for name, value in auto_map.items() if SHIM_MODULE not in str(value)}
+        super().__post_init__(auto_map=foreign, **kwargs)
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True):
+        """Save as JSON; a config.json that a family's classes are loaded from gets the shim beside it.
+
+        Args:
+            json_file_path (`str` or `os.PathLike`): the file.
+            use_diff (`bool`, defaults to `True`): leave out what transformers assumes anyway.
+        """
+        path, saved, classes = Path(json_file_path), self, auto_classes(type(self))
+        if path.name == CONFIG_NAME and classes:
+            write_shim(path.parent, classes.values())
+            saved = copy.copy(self)
+            saved.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()} | self.auto_map
+        super(HubConfigMixin, saved).to_json_file(json_file_path, use_diff=use_diff)
+
+
+def auto_classes(config_class: type) -> dict[str, str]:
+    """Name of the class that each Auto class finds for a family's config; empty for configs derived elsewhere."""
+    from hf_memory.modeling import AUTO_CLASSES, FAMILIES  # which import this module
+
+    for family in FAMILIES:
+        if family.config is config_class:
+            return {AUTO_CLASSES[part].__name__: getattr(family, part).__name__ for part in family._fields}
+    return {}
+
+
+def write_shim(folder: Path, classes) -> None:
+    """Write the shim for classes of these names in one step, so that nobody reads half of it."""
+    partial = folder / f".{SHIM_MODULE}.{os.getpid()}"
+    partial.write_text(SHIM.format(classes="\n".join(f"        {name}," for name in classes)), encoding="utf-8")
+    os.replace(partial, folder / f"{SHIM_MODULE}.py")
