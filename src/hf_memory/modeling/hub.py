@@ -8,6 +8,7 @@ import copy
 import os
 from pathlib import Path
 
+from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 SHIM_MODULE = "modeling_hf_memory"
@@ -62,7 +63,7 @@ class HubConfigMixin(HubClassMixin):
             write_shim(path.parent, classes.values())
             saved = copy.copy(self)
             saved.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()} | self.auto_map
-        super(HubConfigMixin, saved).to_json_file(json_file_path, use_diff=use_diff)
+        PreTrainedConfig.to_json_file(saved, json_file_path, use_diff=use_diff)
 
 
 def auto_classes(config_class: type) -> dict[str, str]:

@@ -1,0 +1,238 @@
+"""Folders and repositories load where the package was never imported, and say how to install it where it is missing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_memory
+import hub_server
+from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens
+from hf_memory.modeling.base import MemoryConfig
+
+SHIM = "modeling_hf_memory.py"
+SAVED = ["config.json", "generation_config.json", "model.safetensors", SHIM]
+TOKENS = random_tokens(2, 9)
+FRESH = """
+import sys, torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+assert "hf_memory" not in sys.modules
+torch.set_num_threads(1)
+"""
+BLOCKED = """
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_memory":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run code in a fresh interpreter with an empty Hugging Face home; the code finds its arguments in sys.argv."""
+
+    def run(code: str, *arguments, endpoint: str = "http://127.0.0.1:1") -> str:
+        environment = os.environ | {
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_TOKEN": "hf_dummy",
+        }
+        environment.pop("HF_HUB_OFFLINE")
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def save_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@every_family
+def test_folder_names_every_class(case, tmp_path):
+    model = make_model(case)
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == SAVED
+    assert model.config.auto_map == {}
+    family = family_of(case)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": f"modeling_hf_memory.{family.config.__name__}",
+        "AutoModel": f"modeling_hf_memory.{family.model.__name__}",
+        "AutoModelForCausalLM": f"modeling_hf_memory.{family.causal_lm.__name__}",
+        "AutoModelForSequenceClassification": f"modeling_hf_memory.{family.sequence_classifier.__name__}",
+        "AutoModelForTokenClassification": f"modeling_hf_memory.{family.token_classifier.__name__}",
+    }
+    loaded = {}
+    exec((tmp_path / SHIM).read_text(), loaded)
+    assert all(loaded[member.__name__] is member for member in family)
+
+
+def test_config_alone_saves_the_shim_too(tmp_path):
+    config = hf_memory.DeltaNetConfig()
+    config.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SHIM]
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+
+
+def test_every_family_loads_and_saves_without_an_import(run, tmp_path):
+    saved = {case.name: make_model(case) for case in FIRST_OF_FAMILY}
+    saved |= {"sharded": make_model(CASES[0]), "bfloat16": make_model(CASES[0]).bfloat16()}
+    for name, model in saved.items():
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB")
+    torch.save(TOKENS, tmp_path / "tokens")
+    code = """
+for name in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    model.save_pretrained(f"{name}-again")
+    model = AutoModelForCausalLM.from_pretrained(f"{name}-again", trust_remote_code=True)
+    with torch.no_grad():
+        torch.save(model(torch.load("tokens")).logits, f"{name}-logits")
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        assert type(auto.from_pretrained(name, trust_remote_code=True)).__module__ == type(model).__module__
+    import hf_memory
+    assert type(model) is getattr(hf_memory, type(model).__name__)
+"""
+    run(FRESH + code, *saved)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    for name, model in saved.items():
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}-logits"), logits(model), rtol=0, atol=0)
+        assert sorted(path.name for path in (tmp_path / f"{name}-again").iterdir()) == SAVED
+        for file in ("config.json", SHIM):
+            assert (tmp_path / f"{name}-again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+
+
+def test_pipeline_without_an_import(run, tmp_path):
+    model = make_model(CASES[0])
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    code = """
+from transformers import pipeline
+generator = pipeline("text-generation", model="model", trust_remote_code=True)
+print(generator("w5 w9 w7", max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"])
+"""
+    tokens = model.generate(torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
+    assert run(FRESH + code).split() == [f"w{token}" for token in tokens]
+
+
+def test_errors_where_the_package_is_missing_or_not_trusted(run, tmp_path):
+    make_model(CASES[0]).save_pretrained(tmp_path / "model")
+    code = """
+for trust in (True, False):
+    try:
+        AutoModelForCausalLM.from_pretrained("model", trust_remote_code=trust)
+    except (ImportError, ValueError) as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+"""
+    missing, untrusted = run(FRESH + BLOCKED + code).splitlines()
+    assert missing == (
+        "ImportError This model is made of classes from the package hf-memory, which could not be imported: "
+        "No module named 'hf_memory'. Install it with `pip install hf-memory`, or update it with "
+        "`pip install --upgrade hf-memory`."
+    )
+    assert untrusted.startswith("ValueError")
+    assert "trust_remote_code=True" in untrusted
+
+
+@pytest.mark.parametrize("trust_remote_code", [None, True])
+def test_imported_classes_win(tmp_path, trust_remote_code):
+    model = make_model(CASES[0])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust_remote_code)
+    assert type(loaded) is type(model)
+    assert loaded.config.auto_map == {}
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
+
+
+def test_config_keeps_what_others_put_into_auto_map(tmp_path):
+    auto_map = {
+        "AutoConfig": "someone/repo--modeling_hf_memory.DeltaNetConfig",
+        "AutoTokenizer": ["tokens.Slow", None],
+    }
+    config = hf_memory.DeltaNetConfig(auto_map=auto_map)
+    assert config.auto_map == {"AutoTokenizer": ["tokens.Slow", None]}
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert saved["AutoTokenizer"] == ["tokens.Slow", None]
+    assert saved["AutoConfig"] == "modeling_hf_memory.DeltaNetConfig"
+
+
+class DerivedConfig(hf_memory.LinearTransformerConfig):
+    model_type = "derived"
+
+
+def test_only_classes_derived_elsewhere_are_copied(tmp_path):
+    hf_memory.DeltaNetConfig.register_for_auto_class()
+    hf_memory.DeltaNetForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    assert not hf_memory.DeltaNetConfig.is_remote_code()
+    assert not hf_memory.DeltaNetForCausalLM.is_remote_code()
+    assert not MemoryConfig.is_remote_code()
+    DerivedConfig.register_for_auto_class()
+    DerivedConfig().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {"AutoConfig": "test_hub.DerivedConfig"}
+    assert not (tmp_path / SHIM).exists()
+
+
+PUSH = """
+import hf_memory
+from transformers import AutoConfig, AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("model").push_to_hub("someone/model")
+AutoConfig.from_pretrained("model").save_pretrained("config", push_to_hub=True, repo_id="someone/config")
+"""
+PUSH_AGAIN = """
+from peft import LoraConfig, get_peft_model
+model = AutoModelForCausalLM.from_pretrained("someone/model", trust_remote_code=True)
+model.push_to_hub("someone/model")
+model.save_pretrained("again", push_to_hub=True, repo_id="someone/again")
+tokens = torch.load("tokens")
+with torch.no_grad():
+    torch.save(model(tokens).logits, "logits")
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.push_to_hub("someone/adapter")
+    torch.save(adapted(tokens).logits, "adapted")
+"""
+LOAD_ADAPTER = """
+from peft import AutoPeftModelForCausalLM
+with torch.no_grad():
+    for auto in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+        model = auto.from_pretrained("someone/adapter", trust_remote_code=True)
+        torch.testing.assert_close(model(torch.load("tokens")).logits, torch.load("adapted"), rtol=0, atol=0)
+"""
+
+
+def test_push_and_load_from_the_hub(run, tmp_path):
+    model = make_model(next(case for case in CASES if case.name == "gated-deltanet-sliding"))
+    model.save_pretrained(tmp_path / "model")
+    torch.save(TOKENS, tmp_path / "tokens")
+    with hub_server.serve() as hub:
+        run(PUSH, endpoint=hub.url)
+        assert sorted(hub.files("someone/model")) == ["README.md", *SAVED]
+        assert {"config.json", SHIM} <= set(hub.files("someone/config"))
+        run(FRESH + PUSH_AGAIN, endpoint=hub.url)
+        (_, first), (_, second) = hub.repos["someone/model"]
+        assert first == second == hub.files("someone/again")
+        assert not any(file.endswith(".py") for file in hub.files("someone/adapter"))
+        torch.testing.assert_close(torch.load(tmp_path / "logits"), logits(model), rtol=0, atol=0)
+        run(FRESH + LOAD_ADAPTER, endpoint=hub.url)
+        assert hub.unanswered == []
