@@ -7,6 +7,7 @@ from typing import Annotated
 
 import torch
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from hf_memory import conversion
 from hf_memory.conversion.report import HEADER, RESULTS, check_free, table
 from hf_memory.demo import PROMPTS, Demo, run_demo
-from hf_memory.evaluation import cache_bytes, kv_cache_bytes
+from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 
 CONTEXTS = (1024, 8192, 32768, 131072)
 console = Console()
@@ -43,7 +44,7 @@ def app() -> None:
     logging.disable_progress_bar()
     try:
         commands()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {_sentence(error)}", markup=True, highlight=False)
         sys.exit(2)
 
@@ -109,8 +110,9 @@ def convert(
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     check_free(output, overwrite=overwrite)
     options = _options(option)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(teacher), AutoTokenizer.from_pretrained(teacher)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     tokens = conversion.read_tokens(text, tokenizer)
     training, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
     transfer, distillation = (
@@ -168,7 +170,7 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = layer_types(config)
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     console.print(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}", highlight=False)
     console.print(_memory_table(config))
@@ -241,5 +243,6 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def _sentence(error: Exception) -> str:
-    """The first paragraph of a message, on one line."""
-    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+    """The first paragraph of a message, on one line, without the errors that it went through."""
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return text.rpartition("Error: ")[2] or type(error).__name__

@@ -24,6 +24,7 @@ from hf_memory.conversion import Results, Schedule, convert, measure, recipe, tr
 
 END = "<|endoftext|>"
 SECTION = 4000  # characters of text that are held out, or not, together
+WRAPPED = 50  # a line longer than this is taken to end where the page does
 HELD_OUT = 10  # one section in so many
 PROMPTS = ('The "for" statement is used to', "A class definition", "If an exception is raised")
 
@@ -31,10 +32,10 @@ PROMPTS = ('The "for" statement is used to', "A class definition", "If an except
 class Settings(NamedTuple):
     """Sizes and schedules of the demo."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 4096
     hidden_size: int = 128
     num_layers: int = 4
-    teacher: Schedule = Schedule(steps=1200, learning_rate=5e-3, batch_size=4)
+    teacher: Schedule = Schedule(steps=600, learning_rate=5e-3, batch_size=4)
     transfer: Schedule = Schedule(steps=100, learning_rate=3e-3, batch_size=4)
     distillation: Schedule = Schedule(steps=300, learning_rate=1e-3, batch_size=4)
 
@@ -61,13 +62,20 @@ class Demo(NamedTuple):
 
 def sections() -> list[str]:
     """The language reference, each paragraph once, since its topics quote each other; in sections of equal size."""
-    paragraphs = dict.fromkeys(chain.from_iterable(re.split(r"\n *\n", text.strip("\n")) for text in topics.values()))
+    quoted = chain.from_iterable(re.split(r"\n *\n", text.strip("\n")) for text in topics.values())
     texts = [""]
-    for paragraph in paragraphs:
+    for paragraph in dict.fromkeys(map(unwrap, quoted)):
         if len(texts[-1]) > SECTION:
             texts.append("")
         texts[-1] += paragraph + "\n\n"
     return texts
+
+
+def unwrap(paragraph: str) -> str:
+    """Prose on one line: where a line ends says nothing worth learning. Code keeps its lines."""
+    lines = paragraph.split("\n")
+    is_prose = all(len(line) > WRAPPED for line in lines[:-1])
+    return lines[0] + "".join(" " + line.strip() for line in lines[1:]) if is_prose else paragraph
 
 
 def make_corpus(vocab_size: int) -> Corpus:
@@ -134,7 +142,7 @@ class MuonWithAdamW(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # schedulers write to these
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None) -> None:  # type: ignore[override]
         """One step of both."""
         for part in self.parts:
             part.step()

@@ -62,7 +62,7 @@ def convert(
     student = make_student(teacher, to, keep=keep, seed=seed, **options)
     weights = carry_over(student, teacher)
     losses: dict[str, History] = {}
-    if transfer.steps and "memory" in student.config.layer_types:
+    if transfer.steps and "memory" in (student.config.layer_types or ()):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
         losses[TRANSFER] = attention_transfer(student, teacher, tokens, transfer, **run)
     if distillation.steps:

@@ -44,7 +44,7 @@ class AttentionTransfer(nn.Module):
 
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
-        layers = enumerate(zip(student.config.layer_types, student.model.layers))
+        layers = enumerate(zip(student.config.layer_types or (), student.model.layers))
         self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if kind == "memory"})
         self._teacher = (teacher,)  # in a tuple it is no submodule: neither trained nor saved
 
@@ -82,7 +82,7 @@ class DistillationTrainer(Trainer):
 
     def __init__(self, *args, teacher: PreTrainedModel, temperature: float, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teacher = teacher.to(self.args.device)
+        self.teacher = teacher.to(self.args.device)  # type: ignore[arg-type]
         self.temperature = temperature
         self.model_accepts_loss_kwargs = False
 

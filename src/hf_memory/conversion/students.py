@@ -55,7 +55,7 @@ def make_student(
         torch.manual_seed(seed)
         student = family.causal_lm(config)
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    return student.to(teacher.device, teacher.dtype).eval()
+    return student.to(teacher.device, teacher.dtype).eval()  # type: ignore[arg-type]
 
 
 def _check_options(family: Family, options: dict) -> None:

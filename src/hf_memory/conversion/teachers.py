@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from hf_memory.evaluation.efficiency import head_dim
+
 SHARED = (
     "vocab_size",
     "hidden_size",
@@ -12,7 +14,6 @@ SHARED = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "hidden_act",
     "max_position_embeddings",
     "initializer_range",
@@ -87,5 +88,6 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 
 def shared_options(config: PreTrainedConfig) -> dict:
     """Arguments of a MemoryConfig that has the sizes and options of a teacher's config, but for its layer types."""
-    options = {name: getattr(config, name) for name in SHARED}
-    return {**options, **find_teacher(config).options(config)}
+    teacher = find_teacher(config)
+    shared = {name: getattr(config, name) for name in SHARED}
+    return {**shared, "head_dim": head_dim(config), **teacher.options(config)}

@@ -28,18 +28,18 @@ class CarriedWeights(NamedTuple):
     new: list[str]  # the student's names
 
 
-def rename(name: str, names: Mapping[str, str] = NAMES) -> str | None:
-    """The name in the other model, or None if the table does not know it."""
+def rename(name: str, names: Mapping[str, str] = NAMES) -> str:
+    """The name in the other model, or an empty one if the table does not know it."""
     for source, target in names.items():
         pattern = re.escape(source).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{rest\}", "(?P<rest>.+)")
         match = re.fullmatch(pattern, name)
         if match:
             return target.format(**match.groupdict())
-    return None
+    return ""
 
 
-def rename_back(name: str) -> str | None:
-    """The teacher's name of a student's tensor, or None if the table does not know it."""
+def rename_back(name: str) -> str:
+    """The teacher's name of a student's tensor, or an empty one if the table does not know it."""
     return rename(name, {target: source for source, target in NAMES.items()})
 
 
@@ -62,7 +62,8 @@ def carry_over(student: nn.Module, teacher: nn.Module, *, drop: tuple[str, ...] 
     faults = _misfits(used, source, target)
     faults += [f"the student's {name} has no counterpart" for name in new if not NEW_WEIGHTS.match(name)]
     if faults:
-        raise ValueError(f"teacher and student must have the same weights outside the mixers: {'; '.join(faults)}")
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ValueError(f"every weight of the teacher must fit into the student, but {'; '.join(faults[:3])}{more}")
     for name, other in used.items():
         target[other].copy_(source[name])
     return CarriedWeights(used, dropped, new)

@@ -1,5 +1,6 @@
 """What a model's past costs: bytes of its cache, tokens a second."""
 
+import copy
 import time
 
 import torch
@@ -17,16 +18,29 @@ def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     return state_bytes(cache)
 
 
+@torch.no_grad()
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes that the cache of a model with this config needs for one sequence of so many tokens; no weights needed.
 
     Attention layers keep the keys and values of all tokens, or of a window; a memory has the same size at any length.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        cache = DynamicCache(config=config)
-        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return sum(_layer_bytes(layer, num_tokens) for layer in cache.layers)
+    kinds = layer_types(config)
+    sample = copy.deepcopy(config)  # one layer of each type, without a vocabulary
+    sample.num_hidden_layers, sample.vocab_size = len(set(kinds)), 1
+    sample.pad_token_id = sample.bos_token_id = sample.eos_token_id = None
+    if hasattr(config, "layer_types"):
+        sample.layer_types = list(dict.fromkeys(kinds))
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(sample)
+    cache = DynamicCache(config=sample)
+    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    each = zip(dict.fromkeys(kinds), cache.layers)
+    return sum(kinds.count(kind) * _layer_bytes(layer, num_tokens) for kind, layer in each)
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer; a config that does not say has attention of one kind."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def _layer_bytes(layer, num_tokens: int) -> int:
@@ -39,8 +53,14 @@ def _layer_bytes(layer, num_tokens: int) -> int:
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes of keys and values of so many tokens, if every layer of a model with this config were full attention."""
-    channels = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * channels * num_tokens * (config.dtype or torch.float32).itemsize
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    channels = config.num_key_value_heads * head_dim(config)
+    return 2 * config.num_hidden_layers * channels * num_tokens * dtype.itemsize
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Channels of a head of attention; not every config says."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 
 class Agreement(NamedTuple):
@@ -14,7 +15,7 @@ class Agreement(NamedTuple):
     top1: float  # how often both find the same token most likely
 
 
-def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 256, batch_size: int = 8) -> float:
+def perplexity(model: PreTrainedModel, tokens: Tensor, *, length: int = 256, batch_size: int = 8) -> float:
     """exp of the mean loss over tokens, each predicted from at least half a window of context, except the first ones.
 
     Args:
@@ -34,7 +35,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 256, batch_siz
 
 @torch.no_grad()
 def agreement(
-    student: nn.Module, teacher: nn.Module, tokens: Tensor, *, length: int = 256, batch_size: int = 8
+    student: PreTrainedModel, teacher: PreTrainedModel, tokens: Tensor, *, length: int = 256, batch_size: int = 8
 ) -> Agreement:
     """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
     kl, same = [], []
@@ -47,7 +48,7 @@ def agreement(
 
 
 def copy_gain(
-    model: nn.Module, tokens: Tensor, *, passage: int = 64, gap: int = 96, trials: int = 32, batch_size: int = 8
+    model: PreTrainedModel, tokens: Tensor, *, passage: int = 64, gap: int = 96, trials: int = 32, batch_size: int = 8
 ) -> float:
     """Loss on the first minus loss on the second reading of a passage, in nats a token: what the model still recalls.
 
@@ -75,14 +76,14 @@ def copy_gain(
 
 
 @torch.no_grad()
-def token_losses(model: nn.Module, input_ids: Tensor) -> Tensor:
+def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The negative log-likelihood [B, T - 1] of each token of [B, T] but the first, in float32."""
     logits = _logits(model, input_ids)
     labels = input_ids[:, 1:].to(logits.device)
     return F.cross_entropy(logits[:, :-1].float().mT, labels, reduction="none").cpu()
 
 
-def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     was_training = model.training
     model.eval()
     try:

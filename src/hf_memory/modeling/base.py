@@ -3,7 +3,7 @@
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, configuration_utils
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import (
     create_causal_mask,
@@ -24,6 +24,8 @@ from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.ops.contract import BACKENDS
 
 LAYER_TYPES = ("memory", "full_attention", "sliding_attention")
+# The Trainer reads the config of a checkpoint that it resumes from without our class, and checks the words of all.
+configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
 MASKS = {
     "memory": create_recurrent_attention_mask,
     "full_attention": create_causal_mask,

@@ -1,0 +1,324 @@
+"""What a conversion keeps, what it learns, and what it leaves on disk."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
+
+from cases import SIZES, random_tokens
+from hf_memory import conversion
+from hf_memory.conversion import Schedule, attention_transfer, carry_over, convert, distill, make_student
+from hf_memory.conversion.report import check_free
+from hf_memory.conversion.stages import AttentionTransfer, attention_seen, divergence
+from hf_memory.conversion.students import STUDENTS
+from hf_memory.conversion.weights import rename, rename_back
+from hf_memory.evaluation import agreement
+
+QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+TEACHERS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-scaled-rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 12}),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, QWEN2_WINDOWS),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}),
+}
+every_teacher = pytest.mark.parametrize("name", TEACHERS)
+SCHEDULE = Schedule(steps=8, learning_rate=1e-2, batch_size=2, length=16)
+BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
+
+
+def make_teacher(name="llama"):
+    """A small random teacher; biases and norms too, since zeros and ones would hide what is not carried over."""
+    config, model, options = TEACHERS[name]
+    torch.manual_seed(0)
+    teacher = model(config(**{**SIZES, **options}))
+    for parameter in teacher.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0, 0.3)
+    return teacher.eval()
+
+
+def text(length=200):
+    return random_tokens(length, seed=1)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@every_teacher
+def test_a_student_that_keeps_all_layers_is_its_teacher(name):
+    teacher, tokens = make_teacher(name), random_tokens(2, 24)
+    student = make_student(teacher, keep=(0, 1))
+    weights = carry_over(student, teacher)
+    assert weights.new == weights.dropped == []
+    assert set(weights.used) == set(teacher.state_dict())
+    expected = teacher(tokens).logits
+    assert (student(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@every_teacher
+def test_names_go_back(name):
+    for tensor in make_teacher(name).state_dict():
+        assert rename_back(rename(tensor)) == tensor
+    assert rename("model.layers.0.experts.1.weight") == rename_back("model.layers.0.self_attn.q_proj.weight") == ""
+
+
+@pytest.mark.parametrize("to", STUDENTS)
+def test_every_family_takes_a_teacher_over_and_learns(to):
+    teacher = make_teacher("qwen3")
+    start = make_student(teacher, to, keep=(1,))
+    carry_over(start, teacher)
+    schedule = Schedule(steps=20, learning_rate=2e-3, batch_size=4, length=16)
+    made = convert(teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule)
+    assert made.student.config.layer_types == ["memory", "full_attention"]
+    assert made.student.config.model_type == f"hf_memory_{to}"
+    assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == "model.layers.0.mixer.q_norm.weight"
+    assert all(name.startswith("model.layers.0.mixer.") for name in made.weights.new)
+    before, after = (agreement(student, teacher, text(), length=16).kl for student in (start, made.student))
+    assert after < 0.8 * before
+
+
+def test_a_weight_without_a_place_is_an_error():
+    teacher = make_teacher()
+    teacher.model.layers[1].self_attn.sinks = nn.Parameter(torch.ones(4))
+    student = make_student(teacher)
+    with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no place"):
+        carry_over(student, teacher)
+    assert carry_over(student, teacher, drop=(r".*\.sinks",)).dropped == ["model.layers.1.self_attn.sinks"]
+
+
+def test_a_weight_of_another_shape_is_an_error():
+    teacher = make_teacher()
+    with pytest.raises(ValueError, match=r"q_proj.weight is \(32, 32\) in the teacher and \(16, 32\)"):
+        carry_over(make_student(teacher, "gated", linear_key_head_dim=4, memory_rope=False), teacher)
+
+
+def test_a_new_weight_outside_the_mixers_is_an_error():
+    teacher = make_teacher()
+    student = make_student(teacher)
+    student.model.layers[0].mlp.gate = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"student's model.layers.0.mlp.gate.weight has no counterpart"):
+        carry_over(student, teacher)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"to": "lstm"}, "to must be one of linear, .*, got 'lstm'"),
+        ({"keep": (2,)}, r"keep must name layers from 0 to 1, got \[2\]"),
+        ({"gaet": "vector"}, "options must be fields of LinearTransformerConfig, got gaet"),
+    ],
+)
+def test_wrong_arguments_are_explained(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        convert(make_teacher(), text(), **BOTH_STAGES, **wrong)
+
+
+def test_an_unsupported_teacher_is_told_which_ones_are():
+    teacher = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64))
+    with pytest.raises(ValueError, match="one of llama, mistral, qwen2, qwen3, got a model of type 'gpt2'"):
+        convert(teacher, text(), **BOTH_STAGES)
+
+
+@every_teacher
+def test_attention_seen_is_what_attention_did(name):
+    teacher, tokens = make_teacher(name), random_tokens(2, 4)  # no longer than the windows, so that no mask is needed
+    student = make_student(teacher, keep=(0, 1))
+    carry_over(student, teacher)
+    seen = attention_seen(teacher, tokens)
+    for (inputs, output), layer in zip(seen, student.model.layers, strict=True):
+        again, _ = layer.mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+        torch.testing.assert_close(again, output)
+    assert not teacher.model.layers[0].self_attn._forward_hooks
+
+
+def test_the_transfer_loss_is_relative_and_summed_over_memory_layers():
+    teacher, tokens = make_teacher(), random_tokens(2, 16)
+    student = make_student(teacher, keep=(0,))
+    with torch.no_grad():
+        student.model.layers[1].mixer.o_proj.weight.zero_()
+        student.model.layers[1].mixer.o_proj.bias.zero_()
+    loss = AttentionTransfer(student, teacher)(tokens)["loss"]
+    assert loss.item() == pytest.approx(1)  # an output of zero misses all of the teacher's
+
+
+def test_attention_transfer_changes_the_memory_layers_and_nothing_else():
+    teacher = make_teacher()
+    before, student = make_student(teacher, keep=(1,)), make_student(teacher, keep=(1,))
+    carry_over(before, teacher)
+    carry_over(student, teacher)
+    attention_transfer(student, teacher, text(), SCHEDULE)
+    changed = {name for name, x in student.state_dict().items() if not torch.equal(x, before.state_dict()[name])}
+    learns = {name for name, _ in student.named_parameters() if name.startswith("model.layers.0.mixer.")}
+    assert changed == learns
+    assert same(teacher, make_teacher())
+
+
+def test_divergence_is_that_of_the_definition():
+    p, q = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    expected = (q.softmax(-1) * (q.log_softmax(-1) - p.log_softmax(-1))).sum(-1).mean()
+    torch.testing.assert_close(divergence(p, q).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(divergence(3 * p, 3 * q, temperature=3.0).double(), 9 * expected, rtol=1e-5, atol=1e-6)
+
+
+def test_distillation_of_a_copy_has_nothing_to_learn():
+    teacher = make_teacher()
+    student = make_student(teacher, keep=(0, 1))
+    carry_over(student, teacher)
+    losses = distill(student, teacher, text(), SCHEDULE)
+    assert abs(losses[0]["loss"]) < 1e-5  # later ones are Adam's, which makes steps of rounding errors
+
+
+def test_distillation_moves_every_weight():
+    teacher = make_teacher("llama-tied")
+    before, student = make_student(teacher), make_student(teacher)
+    distill(student, teacher, text(), SCHEDULE)
+    for name, parameter in student.named_parameters():
+        assert not torch.equal(parameter, before.get_parameter(name)), name
+
+
+def test_the_same_seed_gives_the_same_student():
+    students = [convert(make_teacher(), text(), to="deltanet", seed=seed, **BOTH_STAGES).student for seed in (0, 0, 1)]
+    assert same(students[0], students[1])
+    assert not same(students[0], students[2])
+
+
+class Stop(TrainerCallback):
+    """Interrupts a stage after so many steps."""
+
+    def __init__(self, stage, step):
+        self.stage, self.step = stage, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.run_name == self.stage and state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["attention transfer", "distillation"])
+def test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, stage):
+    whole = convert(make_teacher(), text(), **BOTH_STAGES)
+    with pytest.raises(KeyboardInterrupt):
+        convert(make_teacher(), text(), checkpoints=tmp_path, callbacks=(Stop(stage, 5),), **BOTH_STAGES)
+    resumed = convert(make_teacher(), text(), checkpoints=tmp_path, **BOTH_STAGES)
+    assert same(resumed.student, whole.student)
+    assert resumed.losses == whole.losses
+
+
+def test_text_windows_are_a_function_of_the_seed():
+    windows = [conversion.TokenWindows(torch.arange(50), 8, 20, seed) for seed in (0, 0, 1)]
+    starts = [[x["input_ids"][0].item() for x in (data[i] for i in range(20))] for data in windows]
+    assert starts[0] == starts[1] != starts[2]
+    assert windows[0][3]["input_ids"].diff().eq(1).all()
+    with pytest.raises(ValueError, match="one window of 8 tokens, got 7"):
+        conversion.TokenWindows(torch.arange(7), 8, 20)
+
+
+def make_tokenizer():
+    bpe = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w3"))
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="w2", pad_token="w0", unk_token="w3")
+
+
+def test_text_files_are_read_in_order(tmp_path):
+    (tmp_path / "a.txt").write_text("w4 w5")
+    (tmp_path / "b.txt").write_text("w6")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert conversion.read_tokens(files, make_tokenizer()).tolist() == [4, 5, 2, 6, 2]
+    files[0].write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="must be text in UTF-8, got byte 0xff"):
+        conversion.read_tokens(files, make_tokenizer())
+
+
+def test_what_is_written_can_be_loaded_and_read(tmp_path):
+    teacher = make_teacher()
+    teacher.generation_config.temperature = 0.5
+    teacher.generation_config.do_sample = True
+    made = convert(teacher, text(), **BOTH_STAGES)
+    held_out = text(600)
+    results = conversion.Results(
+        teacher="someone/llama",
+        model_type="hf_memory_linear",
+        text="random words",
+        recipe=conversion.recipe("linear", SCHEDULE, SCHEDULE, seed=0),
+        losses=made.losses,
+        rows=[
+            conversion.measure("teacher", teacher, held_out, None, cache_tokens=32),
+            conversion.measure("student", made.student, held_out, teacher, cache_tokens=32),
+        ],
+    )
+    with conversion.new_folder(tmp_path / "student") as folder:
+        conversion.write_report(folder, made.student, make_tokenizer(), results)
+
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert same(student, made.student)
+    assert student.config.use_cache
+    assert student.generation_config.temperature == 0.5
+    assert AutoTokenizer.from_pretrained(tmp_path / "student")("w7")["input_ids"] == [7]
+    card = ModelCard.load(tmp_path / "student" / "README.md")
+    assert card.data.base_model == "someone/llama"
+    assert "held-out perplexity" in card.text
+    assert f"{results.rows[1].perplexity:.2f}" in card.text
+    assert json.loads((tmp_path / "student" / "results.json").read_text())["rows"][1]["name"] == "student"
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    output = tmp_path / "student"
+    with conversion.new_folder(output) as folder:
+        (folder / "results.json").write_text("first")
+    with pytest.raises(FileNotFoundError), conversion.new_folder(output, overwrite=True) as folder:
+        (folder / "no folder" / "results.json").write_text("second")
+    assert (output / "results.json").read_text() == "first"
+    with conversion.new_folder(output, overwrite=True) as folder:
+        (folder / "results.json").write_text("third")
+    assert (output / "results.json").read_text() == "third"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_folder_of_someone_else_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="which is not empty; --overwrite replaces it"):
+        check_free(tmp_path)
+    with pytest.raises(ValueError, match="with other files"):
+        check_free(tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="output must be a folder, got the file"):
+        check_free(tmp_path / "thesis.tex", overwrite=True)
+
+
+def test_mse_of_the_transfer_is_that_of_the_definition():
+    teacher, tokens = make_teacher(), random_tokens(2, 16)
+    student = make_student(teacher)
+    carry_over(student, teacher)
+    expected = 0
+    for (inputs, output), layer in zip(attention_seen(teacher, tokens), student.model.layers, strict=True):
+        made, _ = layer.mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+        expected += F.mse_loss(made, output) / output.square().mean()
+    torch.testing.assert_close(AttentionTransfer(student, teacher)(tokens)["loss"], expected)

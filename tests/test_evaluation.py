@@ -1,0 +1,173 @@
+"""Every measure must tell a good model from a bad one."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from cases import SIZES, every_family, make_model
+from hf_memory.evaluation import (
+    agreement,
+    cache_bytes,
+    cache_bytes_after,
+    copy_gain,
+    kv_cache_bytes,
+    perplexity,
+    plot_conversion,
+    tokens_per_second,
+)
+
+VOCABULARY = 64
+
+
+class Predictor(nn.Module):
+    """A model made of a function from tokens [B, T] to the logits [B, T, V] of the next ones."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, predict):
+        super().__init__()
+        self.predict = predict
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.predict(input_ids))
+
+
+def certain(tokens):
+    return 100.0 * nn.functional.one_hot(tokens, VOCABULARY).float()
+
+
+def know_nothing(input_ids):
+    return torch.zeros(*input_ids.shape, VOCABULARY)
+
+
+def copy_what_followed(input_ids):
+    """Certain that a token is followed by what followed it last time; knows nothing of new tokens."""
+    logits = know_nothing(input_ids)
+    for row, tokens in enumerate(input_ids.tolist()):
+        followed = {}
+        for t, token in enumerate(tokens):
+            if t:
+                followed[tokens[t - 1]] = token
+            if token in followed:
+                logits[row, t, followed[token]] = 100.0
+    return logits
+
+
+def counting(length=400):
+    return torch.arange(length) % VOCABULARY
+
+
+def random_text(length=400):
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def small_llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})).eval()
+
+
+def test_perplexity_of_a_model_that_knows_the_answer_is_one():
+    assert perplexity(Predictor(lambda x: certain((x + 1) % VOCABULARY)), counting(), length=32) == pytest.approx(1)
+
+
+def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
+    assert perplexity(Predictor(know_nothing), counting(), length=32) == pytest.approx(VOCABULARY)
+
+
+def test_perplexity_of_one_window_is_the_exponential_of_the_loss():
+    model, tokens = small_llama(), random_text(48)
+    loss = model(tokens[None], labels=tokens[None]).loss
+    assert perplexity(model, tokens, length=48) == pytest.approx(loss.exp().item(), rel=1e-5)
+
+
+def test_perplexity_scores_every_token_once():
+    seen = []
+
+    def score(x):
+        """The loss of a token is its number, so the mean tells which tokens were counted."""
+        seen.append(x)
+        logits = torch.zeros(*x.shape, 2000)
+        following = x.roll(-1, dims=1)
+        return logits.scatter(2, following[..., None], -following[..., None].float() / 100)
+
+    tokens = torch.arange(1, 97)
+    losses = [math.log(1999 + math.exp(-t / 100)) + t / 100 for t in range(2, 97)]
+    assert perplexity(Predictor(score), tokens, length=32) == pytest.approx(math.exp(sum(losses) / len(losses)))
+    assert torch.cat(seen).shape == (5, 32)
+
+
+def test_perplexity_leaves_the_mode_alone():
+    model = small_llama().train()
+    perplexity(model, random_text(64), length=32)
+    assert model.training
+
+
+def test_too_short_a_text_is_refused():
+    with pytest.raises(ValueError, match="tokens must be at least one window of 256 tokens, got 9"):
+        perplexity(Predictor(know_nothing), random_text(9))
+
+
+def test_a_model_agrees_with_itself():
+    kl, top1 = agreement(small_llama(), small_llama(), random_text(), length=32)
+    assert kl == pytest.approx(0, abs=1e-6)
+    assert top1 == 1
+
+
+def test_agreement_sees_a_difference():
+    teacher = Predictor(lambda x: certain((x + 1) % VOCABULARY))
+    kl, top1 = agreement(Predictor(know_nothing), teacher, counting(), length=32)
+    assert kl == pytest.approx(math.log(VOCABULARY))  # from certainty to none
+    assert top1 < 0.1
+
+
+def test_only_a_model_that_recalls_has_a_copy_gain():
+    text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0)).repeat(8)
+    assert copy_gain(Predictor(know_nothing), text, passage=8, gap=8) == pytest.approx(0, abs=1e-6)
+    assert copy_gain(Predictor(copy_what_followed), text, passage=8, gap=8) > 2
+
+
+def test_a_copy_gain_does_not_come_from_knowing_the_text():
+    knows = Predictor(lambda x: certain((x + 1) % VOCABULARY))
+    assert copy_gain(knows, counting(), passage=8, gap=8) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 20])
+@every_family
+def test_cache_bytes_are_those_of_a_real_cache(case, num_tokens):
+    layers = {"num_hidden_layers": 4, "layer_types": ["memory", "sliding_attention", "full_attention", "memory"]}
+    model = make_model(case, **layers, sliding_window=4)
+    assert cache_bytes(model.config, num_tokens) == cache_bytes_after(model, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_cache_bytes_of_teachers(num_tokens):
+    llama = small_llama()
+    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).eval()
+    for model in (llama, mistral):
+        assert cache_bytes(model.config, num_tokens) == cache_bytes_after(model, num_tokens)
+    assert kv_cache_bytes(llama.config, num_tokens) == cache_bytes_after(llama, num_tokens)
+
+
+def test_a_memory_stays_the_same_size_and_a_cache_grows():
+    memory, attention = make_model(case=next(iter(every_family.args[1]))), small_llama()
+    assert cache_bytes_after(memory, 5) == cache_bytes_after(memory, 50)
+    assert 10 * cache_bytes_after(attention, 5) == cache_bytes_after(attention, 50)
+
+
+def test_tokens_per_second_decodes_with_a_cache():
+    model, lengths = small_llama(), []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert tokens_per_second(model, prompt=4, new_tokens=3) > 0
+    assert lengths == [4, 1, 1, 1]
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    plot_conversion(tmp_path / "plot.png", {"distillation": history}, {"teacher": 3.0, "student": 4.0})
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
