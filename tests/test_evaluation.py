@@ -163,8 +163,8 @@ def test_tokens_per_second_decodes_with_a_cache():
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    assert tokens_per_second(model, prompt=4, new_tokens=3) > 0
-    assert lengths == [4, 1, 1, 1]
+    assert tokens_per_second(model, prompt=4, new_tokens=3, repeats=2) > 0
+    assert lengths == 2 * [4, 1, 1, 1]
 
 
 def test_the_plot_is_a_picture(tmp_path):

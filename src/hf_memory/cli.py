@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -45,7 +46,7 @@ def app() -> None:
     try:
         commands()
     except (ValueError, OSError, StrictDataclassError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {_sentence(error)}", markup=True, highlight=False)
+        Console(stderr=True).print(f"[red]Error:[/red] {_sentence(error)}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -84,10 +85,8 @@ def demo(
         _write_demo(folder, made)
     _print_results(made.results)
     for name in ("teacher", "student"):
-        for prompt in PROMPTS:
-            console.print(f"\n[bold]{name}[/bold]", highlight=False)
-            console.print(_generate(str(output / name), prompt, max_new_tokens=60, seed=0), markup=False)
-    console.print(_how_to_load(output / "student"), markup=False)
+        _show_continuations(name, str(output / name))
+    console.print(_how_to_load(output / "student"), markup=False, soft_wrap=True)
 
 
 @commands.command()
@@ -110,7 +109,7 @@ def convert(
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     check_free(output, overwrite=overwrite)
     options = _options(option)
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer = AutoTokenizer.from_pretrained(_found(teacher))
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     tokens = conversion.read_tokens(text, tokenizer)
@@ -150,7 +149,7 @@ def convert(
     with conversion.new_folder(output, overwrite=overwrite) as folder:
         conversion.write_report(folder, made.student, tokenizer, results)
     _print_results(results)
-    console.print(_how_to_load(output), markup=False)
+    console.print(_how_to_load(output), markup=False, soft_wrap=True)
 
 
 @commands.command()
@@ -161,13 +160,13 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt."""
-    console.print(_generate(model, prompt, max_new_tokens, seed), markup=False, highlight=False)
+    console.print(_generate(model, prompt, max_new_tokens, seed), markup=False, highlight=False, soft_wrap=True)
 
 
 @commands.command()
 def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
     """Show parameters, layers, and the memory that a sequence needs against the KV cache of the same Transformer."""
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(_found(model))
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     kinds = layer_types(config)
@@ -177,7 +176,8 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
 
 
 def _memory_table(config: PreTrainedConfig) -> Table:
-    rows = Table("context (tokens)", "this model", "all layers attention", "ratio", title="memory of one sequence")
+    header = "context (tokens)", "this model", "all layers attention", "ratio"
+    rows = Table(*header, box=SIMPLE_HEAD, title="memory of one sequence")
     for tokens in CONTEXTS:
         ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
         rows.add_row(f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}")
@@ -190,7 +190,8 @@ def _progress() -> Progress:
 
 
 def _print_results(results: conversion.Results) -> None:
-    rows = Table(*HEADER, title=f"cache after {results.rows[0].cache_tokens} tokens")
+    title = f"on held-out text; cache after {results.rows[0].cache_tokens} tokens"
+    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, title=title)
     for row in table(results):
         rows.add_row(*row)
     console.print(rows)
@@ -203,10 +204,23 @@ def _write_demo(folder: Path, made: Demo) -> None:
     shutil.copy(folder / "student" / RESULTS, folder)  # marks a folder that the next run may replace
 
 
+def _show_continuations(name: str, model: str) -> None:
+    for prompt in PROMPTS:
+        console.print(f"\n[bold]{name}[/bold]", highlight=False)
+        console.print(_generate(model, prompt, max_new_tokens=60, seed=0), markup=False, highlight=False)
+
+
 def _generate(model: str, prompt: str, max_new_tokens: int, seed: int) -> str:
     torch.manual_seed(seed)
-    write = pipeline("text-generation", model=model)
+    write = pipeline("text-generation", model=_found(model))
     return write(prompt, max_new_tokens=max_new_tokens)[0]["generated_text"]
+
+
+def _found(model: str) -> str:
+    """A folder that exists, or what may be a name on the Hub."""
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise ValueError(f"model must be a folder that exists or the name of a repository on the Hub, got {model}")
+    return model
 
 
 def _how_to_load(folder: Path) -> str:

@@ -133,8 +133,8 @@ class MuonWithAdamW(Optimizer):
         others = [p for p in model.parameters() if not any(p is x for x in matrices)]
         super().__init__(matrices + others, {})
         self.parts = (
-            Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+            Muon(matrices, lr=lr, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
         )
         self._share_groups()
 

@@ -132,7 +132,7 @@ def model_card(results: Results) -> ModelCard:
     return ModelCard.from_template(data, template_path=str(CARD), results=results, header=HEADER, table=table(results))
 
 
-HEADER = ("model", "held-out perplexity", "ratio", "recall (nats)", "KL", "agreement", "cache (kB)", "tokens/s")
+HEADER = ("model", "perplexity", "ratio", "recall", "KL", "agreement", "cache kB", "tokens/s")
 
 
 def table(results: Results) -> list[tuple[str, ...]]:

@@ -64,8 +64,12 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 @torch.no_grad()
-def tokens_per_second(model: PreTrainedModel, *, prompt: int = 128, new_tokens: int = 64) -> float:
-    """Tokens a second of greedy decoding with a cache, one sequence, after a prompt of so many tokens."""
+def tokens_per_second(model: PreTrainedModel, *, prompt: int = 128, new_tokens: int = 32, repeats: int = 3) -> float:
+    """Tokens a second of greedy decoding with a cache, one sequence, after a prompt of so many tokens; the best run."""
+    return max(_decoding_rate(model, prompt, new_tokens) for _ in range(repeats))
+
+
+def _decoding_rate(model: PreTrainedModel, prompt: int, new_tokens: int) -> float:
     input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
     cache = DynamicCache(config=model.config)
     token = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)

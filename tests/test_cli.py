@@ -1,0 +1,155 @@
+"""The commands as a user types them."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+
+from hf_memory import cli
+from hf_memory.conversion import Schedule
+from hf_memory.demo import Settings, make_corpus, run_demo, sections, unwrap
+
+WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
+FAST = ["--transfer-steps", "2", "--distill-steps", "2", "--batch-size", "2", "--length", "32"]
+
+
+@pytest.fixture(autouse=True)
+def _wide_console(monkeypatch):
+    monkeypatch.setattr(cli.console, "width", 200)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Types a command; returns its exit code, what it printed, and its errors."""
+
+    def type_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.app()
+        return exit_.value.code or 0, *capsys.readouterr()
+
+    return type_command
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder with a small random Llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(WORDS[1 + i * i % 15] for i in range(4000)))
+    return file
+
+
+def test_convert_info_generate(run, teacher, text, tmp_path):
+    student = tmp_path / "student"
+    code, out, err = run("convert", teacher, "--text", text, "--output", student, "--keep", 1, *FAST)
+    assert (code, err) == (0, "")
+    assert "perplexity" in out
+
+    code, out, _ = run("info", student)
+    assert code == 0
+    assert "hf_memory_linear" in out
+    assert "1 memory, 1 full_attention" in out
+    assert "131,072" in out
+
+    code, out, _ = run("generate", student, "--prompt", "the snake", "--max-new-tokens", 4)
+    assert code == 0
+    assert out.startswith("the snake")
+
+
+def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
+    code, out, _ = run("info", teacher)
+    assert code == 0
+    assert out.count("100.00%") == len(cli.CONTEXTS)
+
+
+def test_options_reach_the_config(run, teacher, text, tmp_path):
+    student = tmp_path / "student"
+    options = ["--to", "gated", "-o", "gate=scalar", "-o", "gate_logit_normalizer=8"]
+    code, _, err = run("convert", teacher, "--text", text, "--output", student, *options, *FAST)
+    assert (code, err) == (0, "")
+    config = cli.AutoConfig.from_pretrained(student)
+    assert (config.gate, config.gate_logit_normalizer) == ("scalar", 8)
+
+
+def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
+    student = tmp_path / "student"
+    command = ["convert", teacher, "--text", text, "--output", student, *FAST]
+    assert run(*command)[0] == 0
+    code, _, err = run(*command)
+    assert code == 2
+    assert "is not empty; --overwrite replaces it" in err
+    assert run(*command, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "no/such/model", "--prompt", "a"], "Error: "),
+        (["info", "/no/such/folder"], "model must be a folder that exists"),
+        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "lstm"], "to must be one of linear,"),
+        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"], "option must look like name=value"),
+        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "feature_map=x"], "feature_map must be one"),
+        (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
+        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "tokens must be at least one"),
+        (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),
+    ],
+)
+def test_errors_are_sentences(run, teacher, text, tmp_path, arguments, sentence):
+    names = {"TEACHER": str(teacher), "TEXT": str(text), "OUT": str(tmp_path / "student")}
+    for name, path in names.items():
+        arguments = [argument.replace(name, path) for argument in arguments]
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("Error: ")
+    assert sentence in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not (tmp_path / "student").exists()
+
+
+def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypatch):
+    short = Schedule(steps=2, learning_rate=1e-3, batch_size=2, length=64)
+    settings = Settings(300, 32, 2, short, short, short)
+    monkeypatch.setattr(cli, "run_demo", partial(run_demo, settings=settings))
+    output = tmp_path / "demo_output"
+    for _ in range(2):
+        code, out, err = run("demo", "--output", output)
+        assert (code, err) == (0, "")
+    for name in ("teacher", "control", "student"):
+        assert f"\n  {name} " in out
+    assert str(output / "student") in out
+    assert {"README.md", "conversion.png", "results.json", "tokenizer.json"} <= {
+        path.name for path in (output / "student").iterdir()
+    }
+    made = pipeline("text-generation", model=str(output / "student"))("The with statement", max_new_tokens=4)
+    assert made[0]["generated_text"].startswith("The with statement")
+
+
+def test_held_out_text_is_not_in_the_training_text():
+    texts = sections()
+    paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n") if paragraph]
+    assert len(paragraphs) == len(set(paragraphs))
+    corpus = make_corpus(300)
+    assert 0.05 < len(corpus.held_out) / len(corpus.training) < 0.2
+    assert corpus.tokenizer.decode(corpus.held_out).startswith(texts[5][:100])
+
+
+def test_prose_is_unwrapped_and_code_is_not():
+    prose = f"   {'word ' * 12}\n   {'more ' * 3}".rstrip()
+    assert unwrap(prose) == f"   {'word ' * 12} {'more ' * 3}".rstrip()
+    code = "for x in y:\n    print(x)"
+    assert unwrap(code) == code
