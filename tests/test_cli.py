@@ -130,7 +130,7 @@ def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypa
         code, out, err = run("demo", "--output", output)
         assert (code, err) == (0, "")
     for name in ("teacher", "control", "student"):
-        assert f"\n  {name} " in out
+        assert f"\n {name} " in out
     assert str(output / "student") in out
     assert {"README.md", "conversion.png", "results.json", "tokenizer.json"} <= {
         path.name for path in (output / "student").iterdir()

@@ -82,7 +82,7 @@ class DistillationTrainer(Trainer):
 
     def __init__(self, *args, teacher: PreTrainedModel, temperature: float, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teacher = teacher.to(self.args.device)  # type: ignore[arg-type]
+        self.teacher = teacher
         self.temperature = temperature
         self.model_accepts_loss_kwargs = False
 
@@ -164,7 +164,7 @@ def run_trainer(
     inputs: tuple[str, ...] = ("input_ids", "labels"),
     trainer_options: dict | None = None,
 ) -> History:
-    """Run one stage.
+    """Run one stage, on the device of the model.
 
     Args:
         trainer_class: computes the loss.
@@ -186,7 +186,14 @@ def run_trainer(
     with nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model=model,
-            args=training_arguments(name, schedule, seed, Path(folder), saves=checkpoints is not None),
+            args=training_arguments(
+                schedule,
+                run_name=name,
+                seed=seed,
+                output_dir=str(folder),
+                save_strategy="steps" if checkpoints else "no",
+                use_cpu=next(model.parameters()).device.type == "cpu",
+            ),
             train_dataset=data,
             data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in inputs},
             callbacks=list(callbacks),
@@ -199,11 +206,10 @@ def run_trainer(
     return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
 
 
-def training_arguments(name: str, schedule: Schedule, seed: int, folder: Path, *, saves: bool) -> TrainingArguments:
-    """The Trainer's own arguments for a stage."""
+def training_arguments(schedule: Schedule, **run) -> TrainingArguments:
+    """A schedule in the Trainer's own words; `run` is passed on."""
     return TrainingArguments(
-        run_name=name,
-        output_dir=str(folder),
+        **run,
         max_steps=schedule.steps,
         learning_rate=schedule.learning_rate,
         per_device_train_batch_size=schedule.batch_size,
@@ -212,10 +218,8 @@ def training_arguments(name: str, schedule: Schedule, seed: int, folder: Path, *
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        seed=seed,
         train_sampling_strategy="sequential",
         logging_steps=max(1, schedule.steps // 50),
-        save_strategy="steps" if saves else "no",
         save_steps=max(1, schedule.steps // 10),
         save_total_limit=1,
         remove_unused_columns=False,
