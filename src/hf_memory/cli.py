@@ -177,7 +177,7 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
 
 def _memory_table(config: PreTrainedConfig) -> Table:
     header = "context (tokens)", "this model", "all layers attention", "ratio"
-    rows = Table(*header, box=SIMPLE_HEAD, title="memory of one sequence")
+    rows = Table(*header, box=SIMPLE_HEAD, collapse_padding=True, title="memory of one sequence")
     for tokens in CONTEXTS:
         ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
         rows.add_row(f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}")
@@ -191,7 +191,7 @@ def _progress() -> Progress:
 
 def _print_results(results: conversion.Results) -> None:
     title = f"on held-out text; cache after {results.rows[0].cache_tokens} tokens"
-    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, title=title)
+    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for row in table(results):
         rows.add_row(*row)
     console.print(rows)
