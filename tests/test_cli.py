@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from hf_memory import cli
 from hf_memory.conversion import Schedule
-from hf_memory.demo import Settings, make_corpus, run_demo, sections, unwrap
+from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 FAST = ["--transfer-steps", "2", "--distill-steps", "2", "--batch-size", "2", "--length", "32"]
@@ -153,3 +153,18 @@ def test_prose_is_unwrapped_and_code_is_not():
     assert unwrap(prose) == f"   {'word ' * 12} {'more ' * 3}".rstrip()
     code = "for x in y:\n    print(x)"
     assert unwrap(code) == code
+
+
+def test_the_teachers_optimizer_is_scheduled_as_one_also_after_a_reload():
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+    optimizer = MuonWithAdamW(model, lr=1e-2)
+    model(torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.param_groups[0]["params"]) == 7  # the matrices of a layer

@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 SECTION = 4000  # characters of text that are held out, or not, together
 WRAPPED = 50  # a line longer than this is taken to end where the page does
 HELD_OUT = 10  # one section in so many
-PROMPTS = ('The "for" statement is used to', "A class definition", "If an exception is raised")
+PROMPTS = ("When a function is called", "A class definition", "If an exception is raised")
 
 
 class Settings(NamedTuple):
@@ -115,7 +115,9 @@ def make_teacher(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Llam
         )
     )
     teacher.generation_config = GenerationConfig(
-        repetition_penalty=1.15,  # so small a model runs in circles without it
+        do_sample=True,
+        temperature=0.5,
+        repetition_penalty=1.1,  # so small a model runs in circles without it
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
