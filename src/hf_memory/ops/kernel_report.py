@@ -4,14 +4,14 @@ The table shows registers of a thread, bytes of shared memory of a block, and by
 """
 
 import argparse
-import os
 import re
 import subprocess
 import tempfile
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
-OPS_WITH_KERNELS = ("linear_attention", "delta_rule")
+OPS_WITH_KERNELS = ("linear_attention",)
 ARCHITECTURES = (80, 90, 100)
 
 
@@ -53,15 +53,13 @@ def compile_variant(variant: Variant, architecture: int) -> Report:
 
 def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
     """Registers and spilled bytes, from ptxas -v, which comes with Triton."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = (knobs.nvidia.ptxas_blackwell if architecture >= 100 else knobs.nvidia.ptxas).path
     target = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [ptxas, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.ptx").write_text(ptx)
+        command = [get_ptxas(architecture).path, "-v", f"--gpu-name={target}", "kernel.ptx", "-o", "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
     registers = int(re.search(r"Used (\d+) registers", said).group(1))
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
 

@@ -1,0 +1,100 @@
+"""Kernels equal the reference, in Triton's interpreter, and compile for GPUs that this machine does not have."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_memory.ops.kernel_report import OPS_WITH_KERNELS, all_variants
+from test_ops import FORMS, assert_equal, run, tokens_of
+
+every_form = pytest.mark.parametrize(("op", "variant"), [f for f in FORMS if f.values[0].name in OPS_WITH_KERNELS])
+
+
+def make(op, variant, dtype=torch.float32, **sizes):
+    arguments = op.example(**{"B": 1, "T": 70, "H": 1, "HV": 2, "K": 20, "V": 18, **sizes}, **variant)
+    return tree_map(
+        lambda x: x.to(dtype).requires_grad_() if isinstance(x, torch.Tensor) else x,
+        arguments,
+    )
+
+
+def in_float64(arguments):
+    return tree_map(lambda x: x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) else x, arguments)
+
+
+def assert_close(results, expected, tolerance=2e-6):
+    """Each tensor on the scale of its largest entry; float32 keeps 6e-8 of it at every one of some dozen steps."""
+    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * other.abs().max().item())
+
+
+@every_form
+@pytest.mark.parametrize("T", [1, 16, 33, 70])
+def test_kernel_equals_reference(op, variant, T):
+    arguments = make(op, variant, T=T)
+    assert_close(run(op, arguments, "triton"), run(op, in_float64(arguments), "reference"))
+
+
+@every_form
+def test_kernel_equals_reference_with_strong_gates(op, variant):
+    arguments = make(op, variant)
+    if "g" in arguments:
+        arguments["g"] = (arguments["g"].detach() * 0 - 5).requires_grad_()
+    expected = run(op, in_float64(arguments), "reference")
+    assert_close(run(op, arguments, "triton"), expected, 1e-4)  # the gate's gradient is a small difference here
+
+
+@every_form
+def test_packed_kernel_equals_reference(op, variant):
+    arguments = make(op, variant, T=90)
+    arguments["initial_state"] = make(op, variant, B=4, T=1, seed=5)["initial_state"]
+    cu_seqlens = torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)
+    assert_close(
+        run(op, arguments, "triton", cu_seqlens=cu_seqlens),
+        run(op, in_float64(arguments), "reference", cu_seqlens=cu_seqlens),
+    )
+
+
+@every_form
+def test_wide_heads_run_in_tiles(op, variant):
+    arguments = make(op, variant, T=20, HV=1, K=256, V=130)
+    assert_close(run(op, arguments, "triton"), run(op, in_float64(arguments), "reference"), 1e-5)
+
+
+@every_form
+def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
+    """float16, since the interpreter multiplies the bit patterns of bfloat16."""
+    arguments = op.example(B=1, T=70, H=1, K=32, V=32, dtype=torch.float16, **variant)
+    exact = op.op(**in_float64(arguments), backend="reference")[0]
+    o = op.op(**arguments, backend="triton")[0]
+    assert o.dtype == torch.float16
+    assert (o.double() - exact).norm() / exact.norm() < 1e-3  # products of operands of 11 bits, rounded once more
+
+
+@every_form
+def test_segments_in_kernels_equal_the_whole(op, variant):
+    arguments = make(op, variant)
+    whole, final = op.op(**arguments, backend="triton", output_final_state=True)
+    state, parts = arguments["initial_state"], []
+    for part in (slice(0, 33), slice(33, 70)):
+        o, state = op.op(
+            **{**tokens_of(arguments, op, part), "initial_state": state}, backend="triton", output_final_state=True
+        )
+        parts.append(o)
+    assert_equal((torch.cat(parts, 1), state), (whole, final), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPS_WITH_KERNELS)
+def test_kernels_compile_ahead_of_time_without_spills(name):
+    """One variant of each kernel for every architecture; `python -m hf_memory.ops.kernel_report` compiles all."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "hf_memory.ops.kernel_report", "--op", name, "--only"]
+    said = subprocess.run([*command, "scalar 64 bf"], capture_output=True, text=True, check=True, env=environment)
+    lines = [line.split() for line in said.stdout.splitlines()[1:]]
+    assert {line[-4] for line in lines} == {"80", "90", "100"}
+    assert len(lines) == 3 * len({variant.name.split()[0] for variant in all_variants(name)})
+    assert {line[-1] for line in lines} == {"0"}
