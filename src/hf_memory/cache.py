@@ -41,8 +41,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Take over the states of a mixer that has consumed `num_tokens` more tokens."""
         for name, state in states.items():
             old = self.states.get(name)
-            fits = old is not None and old.shape == state.shape and old.dtype == state.dtype
-            if fits and old.device == state.device and not torch.is_grad_enabled():
+            if old is not None and _alike(old, state) and not torch.is_grad_enabled():
                 old.copy_(state)
             else:
                 self.states[name] = state
@@ -137,6 +136,10 @@ class StaticMemoryLayer(MemoryLayer):
 
 STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = create_recurrent_attention_mask
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
 
 
 def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:

@@ -23,7 +23,7 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int, bias: bool = False):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         state: Tensor | None = None,

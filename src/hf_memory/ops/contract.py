@@ -172,29 +172,30 @@ def repeat_heads(x: Tensor, HV: int) -> Tensor:
     return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
-def per_sequence(op: Callable, cu_seqlens: Tensor | None, *tensors: Tensor | None, initial_state, **kwargs):
-    """Run `op(*tensors, initial_state=..., **kwargs)` once for each packed sequence and join the results.
+def per_sequence(op: Callable, cu_seqlens: Tensor | None, q: Tensor, *others: Tensor | None, initial_state, **kwargs):
+    """Run `op(q, *others, initial_state=..., **kwargs)` once for each packed sequence and join the results.
 
     Args:
         op: takes tensors [B, T, ...] and a state [N, ...]; returns (o [B, T, ...], state [N, ...]).
         cu_seqlens: [N + 1], or None for rows that are sequences already.
-        *tensors: [1, T, ...] each, or None.
+        q: [1, T, ...].
+        *others: [1, T, ...] each, or None; k and v come first.
         initial_state: tensor or NamedTuple of tensors [N, ...].
         **kwargs: passed on.
     """
     if cu_seqlens is None:
-        return op(*tensors, initial_state=initial_state, **kwargs)
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != tensors[0].shape[1] or any(b < a for a, b in zip(bounds, bounds[1:])):
-        raise ValueError(f"cu_seqlens must rise from 0 to T={tensors[0].shape[1]}, got {bounds}")
+        return op(q, *others, initial_state=initial_state, **kwargs)
+    bounds, T = cu_seqlens.tolist(), q.shape[1]
+    if bounds[0] != 0 or bounds[-1] != T or any(b < a for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens must rise from 0 to T={T}, got {bounds}")
     outputs, states = [], []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         state = tree_map(lambda s: s[n : n + 1], initial_state)  # noqa: B023
         if end > start:
-            o, state = op(*(x if x is None else x[:, start:end] for x in tensors), initial_state=state, **kwargs)
+            o, state = op(*(x if x is None else x[:, start:end] for x in (q, *others)), initial_state=state, **kwargs)
             outputs.append(o)
         states.append(tree_flatten(state))
     _, structure = states[0]
     joined = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in states))]
-    o = torch.cat(outputs, dim=1) if outputs else tensors[2]
+    o = torch.cat(outputs, dim=1) if outputs else others[1]
     return o, tree_unflatten(joined, structure)

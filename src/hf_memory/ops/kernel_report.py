@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OPS_WITH_KERNELS = ("linear_attention",)
 ARCHITECTURES = (80, 90, 100)
@@ -19,7 +19,7 @@ class Variant(NamedTuple):
     """One specialisation of a kernel."""
 
     name: str
-    kernel: object
+    kernel: Any
     signature: dict[str, str]
     constants: dict
     num_warps: int
@@ -55,13 +55,14 @@ def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
     """Registers and spilled bytes, from ptxas -v, which comes with Triton."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    target = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    target = re.findall(r"\.target (sm_\w+)", ptx)[0]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.ptx").write_text(ptx)
         command = [get_ptxas(architecture).path, "-v", f"--gpu-name={target}", "kernel.ptx", "-o", "kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
-    registers = int(re.search(r"Used (\d+) registers", said).group(1))
-    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+    return int(re.findall(r"Used (\d+) registers", said)[0]), sum(
+        int(n) for n in re.findall(r"(\d+) bytes spill stores", said)
+    )
 
 
 def all_variants(op: str | None = None) -> list[Variant]:

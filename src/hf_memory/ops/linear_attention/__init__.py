@@ -67,9 +67,9 @@ def linear_attention(
     scale = dims.K**-0.5 if scale is None else scale
     backend = choose_backend(backend, q, kernel_limits(q, dims))
     if backend == "triton":
-        from hf_memory.ops.linear_attention import kernels
+        from hf_memory.ops.linear_attention.kernels import linear_attention as in_kernels
 
-        o, state = kernels.linear_attention(q, k, v, g, state, scale, cu_seqlens)
+        o, state = in_kernels(q, k, v, g, state, scale, cu_seqlens)
     else:
         op = reference.linear_attention if backend == "reference" else chunk.linear_attention
         o, state = per_sequence(op, cu_seqlens, q, k, v, g, initial_state=state, scale=scale)

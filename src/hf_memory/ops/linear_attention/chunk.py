@@ -38,7 +38,8 @@ def _unnormalized(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) 
     if T == 1:
         return _one_token(q, k, v, g, S)
     C = min(CHUNK, whole_blocks(T))
-    q, k, v, g = (None if x is None else split_chunks(x, C) for x in (q, k, v, g))  # [B, H, NC, C, ...]
+    q, k, v = (split_chunks(x, C) for x in (q, k, v))  # [B, H, NC, C, ...]
+    g = None if g is None else split_chunks(g, C)
     if g is None:
         A, decay, q_in, k_out = (q @ k.mT).tril(), None, q, k
     else:

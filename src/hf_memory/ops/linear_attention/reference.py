@@ -1,6 +1,6 @@
 """The definition of linear attention, one token at a time. Every other backend is tested against it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | LinearState]:
     """S <- e^g S + k v^T;   o = scale S^T q,   or with z <- e^g z + k:   o = S^T q / (z^T q + eps)."""
     normalize = isinstance(initial_state, LinearState)
+    S: Any
+    z: Any
     S, z = initial_state if normalize else (initial_state, None)  # [B, HV, K, V], [B, HV, K]
     q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     outputs = []
