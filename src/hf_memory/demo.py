@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     num_layers: int = 4
     teacher: Schedule = Schedule(steps=750, learning_rate=5e-3, batch_size=4)
     transfer: Schedule = Schedule(steps=100, learning_rate=3e-3, batch_size=4)
-    distillation: Schedule = Schedule(steps=300, learning_rate=1e-3, batch_size=4)
+    distillation: Schedule = Schedule(steps=200, learning_rate=1e-3, batch_size=4)
 
 
 SETTINGS = Settings()
