@@ -11,18 +11,6 @@ RANDOM_FEATURE_MAPS = ("favor", "rfa")  # they take a projection drawn once and 
 NOTHING = -1e30  # a maximum over no token; finite, so that differences are
 
 
-def feature_size(name: str, dim: int, *, nu: int, random_features: int) -> int:
-    """Features that a map makes of `dim` channels."""
-    sizes = {
-        "dpfp": 2 * dim * nu,
-        "hedgehog": 2 * dim,
-        "taylor": 1 + dim + dim * (dim + 1) // 2,
-        "favor": random_features,
-        "rfa": 2 * random_features,
-    }
-    return sizes.get(name, dim)
-
-
 def elu(x: Tensor) -> Tensor:
     """elu(x) + 1, strictly positive. https://arxiv.org/abs/2006.16236."""
     return F.elu(x) + 1
@@ -39,8 +27,8 @@ def identity(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x in float32, by channel."""
-    return x.float().exp().to(x.dtype)
+    """e^x by channel."""
+    return _wide(x).exp().to(x.dtype)
 
 
 def dpfp(x: Tensor, nu: int) -> Tensor:
@@ -67,7 +55,7 @@ def hedgehog(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [B, T, H, 2 * F].
     """
-    y = torch.einsum("bthd,hdf->bthf", x, weight.to(x.dtype)).float()
+    y = _wide(torch.einsum("bthd,hdf->bthf", x, weight.to(x.dtype)))
     return torch.cat([y, -y], dim=-1).softmax(dim=-1).to(x.dtype)
 
 
@@ -97,7 +85,8 @@ def rfa(x: Tensor, projection: Tensor) -> Tensor:
     Returns:
         [..., 2 * F]; products may be negative.
     """
-    angle = F.normalize(x.float(), dim=-1) @ projection.float().mT
+    unit = F.normalize(_wide(x), dim=-1)
+    angle = unit @ projection.to(unit.dtype).mT
     return (torch.cat([angle.sin(), angle.cos()], dim=-1) * projection.shape[0] ** -0.5).to(x.dtype)
 
 
@@ -156,11 +145,15 @@ def favor_key(
     return exponents.exp().to(k.dtype), g, m[:, -1]
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or float64 if x is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _favor_exponents(x: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
     """W x [..., F] and |x|^2 / 2 [..., 1] in float32 or wider, with x scaled as in softmax attention."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(wide) * x.shape[-1] ** -0.25
-    return x @ projection.to(wide).mT, x.square().sum(-1, keepdim=True) / 2
+    x = _wide(x) * x.shape[-1] ** -0.25
+    return x @ projection.to(x.dtype).mT, x.square().sum(-1, keepdim=True) / 2
 
 
 def _restarting_cummax(m: Tensor, starts: Tensor) -> Tensor:
