@@ -28,6 +28,13 @@ class LinearTransformerConfig(MemoryConfig):
 
     model_type = "hf_memory_linear"
     mixers = {**MemoryConfig.mixers, "memory": LinearAttentionMixer}
+    base_model_tp_plan = {
+        **MemoryConfig.base_model_tp_plan,
+        "layers.*.mixer.feature_map": "local_params",
+        "layers.*.mixer.feature_map.q_weight": "colwise",
+        "layers.*.mixer.feature_map.k_weight": "colwise",
+        "layers.*.mixer.o_norm": "replicated_with_grad_allreduce",
+    }
 
     feature_map: str = "elu"
     feature_dim: int | None = None

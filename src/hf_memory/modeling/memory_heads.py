@@ -20,6 +20,20 @@ class MemoryHeadsConfig(MemoryConfig):
         output_gate (`str`, *optional*): what multiplies the normed output: `"silu"`, `"sigmoid"` or `"none"`.
     """
 
+    base_model_tp_plan = {
+        **MemoryConfig.base_model_tp_plan,
+        **{f"layers.*.mixer.{x}_conv1d": "local_params" for x in "qkv"},
+        **{f"layers.*.mixer.{x}_conv1d.weight": "colwise" for x in "qkv"},
+        "layers.*.mixer.b_proj": "colwise",
+        "layers.*.mixer.decay": "local_params",
+        "layers.*.mixer.decay.A_log": "colwise",
+        "layers.*.mixer.decay.dt_bias": "colwise",
+        "layers.*.mixer.decay.proj": "colwise",
+        "layers.*.mixer.decay.proj.1": "colwise",
+        "layers.*.mixer.output_gate.norm": "replicated_with_grad_allreduce",
+        "layers.*.mixer.output_gate.proj": "colwise",
+    }
+
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None

@@ -526,7 +526,8 @@ _POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 def variants() -> list[Variant]:
     """What is compiled ahead of time: each kernel for each kind of decay at the usual sizes of a head."""
-    cases = [(D, decay, dtype) for D in (64, 128, 256) for decay in (NONE, SCALAR, VECTOR) for dtype in _POINTERS]
+    sizes = [(D, dtype) for D in (64, 128, 256) for dtype in _POINTERS]
+    cases = [(D, decay, dtype) for D, dtype in sizes for decay in (NONE, SCALAR, VECTOR)]
     return [variant for case in cases for normalize in (False, True) for variant in _case(*case, normalize)]
 
 
