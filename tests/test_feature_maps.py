@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from cases import Case, make_config, make_model, random_tokens
+from hf_memory.mixers.base import Context
 from hf_memory.mixers.feature_map import FeatureMap
 from hf_memory.ops import feature_maps, linear_attention
 from hf_memory.ops.feature_maps import FEATURE_MAPS
@@ -27,12 +28,12 @@ def make_map(name):
 
 
 def attend(phi, q, k, v, state=None, backend="chunk", cu_seqlens=None, mask=None, normalize=True):
-    """Linear attention on features; the state is that of the op, and favor's running maximum."""
-    state, running_max = state or (None, None)
-    q, k, g, running_max = phi(q, k, running_max, mask, cu_seqlens)
+    """Linear attention on features; the state is that of the op, and that of the map."""
+    state, states = state or (None, {})
+    q, k, g, states = phi(q, k, Context(None, mask, cu_seqlens, states))
     options = {"normalize": normalize, "output_final_state": True, "initial_state": state, "backend": backend}
     o, state = linear_attention(q, k, v, g, cu_seqlens=cu_seqlens, **options)
-    return o, (state, running_max)
+    return o, (state, states)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

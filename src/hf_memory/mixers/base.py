@@ -1,6 +1,7 @@
 """What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -11,6 +12,15 @@ from hf_memory.layers import RMSNorm, ShortConvolution, apply_rotary_pos_emb
 
 States = dict[str, Tensor]
 Positions = tuple[Tensor, Tensor]
+
+
+class Context(NamedTuple):
+    """What a memory must know of the tokens beside their hidden states; see `MemoryMixer.forward`."""
+
+    position_embeddings: Positions | None  # [1 or B, T, head_dim] each
+    attention_mask: Tensor | None  # [B, T]
+    cu_seqlens: Tensor | None  # [N + 1]
+    states: States  # before the tokens; empty means an empty memory
 
 
 class Projections(nn.Module):
@@ -106,41 +116,29 @@ class MemoryMixer(Projections, ABC):
             hidden_states, position_embeddings = _one_row(hidden_states, position_embeddings)
         layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
         states = {} if layer is None else layer.read()
-        output, new_states = self.mix(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        context = Context(position_embeddings, attention_mask, cu_seqlens, states)
+        output, new_states = self.mix(hidden_states, context)
         if layer is not None:
             layer.write(T, **new_states)
         return output.view(B, T, -1), None
 
     @abstractmethod
-    def mix(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, States]:
-        """The output [B, T, hidden_size] and the states after it; an empty dict of states is an empty memory."""
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The output [B, T, hidden_size] and the states after it."""
 
-    def project(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, States]:
+    def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q [B, T, H, K], k [B, T, H, K], v [B, T, HV, V] and the states of the convolutions, HV a multiple of H."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         new_states = {}
         if self.has_convolutions:
+            _, attention_mask, cu_seqlens, states = context
             q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
             k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
             v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)
         if self.conv_activation is not None:
             q, k, v = (ACT2FN[self.conv_activation](x) for x in (q, k, v))
         q, k, v = self.split_heads(q, k, v)
-        q, k = self.normalize_and_rotate(q, k, position_embeddings)
+        q, k = self.normalize_and_rotate(q, k, context.position_embeddings)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from hf_memory.layers import unit_length
-from hf_memory.mixers.base import MemoryMixer, OutputGate, Positions, States, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.ops import delta_rule
 
@@ -26,29 +26,22 @@ class DeltaNetMixer(MemoryMixer):
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
         self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config)
 
-    def mix(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
-        q, k, v, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        q, k, v, new_states = self.project(hidden_states, context)
         beta = self.b_proj(hidden_states).float().sigmoid()
         if self.config.allow_negative_eigenvalues:
             beta = 2 * beta
-        g = mask_tokens(self.decay(hidden_states), attention_mask) if self.config.gate != "none" else None
+        g = mask_tokens(self.decay(hidden_states), context.attention_mask) if self.config.gate != "none" else None
         o, new_states["memory"] = delta_rule(
             unit_length(q),
-            mask_tokens(unit_length(k), attention_mask),
+            mask_tokens(unit_length(k), context.attention_mask),
             v,
-            mask_tokens(beta, attention_mask),
+            mask_tokens(beta, context.attention_mask),
             g,
-            initial_state=states.get("memory"),
+            initial_state=context.states.get("memory"),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states

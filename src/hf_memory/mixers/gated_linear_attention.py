@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import RMSNorm
-from hf_memory.mixers.base import MemoryMixer, OutputGate, Positions, States, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
 from hf_memory.ops import linear_attention
 
@@ -30,25 +30,18 @@ class GatedLinearAttentionMixer(MemoryMixer):
         channels = self.head_dim if config.gate == "vector" else None
         return SigmoidDecay(config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer)
 
-    def mix(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
-        q, k, v, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
-        g = mask_tokens(self.decay(hidden_states), attention_mask)
+        q, k, v, new_states = self.project(hidden_states, context)
+        g = mask_tokens(self.decay(hidden_states), context.attention_mask)
         o, new_states["memory"] = linear_attention(
             q,
-            mask_tokens(k, attention_mask),
+            mask_tokens(k, context.attention_mask),
             v,
             g,
-            initial_state=states.get("memory"),
+            initial_state=context.states.get("memory"),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states
@@ -74,26 +67,19 @@ class Mamba2Mixer(MemoryMixer):
         """D starts at one."""
         init.ones_(self.D)
 
-    def mix(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
-        q, k, x, new_states = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
+        q, k, x, new_states = self.project(hidden_states, context)
         steps = self.decay.steps(hidden_states)
         o, new_states["memory"] = linear_attention(
             q,
-            mask_tokens(k, attention_mask),
+            mask_tokens(k, context.attention_mask),
             (x * steps[..., None]).to(x.dtype),
-            mask_tokens(self.decay.decay(steps), attention_mask),
+            mask_tokens(self.decay.decay(steps), context.attention_mask),
             scale=1.0,
-            initial_state=states.get("memory"),
+            initial_state=context.states.get("memory"),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from hf_memory.layers import RMSNorm
-from hf_memory.mixers.base import MemoryMixer, Positions, States
+from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.mixers.feature_map import FeatureMap
 from hf_memory.ops import LinearState, linear_attention
 
@@ -20,33 +20,24 @@ class LinearAttentionMixer(MemoryMixer):
         if config.output_norm:
             self.o_norm = RMSNorm(self.value_dim, eps=config.rms_norm_eps)
 
-    def mix(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Positions | None,
-        attention_mask: Tensor | None,
-        states: States,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, H, F, D], normalizer [N, H, F], and for favor the running_max [N, H]."""
-        q, k, v, _ = self.project(hidden_states, position_embeddings, attention_mask, states, cu_seqlens)
-        q, k, g, running_max = self.feature_map(q, k, states.get("running_max"), attention_mask, cu_seqlens)
+        q, k, v, _ = self.project(hidden_states, context)
+        q, k, g, new_states = self.feature_map(q, k, context)
         o, state = linear_attention(
             q,
             k,
             v,
             g,
             normalize=self.config.normalize,
-            initial_state=self._initial_state(states),
+            initial_state=self._initial_state(context.states),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
         if self.config.output_norm:
             o = self.o_norm(o)
-        new_states = state._asdict() if self.config.normalize else {"memory": state}
-        if running_max is not None:
-            new_states["running_max"] = running_max
+        new_states |= state._asdict() if self.config.normalize else {"memory": state}
         return self.o_proj(o.flatten(-2)), new_states
 
     def _initial_state(self, states: States) -> Tensor | LinearState | None:
