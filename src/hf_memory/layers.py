@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as RotaryEmbedding
@@ -17,13 +18,22 @@ def unit_length(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class ShortConvolution(nn.Conv1d):
-    """Each channel's weighted sum of its last W tokens. The weight is that of a depthwise Conv1d, [channels, 1, W]."""
+class ShortConvolution(nn.Module):
+    """Each channel's weighted sum of its last W tokens."""
 
     def __init__(self, channels: int, kernel_size: int, bias: bool = False):
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, kernel_size))  # the present token last
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(  # type: ignore[override]
+    def init_own_parameters(self) -> None:
+        """Uniform, with variance 1 / (3 W): what a depthwise Conv1d starts from."""
+        bound = self.weight.shape[1] ** -0.5
+        init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(
         self,
         x: Tensor,
         state: Tensor | None = None,
@@ -42,13 +52,13 @@ class ShortConvolution(nn.Conv1d):
             y [B, T, channels], zero at padding, and the state after x.
         """
         B, T, channels = x.shape
-        W = self.kernel_size[0]
+        W = self.weight.shape[1]
         if state is None:
             state = x.new_zeros(B, W - 1, channels)
         if attention_mask is not None:
             x, order = _real_tokens_first(x, attention_mask)
         context = torch.cat([state.to(x.dtype), x], dim=1)  # [B, W - 1 + T, channels]
-        y = F.conv1d(context.mT, self.weight, self.bias, groups=channels).mT
+        y = F.conv1d(context.mT, self.weight[:, None], self.bias, groups=channels).mT
         if cu_seqlens is not None:
             y = y - self._leaked(context, cu_seqlens)
         if attention_mask is None:
@@ -60,11 +70,14 @@ class ShortConvolution(nn.Conv1d):
 
     def _leaked(self, context: Tensor, cu_seqlens: Tensor) -> Tensor:
         """What the first W - 1 tokens of a packed sequence took from the one before it; zero elsewhere."""
-        W, T = self.kernel_size[0], context.shape[1] - self.kernel_size[0] + 1
+        W = self.weight.shape[1]
+        T = context.shape[1] - W + 1
         tokens = torch.arange(T, device=context.device, dtype=cu_seqlens.dtype)
         place = tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]  # in its own sequence
-        taps = self.weight[:, 0]  # [channels, W], the present token last
-        leaks = [taps[:, W - 1 - w] * context[:, W - 1 - w : W - 1 - w + T] * (place < w)[:, None] for w in range(1, W)]
+        leaks = [
+            self.weight[:, W - 1 - w] * context[:, W - 1 - w : W - 1 - w + T] * (place < w)[:, None]
+            for w in range(1, W)
+        ]
         return torch.stack(leaks).sum(0)
 
 

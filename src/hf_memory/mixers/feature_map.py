@@ -17,8 +17,8 @@ class FeatureMap(nn.Module):
         self.name, self.nu = config.feature_map, config.dpfp_nu
         H, D = config.num_attention_heads, config.head_dim
         if self.name == "hedgehog":
-            self.q_weight = nn.Parameter(torch.empty(H, D, D))
-            self.k_weight = nn.Parameter(torch.empty(H, D, D))
+            self.q_weight = nn.Parameter(torch.empty(H * D, D))  # heads in rows, which tensor parallelism divides
+            self.k_weight = nn.Parameter(torch.empty(H * D, D))
         if self.name in RANDOM_FEATURE_MAPS:
             self.projection = nn.Buffer(torch.empty(config.feature_dim, D))
 
@@ -26,7 +26,8 @@ class FeatureMap(nn.Module):
         """Learned maps start at the identity; random projections are drawn once and saved with the model."""
         if self.name == "hedgehog":
             for weight in (self.q_weight, self.k_weight):
-                init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
+                D = weight.shape[1]
+                init.copy_(weight, torch.eye(D).repeat(weight.shape[0] // D, 1))
         if self.name in RANDOM_FEATURE_MAPS:
             init.copy_(self.projection, feature_maps.orthogonal_projection(*self.projection.shape))
 
@@ -43,7 +44,7 @@ class FeatureMap(nn.Module):
     def _map(self, x: Tensor, weight: str) -> Tensor:
         phi = getattr(feature_maps, self.name)
         if self.name == "hedgehog":
-            return phi(x, getattr(self, weight))
+            return phi(x, getattr(self, weight).unflatten(0, (-1, x.shape[-1])))
         if self.name == "dpfp":
             return phi(x, self.nu)
         return phi(x, self.projection) if self.name == "rfa" else phi(x)

@@ -8,6 +8,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 
+def _low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
+    """A projection down to `rank` channels, or nothing, and how many channels come out."""
+    return (nn.Identity(), hidden_size) if rank is None else (nn.Linear(hidden_size, rank, bias=False), rank)
+
+
 class FixedDecay(nn.Module):
     """Retention: head h keeps 1 - 2^(-5 - h) of its memory at every token. https://arxiv.org/abs/2307.08621."""
 
@@ -30,13 +35,12 @@ class SigmoidDecay(nn.Module):
     def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
         super().__init__()
         self.channels, self.temperature = channels, temperature
-        self.proj: nn.Module = nn.Linear(hidden_size, heads)
-        if channels is not None:
-            self.proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, heads * channels))
+        self.down, width = _low_rank(hidden_size, None if channels is None else rank)
+        self.proj = nn.Linear(width, heads * (channels or 1))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
-        g = F.logsigmoid(self.proj(hidden_states).float()) / self.temperature
+        g = F.logsigmoid(self.proj(self.down(hidden_states)).float()) / self.temperature
         return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
 
 
@@ -52,11 +56,8 @@ class SoftplusDecay(nn.Module):
         self.channels = channels
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * (channels or 1)))
-        self.proj: nn.Module = nn.Linear(hidden_size, heads, bias=False)
-        if channels is not None:
-            self.proj = nn.Sequential(
-                nn.Linear(hidden_size, channels, bias=False), nn.Linear(channels, heads * channels, bias=False)
-            )
+        self.down, width = _low_rank(hidden_size, channels)
+        self.proj = nn.Linear(width, heads * (channels or 1), bias=False)
 
     def init_own_parameters(self) -> None:
         """A uniform in (1, 16), and steps log-uniform in (0.001, 0.1) where W x = 0, as in Mamba-2."""
@@ -67,7 +68,7 @@ class SoftplusDecay(nn.Module):
 
     def steps(self, hidden_states: Tensor) -> Tensor:
         """Positive step sizes [B, T, H] or [B, T, H * K]."""
-        return F.softplus(self.proj(hidden_states).float() + self.dt_bias.float())
+        return F.softplus(self.proj(self.down(hidden_states)).float() + self.dt_bias.float())
 
     def decay(self, steps: Tensor) -> Tensor:
         """g [B, T, H] or [B, T, H, K] for these steps."""

@@ -29,7 +29,6 @@ class MemoryHeadsConfig(MemoryConfig):
         "layers.*.mixer.decay.A_log": "colwise",
         "layers.*.mixer.decay.dt_bias": "colwise",
         "layers.*.mixer.decay.proj": "colwise",
-        "layers.*.mixer.decay.proj.1": "colwise",
         "layers.*.mixer.output_gate.norm": "replicated_with_grad_allreduce",
         "layers.*.mixer.output_gate.proj": "colwise",
     }
