@@ -61,30 +61,26 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, S):
-        inverse = unit_lower_inverse(A)
-        before, xs, o = [], [], []
+        inverse, o, X = unit_lower_inverse(A), torch.empty_like(v), torch.empty_like(v)
+        before = S.new_empty(q.shape[0], *S.shape)
         for n in range(q.shape[0]):
-            before.append(S)
-            X = inverse[n] @ (beta[n] * torch.baddbmm(v[n], k[n], S, alpha=-1))
-            xs.append(X)
-            o.append(torch.baddbmm(q[n] @ S, P[n], X))
-            S = torch.baddbmm(S if decay is None else decay[n] * S, k_out[n].mT, X)
-        ctx.save_for_backward(inverse, P, q, k, k_out, v, beta, decay, torch.stack(before), torch.stack(xs))
-        return torch.stack(o), S
+            before[n] = S
+            torch.bmm(inverse[n], beta[n] * torch.baddbmm(v[n], k[n], S, alpha=-1), out=X[n])
+            torch.baddbmm(q[n] @ S, P[n], X[n], out=o[n])
+            S = torch.baddbmm(S if decay is None else decay[n] * S, k_out[n].mT, X[n])
+        ctx.save_for_backward(inverse, P, q, k, k_out, v, beta, decay, before, X)
+        return o, S
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS):
         inverse, P, q, k, k_out, v, beta, decay, S, X = ctx.saved_tensors
-        read = P.mT @ do
-        after, solved = [], []  # gradients of the state after each chunk, and of diag(beta) (V - K S)
+        dS_after, dR = torch.empty_like(S), torch.empty_like(v)  # dR: of diag(beta) (V - K S)
         for n in reversed(range(q.shape[0])):
-            after.append(dS)
-            dR = inverse[n].mT @ torch.baddbmm(read[n], k_out[n], dS)
-            solved.append(dR)
+            dS_after[n] = dS
+            torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS), out=dR[n])
             dS = torch.baddbmm(dS if decay is None else decay[n] * dS, q[n].mT, do[n])
-            dS = torch.baddbmm(dS, k[n].mT, beta[n] * dR, alpha=-1)
-        dS_after, dR = torch.stack(after[::-1]), torch.stack(solved[::-1])
+            dS = torch.baddbmm(dS, k[n].mT, beta[n] * dR[n], alpha=-1)
         dv = beta * dR
         dbeta = (dR * (v - k @ S)).sum(-1, keepdim=True)
         ddecay = None
