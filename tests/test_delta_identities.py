@@ -10,6 +10,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.chunks import decay_mask
+from hf_memory.ops.delta_rule.reference import diagonal_plus_rank_one
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 T, D = 70, 8
@@ -59,6 +60,16 @@ def test_delta_rule_equals_its_matrix_forms():
     torch.testing.assert_close(o, other, **EXACT)
     ungated = read @ torch.linalg.inv(I + erase) @ write
     torch.testing.assert_close(delta_rule(*inputs()[:4], scale=1.0)[0].transpose(1, 2), ungated, **EXACT)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_diagonal_plus_rank_one_contains_the_delta_rule(gated):
+    q, k, v, beta, g = inputs()
+    g, write = gated * g[..., None].expand_as(k), beta[..., None] * k
+    state = random(1, 2, D, D, seed=5)
+    theirs = diagonal_plus_rank_one(q, write, v, -k, g.exp() * write, g, initial_state=state)
+    ours = delta_rule(q, k, v, beta, g, scale=1.0, initial_state=state, output_final_state=True)
+    torch.testing.assert_close(ours, theirs, **EXACT)
 
 
 def test_a_rewritten_key_returns_its_last_value():

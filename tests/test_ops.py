@@ -114,6 +114,15 @@ def test_packed_equals_apart(op, variant, backend):
 
 
 @every_form
+def test_packed_chunk_equals_packed_reference(op, variant):
+    arguments = make(op, variant, 90, B=1)
+    arguments["initial_state"] = make(op, variant, 1, B=4, seed=5)["initial_state"]
+    cu_seqlens = torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)
+    expected = run(op, arguments, "reference", cu_seqlens=cu_seqlens)
+    assert_equal(run(op, arguments, "chunk", cu_seqlens=cu_seqlens), expected)
+
+
+@every_form
 @pytest.mark.parametrize("backend", ["reference", "chunk"])
 @pytest.mark.parametrize("where", [slice(0, 9), slice(20, 30), slice(60, 65)], ids=["left", "middle", "right"])
 def test_identity_tokens_leave_no_trace(op, variant, backend, where):
@@ -158,6 +167,17 @@ def test_low_precision_goes_in_and_out_and_states_stay_wide(op, variant):
     expected = op.op(**wide, backend="reference")[0]
     rounding = (expected.bfloat16().double() - expected).norm() / expected.norm()
     assert (o.double() - expected).norm() / expected.norm() < 1.5 * rounding  # inside it is float32
+
+
+@every_form
+def test_bfloat16_over_a_long_sequence_loses_what_rounding_of_the_inputs_loses(op, variant):
+    """Against float64 on inputs that were not rounded; a plain bfloat16 form loses far more than 1.05 times this."""
+    exact = op.op(**op.example(B=1, T=4096, H=1, dtype=torch.float64, **variant))[0]
+    rounded = op.example(B=1, T=4096, H=1, dtype=torch.bfloat16, **variant)
+    o = op.op(**rounded)[0]
+    wide = tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) else x, rounded)
+    inevitable = (op.op(**wide)[0].bfloat16().double() - exact).norm()
+    assert (o.double() - exact).norm() <= 1.05 * inevitable
 
 
 @every_form

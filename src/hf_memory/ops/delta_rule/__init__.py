@@ -9,6 +9,7 @@ from hf_memory.ops.contract import (
     check_gate,
     check_inputs,
     choose_backend,
+    kernel_limits,
     matrix_state,
     per_sequence,
 )
@@ -46,7 +47,7 @@ def delta_rule(
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
-        backend: "reference", "chunk" or "auto", which is chunk; there are no kernels for this op.
+        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
@@ -62,7 +63,12 @@ def delta_rule(
         check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
     scale = dims.K**-0.5 if scale is None else scale
-    backend = choose_backend(backend, q, "delta_rule runs in PyTorch only")
-    op = reference.delta_rule if backend == "reference" else chunk.delta_rule
-    o, state = per_sequence(op, cu_seqlens, q, k, v, beta, g, initial_state=state, scale=scale)
+    backend = choose_backend(backend, q, kernel_limits(q, dims))
+    if backend == "triton":
+        from hf_memory.ops.delta_rule.kernels import delta_rule as in_kernels
+
+        o, state = in_kernels(q, k, v, beta, g, state, scale, cu_seqlens)
+    else:
+        op = reference.delta_rule if backend == "reference" else chunk.delta_rule
+        o, state = per_sequence(op, cu_seqlens, q, k, v, beta, g, initial_state=state, scale=scale)
     return o, state if output_final_state else None

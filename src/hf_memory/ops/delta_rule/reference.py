@@ -26,6 +26,25 @@ def delta_rule(
     return scale * torch.stack(outputs, dim=1), S
 
 
+@in_float32
+def diagonal_plus_rank_one(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, *, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """RWKV-7's rule, which contains the delta rule: S <- (diag(e^g) + b a^T) S + k v^T;   o = S^T q.
+
+    Args: q, k, a, b and g [B, T, H, K], v [B, T, H, V], initial_state [B, H, K, V]. With e^g = w, the same for all
+    channels, a = -k', b = w beta k' and k = beta k' it is the delta rule for keys k'.
+    Source: https://arxiv.org/abs/2503.14456, equation 16.
+    """
+    S, outputs = initial_state, []
+    for t in range(q.shape[1]):
+        along_a = torch.einsum("bhkv,bhk->bhv", S, a[:, t])
+        S = g[:, t].exp()[..., None] * S
+        S = S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a) + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outputs, dim=1), S
+
+
 def example(
     *,
     B: int = 2,

@@ -454,55 +454,41 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dST, dzT=None):
         q, k, v, g, S, z, o, den, cu_seqlens = ctx.saved_tensors
-        (B, T, H, K), (N, HV, _, V), scale = q.shape, S.shape, ctx.scale
-        decay, normalize = _decay_kind(g), z is not None
-        by_value, by_key = _constants(H, HV, K, V, decay, q.dtype)
+        (H, K), (N, HV, _, V), scale = q.shape[2:], S.shape, ctx.scale
+        by_value, _ = _constants(H, HV, K, V, _decay_kind(g), q.dtype)
         dd = None
-        if normalize:
+        if z is not None:
             dd = -(do.float() * o.float()).sum(-1) / den
-            do = (do.float() / den[..., None]).to(v.dtype)
+            do, dzT = (do.float() / den[..., None]).to(v.dtype), dzT.contiguous()
         do, dST = do.contiguous(), dST.contiguous()
-        dzT = dzT.contiguous() if normalize else None
-        slots = (B * triton.cdiv(T, CHUNK) if cu_seqlens is None else T // CHUNK + N) if decay else 0
-        states = S.new_empty(slots, HV, V, K) if decay else None
-        normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
-        dq, dk = S.new_empty(B, T, HV, K), S.new_empty(B, T, HV, K)
-        dv, dS0, dz0 = torch.empty_like(v), torch.empty_like(S), torch.empty_like(z) if normalize else None
-        tiles = triton.cdiv(K, by_key["BK"])
-        dg = None
-        if decay:
-            dg = S.new_empty(B, T, HV, K) if decay == VECTOR else S.new_empty(tiles, B, T, HV)
-        launch = _launch(by_key["BK"], by_key["BV"])
-        _dq_kernel[(tiles, N * HV)](
-            k,
-            v,
-            g,
-            S,
-            z,
-            do,
-            dd,
-            dq,
-            states,
-            normalizers,
-            cu_seqlens,
-            scale,
-            T,
-            **by_key,
-            NORMALIZE=normalize,
-            **launch,
-        )
-        _dk_kernel[(tiles, N * HV)](
-            q, k, v, g, do, dd, dq, states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, T, B * T,
-            **by_key, NORMALIZE=normalize, **launch,
-        )  # fmt: skip
+        dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale)
+        dv, dS0 = torch.empty_like(v), torch.empty_like(S)
         _dv_kernel[(triton.cdiv(V, by_value["BV"]), N * HV)](
-            q, k, g, do, dST, dv, dS0, cu_seqlens, scale, T,
+            q, k, g, do, dST, dv, dS0, cu_seqlens, scale, q.shape[1],
             **by_value, **_launch(by_value["BK"], by_value["BV"]),
         )  # fmt: skip
-        dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
-        if decay == SCALAR:
-            dg = dg.sum(0)
         return dq, dk, dv, dg, dS0, dz0, None, None
+
+
+def query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale):
+    """dq, dk, dg and dz0, given the gradients of the numerator, the denominator and the final state; all contiguous."""
+    (B, T, H, K), (N, HV, _, V) = q.shape, S.shape
+    decay, normalize = _decay_kind(g), z is not None
+    _, by_key = _constants(H, HV, K, V, decay, q.dtype)
+    slots = (B * triton.cdiv(T, CHUNK) if cu_seqlens is None else T // CHUNK + N) if decay else 0
+    states = S.new_empty(slots, HV, V, K) if decay else None
+    normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
+    dq, dk = S.new_empty(B, T, HV, K), S.new_empty(B, T, HV, K)
+    dz0 = torch.empty_like(z) if normalize else None
+    tiles = triton.cdiv(K, by_key["BK"])
+    dg = S.new_empty(tiles, B, T, HV) if decay == SCALAR else S.new_empty(B, T, HV, K) if decay else None
+    launch = {**by_key, "NORMALIZE": normalize, **_launch(by_key["BK"], by_key["BV"])}
+    _dq_kernel[(tiles, N * HV)](k, v, g, S, z, do, dd, dq, states, normalizers, cu_seqlens, scale, T, **launch)
+    _dk_kernel[(tiles, N * HV)](
+        q, k, v, g, do, dd, dq, states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, T, B * T, **launch
+    )
+    dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dg.sum(0) if decay == SCALAR else dg, dz0
 
 
 def linear_attention(
