@@ -9,13 +9,35 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as RotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-__all__ = ["RMSNorm", "RotaryEmbedding", "ShortConvolution", "SwiGLU", "apply_rotary_pos_emb", "unit_length"]
+__all__ = [
+    "GroupRMSNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "ShortConvolution",
+    "SwiGLU",
+    "apply_rotary_pos_emb",
+    "unit_length",
+]
 
 
 def unit_length(x: Tensor) -> Tensor:
     """x / |x| over the last dimension, in float32; 1e-6 under the root keeps zero at zero."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class GroupRMSNorm(RMSNorm):
+    """RMS norm of each of `groups` equal parts of the channels."""
+
+    def __init__(self, channels: int, groups: int, eps: float):
+        super().__init__(channels, eps=eps)
+        self.groups = groups
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., channels] -> the same."""
+        parts = hidden_states.float().unflatten(-1, (self.groups, -1))
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * parts.flatten(-2).to(hidden_states.dtype)
 
 
 class ShortConvolution(nn.Module):

@@ -5,6 +5,7 @@
 
 from hf_memory.conversion.convert import DISTILLATION_SCHEDULE, TRANSFER_SCHEDULE, Conversion, convert
 from hf_memory.conversion.data import TokenWindows, read_tokens
+from hf_memory.conversion.other_libraries import import_mixer, import_model
 from hf_memory.conversion.report import ModelResult, Results, measure, new_folder, recipe, write_report
 from hf_memory.conversion.stages import Schedule, attention_transfer, distill, train
 from hf_memory.conversion.students import make_student
@@ -26,6 +27,8 @@ __all__ = [
     "carry_over",
     "convert",
     "distill",
+    "import_mixer",
+    "import_model",
     "make_student",
     "measure",
     "new_folder",

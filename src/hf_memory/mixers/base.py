@@ -147,7 +147,7 @@ class OutputGate(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int, value_dim: int, config):
         super().__init__()
-        self.norm = RMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(value_dim, eps=config.output_norm_eps or config.rms_norm_eps)
         self.activation = config.output_gate
         if self.activation != "none":
             self.proj = nn.Linear(hidden_size, heads * value_dim, bias=False)

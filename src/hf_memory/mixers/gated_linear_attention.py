@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.layers import RMSNorm
+from hf_memory.layers import GroupRMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
 from hf_memory.ops import linear_attention
@@ -50,7 +50,7 @@ class GatedLinearAttentionMixer(MemoryMixer):
 class Mamba2Mixer(MemoryMixer):
     """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and x past the memory through D.
 
-    https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels of a group.
+    https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels that share a key.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -61,7 +61,7 @@ class Mamba2Mixer(MemoryMixer):
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
-        self.o_norm = RMSNorm(heads * self.value_dim, eps=config.rms_norm_eps)
+        self.o_norm = GroupRMSNorm(heads * self.value_dim, config.linear_num_key_heads, eps=config.rms_norm_eps)
 
     def init_own_parameters(self) -> None:
         """D starts at one."""

@@ -145,20 +145,22 @@ def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
 
 
 class MemoryDecoderLayer(GradientCheckpointingLayer):
-    """Norm, mixer, norm, MLP, each pair around a residual; the mixer is the one that `layer_types` names."""
+    """Norm and mixer, norm and MLP if there is one, each around a residual; `layer_types` names the mixer."""
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = config.mixers[config.layer_types[layer_idx]](config, layer_idx)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.has_mlp = config.intermediate_size > 0
+        if self.has_mlp:
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.mlp = SwiGLU(config)
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         """[B, T, hidden_size] -> the same; the rest is the mixer's."""
         mixed, _ = self.mixer(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)) if self.has_mlp else hidden_states
 
 
 class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):

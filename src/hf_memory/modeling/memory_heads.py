@@ -18,6 +18,7 @@ class MemoryHeadsConfig(MemoryConfig):
         linear_value_head_dim (`int`, *optional*): channels of a value.
         linear_conv_kernel_dim (`int`, *optional*): tokens that the short convolutions on q, k and v see; 0 for none.
         output_gate (`str`, *optional*): what multiplies the normed output: `"silu"`, `"sigmoid"` or `"none"`.
+        output_norm_eps (`float`, *optional*): of the output's norm; default: `rms_norm_eps`.
     """
 
     base_model_tp_plan = {
@@ -39,6 +40,7 @@ class MemoryHeadsConfig(MemoryConfig):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
     output_gate: str | None = None
+    output_norm_eps: float | None = None
 
     @property
     def memory_heads(self) -> tuple[int, int, int, int, int]:

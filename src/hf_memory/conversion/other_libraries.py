@@ -1,0 +1,296 @@
+"""Memory models of other libraries under our names: their weights give the same function here.
+
+They are `linear_attn`, `retnet`, `gla`, `delta_net` and `gated_deltanet` of flash-linear-attention, Mamba-2 of
+transformers, and the linear layers of its Qwen3-Next and OLMo-Hybrid. An option that ours do not have is refused.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from hf_memory.conversion.weights import rename
+from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling import FAMILIES
+from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.delta_net import DeltaNetConfig
+from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
+from hf_memory.modeling.linear_transformer import LinearTransformerConfig
+
+Weights = Mapping[str, Tensor]
+SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+_FLA_BLOCK = {
+    "model.embeddings.{rest}": "model.embed_tokens.{rest}",
+    "model.layers.{i}.attn_norm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
+    "model.layers.{i}.mlp_norm.{rest}": "model.layers.{i}.post_attention_layernorm.{rest}",
+    "model.layers.{i}.attn.g_norm_swish_gate.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
+    "model.layers.{i}.attn.g_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
+    "model.layers.{i}.attn.o_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
+    "model.layers.{i}.attn.norm.{rest}": "model.layers.{i}.mixer.o_norm.{rest}",
+    "model.layers.{i}.attn.g_proj.{rest}": "model.layers.{i}.mixer.output_gate.proj.{rest}",
+    "model.layers.{i}.attn.gk_proj.0.{rest}": "model.layers.{i}.mixer.decay.down.{rest}",
+    "model.layers.{i}.attn.gk_proj.1.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
+    "model.layers.{i}.attn.a_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
+    "model.layers.{i}.attn.A_log": "model.layers.{i}.mixer.decay.A_log",
+    "model.layers.{i}.attn.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
+    "model.layers.{i}.attn.{rest}": "model.layers.{i}.mixer.{rest}",
+    "{rest}": "{rest}",
+}
+_TRANSFORMERS_BLOCK = {
+    "backbone.embeddings.{rest}": "model.embed_tokens.{rest}",
+    "backbone.layers.{i}.norm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
+    "backbone.layers.{i}.mixer.norm.{rest}": "model.layers.{i}.mixer.o_norm.{rest}",
+    "backbone.layers.{i}.mixer.A_log": "model.layers.{i}.mixer.decay.A_log",
+    "backbone.layers.{i}.mixer.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
+    "backbone.layers.{i}.mixer.dt_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
+    "backbone.layers.{i}.mixer.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
+    "backbone.layers.{i}.mixer.{rest}": "model.layers.{i}.mixer.{rest}",
+    "backbone.norm_f.{rest}": "model.norm.{rest}",
+    "model.layers.{i}.linear_attn.A_log": "model.layers.{i}.mixer.decay.A_log",
+    "model.layers.{i}.linear_attn.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
+    "model.layers.{i}.linear_attn.a_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
+    "model.layers.{i}.linear_attn.g_proj.{rest}": "model.layers.{i}.mixer.output_gate.proj.{rest}",
+    "model.layers.{i}.linear_attn.norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
+    "model.layers.{i}.linear_attn.o_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
+    "model.layers.{i}.linear_attn.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
+    "model.layers.{i}.linear_attn.{rest}": "model.layers.{i}.mixer.{rest}",
+    "{rest}": "{rest}",
+}
+
+
+class Source(NamedTuple):
+    """One kind of model elsewhere."""
+
+    config: type  # of ours
+    options: Callable[[dict], dict]  # arguments of our config; raises ValueError for what ours does not have
+    names: Mapping[str, str]
+    split: Callable[[dict, str, Tensor], Weights] = lambda config, name, x: {name: x}  # fused tensors into parts
+
+
+def _refuse(config: dict, **expected: tuple) -> None:
+    for name, values in expected.items():
+        if name in config and config[name] not in values:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, values))} to be carried over, got {config[name]!r}"
+            )
+
+
+def _fla(config: dict) -> dict:
+    """What flash-linear-attention's models have in common."""
+    _refuse(config, attn=(None,), conv_bias=(False,), elementwise_affine=(True,), hidden_act=("swish", "silu"))
+    heads = config["num_heads"]
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_kv_heads") or heads,
+        "rms_norm_eps": config["norm_eps"],
+    }
+
+
+def _fla_heads(config: dict) -> dict:
+    width, heads = config["hidden_size"], config["num_heads"]
+    return {
+        "linear_key_head_dim": int(width * config["expand_k"]) // heads,
+        "linear_value_head_dim": int(width * config["expand_v"]) // heads,
+    }
+
+
+def _linear_attn(config: dict) -> dict:
+    _refuse(config, feature_map=("elu", "relu", "identity"), norm_q=(False,), norm_k=(False,))
+    _refuse(config, expand_k=(1, 1.0), expand_v=(1, 1.0), norm_feature_map=(False,))
+    options = {"feature_map": config["feature_map"], "normalize": False}
+    return {**_fla(config), **options, "output_norm": config.get("output_norm", "rmsnorm") == "rmsnorm"}
+
+
+def _retnet(config: dict) -> dict:
+    _refuse(config, feature_map=(None,), use_short_conv=(False,), use_output_gate=(True,))
+    sizes = _fla_heads(config)
+    return {**_fla(config), **sizes, "gate": "retention", "head_dim": sizes["linear_key_head_dim"]}
+
+
+def _gla(config: dict) -> dict:
+    _refuse(config, feature_map=(None,), use_short_conv=(False,), clamp_min=(None,))
+    options = {name: config[name] for name in ("gate_low_rank_dim", "gate_logit_normalizer") if name in config}
+    gate = "silu" if config.get("use_output_gate", True) else "none"
+    return {**_fla(config), **_fla_heads(config), **options, "gate": "vector", "output_gate": gate}
+
+
+def _delta_net(config: dict) -> dict:
+    _refuse(config, qk_activation=("silu",), qk_norm=("l2",), use_beta=(True,))
+    return {**_fla(config), **_fla_heads(config), **_delta(config), "gate": "none"}
+
+
+def _gated_deltanet(config: dict) -> dict:
+    sizes = {
+        "linear_num_key_heads": config["num_heads"],
+        "linear_num_value_heads": config.get("num_v_heads") or config["num_heads"],
+        "linear_key_head_dim": config["head_dim"],
+        "linear_value_head_dim": int(config["head_dim"] * config["expand_v"]),
+    }
+    return {**_fla(config), **sizes, **_delta(config), "gate": "scalar", "head_dim": config["head_dim"]}
+
+
+def _delta(config: dict) -> dict:
+    return {
+        "linear_conv_kernel_dim": config["conv_size"] if config.get("use_short_conv", True) else 0,
+        "output_gate": "silu" if config.get("use_gate") else "none",
+        "allow_negative_eigenvalues": bool(config.get("allow_neg_eigval")),
+    }
+
+
+def _mamba2(config: dict) -> dict:
+    _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"), expand=(1, 2, 4))
+    low, high = config["time_step_limit"]
+    if low > 0 or high != float("inf"):
+        raise ValueError(f"time_step_limit must be (0, inf) to be carried over, got {(low, high)}")
+    return {
+        "gate": "mamba2",
+        "intermediate_size": 0,
+        "num_attention_heads": 1,
+        "linear_num_key_heads": config["n_groups"],
+        "linear_num_value_heads": config["num_heads"],
+        "linear_key_head_dim": config["state_size"],
+        "linear_value_head_dim": config["head_dim"],
+        "linear_conv_kernel_dim": config["conv_kernel"],
+        "rms_norm_eps": config["layer_norm_epsilon"],
+    }
+
+
+def _gated_delta_layers(config: dict) -> dict:
+    """Qwen3-Next and OLMo-Hybrid."""
+    _refuse(config, hidden_act=("silu",))
+    names = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "linear_num_key_heads")
+    names += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    return {"gate": "scalar", "output_gate": "silu", **{name: config[name] for name in names}}
+
+
+def _olmo_hybrid(config: dict) -> dict:
+    more = {"allow_negative_eigenvalues": config["linear_allow_neg_eigval"], "output_norm_eps": 1e-5}
+    return {**_gated_delta_layers(config), **more}
+
+
+def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
+    """There a key head has one gate, here each query head has: the same for the heads of a group."""
+    if ".gk_proj.1." not in name or not config.get("num_kv_heads"):
+        return {name: x}
+    heads = config["num_kv_heads"]
+    return {name: x.unflatten(0, (heads, -1)).repeat_interleave(config["num_heads"] // heads, 0).flatten(0, 1)}
+
+
+def _split_convolution(config: dict, name: str, x: Tensor) -> Weights:
+    """The joint convolution of OLMo-Hybrid and Qwen3-Next: of q, k and v."""
+    if ".conv1d." not in name:
+        return {name: x}
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    parts = x.split([keys, keys, len(x) - 2 * keys])
+    return {name.replace("conv1d", f"{part}_conv1d"): y for part, y in zip("qkv", parts)}
+
+
+def _split_qwen3_next(config: dict, name: str, x: Tensor) -> Weights:
+    """Rows of in_proj_qkvz and in_proj_ba are sorted by key head; the model's norms multiply by 1 + weight."""
+    heads, groups = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    keys, values = config["linear_key_head_dim"], groups * config["linear_value_head_dim"]
+    parts = {
+        "in_proj_qkvz": {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values},
+        "in_proj_ba": {"b_proj": groups, "a_proj": groups},
+    }
+    for fused, sizes in parts.items():
+        if fused in name:
+            apart = x.unflatten(0, (heads, -1)).split(list(sizes.values()), dim=1)
+            return {name.replace(fused, part): y.flatten(0, 1) for part, y in zip(sizes, apart)}
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return {name: 1 + x}
+    return _split_convolution(config, name, x)
+
+
+def _split_mamba2(config: dict, name: str, x: Tensor) -> Weights:
+    """Rows of in_proj are z, x, B, C and dt, those of the convolution x, B and C: our v, k and q."""
+    keys = config["n_groups"] * config["state_size"]
+    values = config["num_heads"] * config["head_dim"]
+    if "in_proj" in name:
+        parts = {"g_proj": values, "v_proj": values, "k_proj": keys, "q_proj": keys, "dt_proj": config["num_heads"]}
+        return {name.replace("in_proj", part): y for part, y in zip(parts, x.split(list(parts.values())))}
+    if ".conv1d." in name:
+        return {name.replace("conv1d", f"{part}_conv1d"): y for part, y in zip("vkq", x.split([values, keys, keys]))}
+    return {name: x}
+
+
+SOURCES = {
+    "linear_attn": Source(LinearTransformerConfig, _linear_attn, _FLA_BLOCK),
+    "retnet": Source(GatedLinearAttentionConfig, _retnet, _FLA_BLOCK),
+    "gla": Source(GatedLinearAttentionConfig, _gla, _FLA_BLOCK, _split_gla),
+    "delta_net": Source(DeltaNetConfig, _delta_net, _FLA_BLOCK),
+    "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet, _FLA_BLOCK),
+    "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _TRANSFORMERS_BLOCK, _split_mamba2),
+    "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _TRANSFORMERS_BLOCK, _split_qwen3_next),
+    "olmo_hybrid": Source(DeltaNetConfig, _olmo_hybrid, _TRANSFORMERS_BLOCK, _split_convolution),
+}
+
+
+def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights) -> MemoryForCausalLM:
+    """A model of ours that is the same function as one of another library.
+
+    Args:
+        config: what its config.json says, with `model_type` one of SOURCES.
+        weights: its state dict, as safetensors files hold it.
+
+    Raises:
+        ValueError: if the kind of model or one of its options is not ours, or a weight is missing or left over.
+    """
+    source, theirs = _find(config)
+    for i, kind in enumerate(theirs.get("layer_types") or ()):
+        if kind not in ("linear_attention", "mamba", "mamba2"):
+            raise ValueError(
+                f"layer_types must be linear attention throughout, got {kind!r} for layer {i}, whose attention is not "
+                "ours; import_mixer takes over single layers"
+            )
+    gates = [x.shape[0] for name, x in weights.items() if name.endswith("layers.0.mlp.gate_proj.weight")]
+    shared = {name: theirs[name] for name in (*SAME, *TOKENS) if name in theirs} | {"intermediate_size": sum(gates)}
+    ours = source.config(**{**shared, **source.options(theirs)})
+    causal_lm = next(family.causal_lm for family in FAMILIES if family.config is source.config)
+    model = causal_lm(ours)
+    _load(model, _ours(source, theirs, weights))
+    return model.eval()
+
+
+def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights, layer: int) -> MemoryMixer:
+    """The mixer of ours that is the same function as one memory layer of another library's model, counted from 0.
+
+    The arguments and errors are those of `import_model`; `weights` need only hold the layer's.
+    """
+    source, theirs = _find(config)
+    ours = source.config(hidden_size=theirs["hidden_size"], **source.options(theirs))
+    mixer = ours.mixers["memory"](ours, layer)
+    prefix = f"model.layers.{layer}.mixer."
+    found = _ours(source, theirs, {name: x for name, x in weights.items() if re.search(rf"layers\.{layer}\.", name)})
+    _load(mixer, {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)})
+    return mixer.eval()
+
+
+def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
+    theirs = config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
+    if theirs.get("model_type") not in SOURCES:
+        raise ValueError(f"model_type must be one of {', '.join(SOURCES)}, got {theirs.get('model_type')!r}")
+    return SOURCES[theirs["model_type"]], theirs
+
+
+def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
+    parts = {n: y for name, x in weights.items() for n, y in source.split(theirs, name, x).items()}
+    named = {rename(name, source.names): x for name, x in parts.items()}
+    return {name: x.squeeze(1) if name.endswith("_conv1d.weight") else x for name, x in named.items()}
+
+
+def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
+    own = module.state_dict()
+    for name, x in own.items():  # a convolution may have no bias there
+        if name.endswith("_conv1d.bias"):
+            found.setdefault(name, torch.zeros_like(x))
+    tied = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
+    missing, left = sorted(set(own) - set(found) - tied), sorted(set(found) - set(own) - {""})
+    if missing or left:
+        raise ValueError(f"weights must be those of the config: missing {missing[:3]}, left over {left[:3]}")
+    module.load_state_dict(found, strict=not tied)

@@ -1,0 +1,213 @@
+"""Models of other libraries are the same function under our names."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from cases import random_tokens
+from hf_memory.conversion import import_mixer, import_model
+from hf_memory.ops import delta_rule, linear_attention
+
+DELTA_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "pad_token_id": 0,
+}
+LINEAR, HYBRID = ["linear_attention"] * 2, ["linear_attention", "full_attention"]
+MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8}
+MAMBA |= {"pad_token_id": 0, "chunk_size": 16}
+OWN = {
+    "mamba2": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 1}),
+    "mamba2-groups": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 2, "use_conv_bias": False}),
+    "olmo_hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, {**DELTA_SIZES, "linear_allow_neg_eigval": True}),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA_SIZES, "num_experts": 0}),
+}
+
+
+def make_own(name, layer_types=None):
+    """A random model of transformers; no parameter is zero or one, which would hide that it was not carried over."""
+    config, model, options = OWN[name]
+    if layer_types and "mamba2" not in name:
+        options = {**options, "layer_types": layer_types, "num_hidden_layers": len(layer_types)}
+    torch.manual_seed(0)
+    made = model(config(**options)).eval()
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba2-groups", "qwen3_next"])  # OLMo-Hybrid must have attention
+def test_logits_equal_those_of_transformers(name):
+    theirs = make_own(name, LINEAR)
+    ours = import_model(theirs.config, theirs.state_dict())
+    tokens = random_tokens(2, 50)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_next"])
+def test_one_memory_layer_of_a_hybrid_is_taken_over(name):
+    theirs = make_own(name, HYBRID)
+    mixer = import_mixer(theirs.config, theirs.state_dict(), 0)
+    x = torch.randn(2, 20, 32)
+    with torch.no_grad():
+        expected = theirs.model.layers[0].linear_attn(x)
+        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="import_mixer takes over single layers"):
+        import_model(theirs.config, theirs.state_dict())
+
+
+FLA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "norm_eps": 1e-5, "attn": None}
+FLA |= {"hidden_act": "swish"}
+FLA_CONFIGS = {
+    "linear_attn": {"feature_map": "elu", "expand_k": 1.0, "expand_v": 1.0},
+    "retnet": {"expand_k": 1.0, "expand_v": 2.0},
+    "gla": {"expand_k": 0.5, "expand_v": 1.0, "num_kv_heads": 2},
+    "delta_net": {"expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False, "allow_neg_eigval": True},
+    "gated_deltanet": {"expand_v": 2.0, "head_dim": 8, "num_v_heads": 8, "conv_size": 4, "use_gate": True},
+}
+
+
+def fla_weights(kind, config, seed=0):
+    """Random float64 weights with flash-linear-attention's names and shapes."""
+    width, heads, generator = config["hidden_size"], config["num_heads"], torch.Generator().manual_seed(seed)
+    keys, values = int(width * config.get("expand_k", 1)), int(width * config["expand_v"])
+    groups, value_heads = heads // (config.get("num_kv_heads") or heads), config.get("num_v_heads") or heads
+    if kind == "gated_deltanet":
+        keys = heads * config["head_dim"]
+        values = value_heads * int(config["head_dim"] * config["expand_v"])
+    shapes = {"q_proj.weight": (keys, width), "k_proj.weight": (keys // groups, width)}
+    shapes |= {"v_proj.weight": (values // groups, width), "o_proj.weight": (width, values)}
+    norm = {"linear_attn": "norm", "retnet": "g_norm_swish_gate", "gla": "g_norm_swish_gate"}.get(kind, "o_norm")
+    shapes[f"{norm}.weight"] = (values // value_heads,)
+    if kind in ("retnet", "gla") or config.get("use_gate"):
+        shapes["g_proj.weight"] = (values, width)
+    if kind == "gla":
+        shapes |= {"gk_proj.0.weight": (16, width), "gk_proj.1.weight": (keys // groups, 16)}
+        shapes["gk_proj.1.bias"] = (keys // groups,)
+    if "delta" in kind:
+        shapes |= {"b_proj.weight": (value_heads, width), "q_conv1d.weight": (keys, 1, 4)}
+        shapes |= {"k_conv1d.weight": (keys, 1, 4), "v_conv1d.weight": (values, 1, 4)}
+    if kind == "gated_deltanet":
+        shapes |= {"a_proj.weight": (value_heads, width), "A_log": (value_heads,), "dt_bias": (value_heads,)}
+    block = {f"attn.{name}": shape for name, shape in shapes.items()}
+    block |= {"attn_norm.weight": (width,), "mlp_norm.weight": (width,), "mlp.gate_proj.weight": (48, width)}
+    block |= {"mlp.up_proj.weight": (48, width), "mlp.down_proj.weight": (width, 48)}
+    shapes = {f"model.layers.{i}.{name}": s for i in range(config["num_hidden_layers"]) for name, s in block.items()}
+    shapes |= {"model.embeddings.weight": (64, width), "model.norm.weight": (width,), "lm_head.weight": (64, width)}
+    return {name: torch.randn(*s, generator=generator, dtype=torch.float64) * 0.3 for name, s in shapes.items()}
+
+
+def fla_mixer(kind, config, w, x):
+    """What a layer of flash-linear-attention computes, written from its formulas."""
+    heads = config["num_heads"]
+    q, k, v = (x @ w[f"{name}_proj.weight"].T for name in "qkv")
+    if "delta" in kind:
+        q, k, v = (F.silu(convolve(y, w[f"{name}_conv1d.weight"])) for name, y in zip("qkv", (q, k, v)))
+    D = q.shape[-1] // heads
+    q, k = q.unflatten(-1, (heads, D)), k.unflatten(-1, (-1, D))
+    v = v.unflatten(-1, (config.get("num_v_heads") or k.shape[2], -1))
+    reference = {"backend": "reference"}
+    if kind == "linear_attn":
+        o = linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, **reference)[0]
+        return norm(o, w["norm.weight"], config).flatten(-2) @ w["o_proj.weight"].T
+    if kind == "retnet":
+        g = torch.log(1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64)))
+        o = linear_attention(rotate(q), rotate(k), v, g.expand(*x.shape[:2], heads), **reference)[0]
+    elif kind == "gla":
+        g = x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
+        k, v, g = (y.repeat_interleave(heads // k.shape[2], 2) for y in (k, v, g.unflatten(-1, (-1, D))))
+        o = linear_attention(q, k, v, F.logsigmoid(g) / 16, **reference)[0]
+    else:
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        beta = (x @ w["b_proj.weight"].T).sigmoid() * (2 if config.get("allow_neg_eigval") else 1)
+        g = None
+        if kind == "gated_deltanet":
+            g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+        o = delta_rule(q, k, v, beta, g, **reference)[0]
+    o = norm(o, w.get("g_norm_swish_gate.weight", w.get("o_norm.weight")), config).flatten(-2)
+    return (o * F.silu(x @ w["g_proj.weight"].T) if "g_proj.weight" in w else o) @ w["o_proj.weight"].T
+
+
+def norm(x, weight, config):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["norm_eps"]) * weight
+
+
+def convolve(x, weight):
+    return F.conv1d(F.pad(x.mT, (weight.shape[-1] - 1, 0)), weight, groups=len(weight)).mT
+
+
+def rotate(x):
+    D = x.shape[-1]
+    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D).double()
+    (a, b), cos, sin = x.chunk(2, -1), angle.cos()[:, None], angle.sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def fla_logits(kind, config, weights, tokens):
+    x = weights["model.embeddings.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        w = {name[15:]: y for name, y in weights.items() if name.startswith(f"model.layers.{i}.")}
+        attn = {name[5:]: y for name, y in w.items() if name.startswith("attn.")}
+        x = x + fla_mixer(kind, config, attn, norm(x, w["attn_norm.weight"], config))
+        y = norm(x, w["mlp_norm.weight"], config)
+        gate = F.silu(y @ w["mlp.gate_proj.weight"].T)
+        x = x + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    return norm(x, weights["model.norm.weight"], config) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("kind", FLA_CONFIGS)
+def test_logits_equal_the_formulas_of_flash_linear_attention(kind):
+    config = {**FLA, **FLA_CONFIGS[kind], "model_type": kind}
+    weights, tokens = fla_weights(kind, config), random_tokens(2, 40)
+    expected = fla_logits(kind, config, weights, tokens)
+    model = import_model(config, {name: x.float() for name, x in weights.items()})
+    with torch.no_grad():
+        logits = model(tokens).logits.double()
+    assert expected.std() > 0.1
+    assert (logits - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        ("gla", {"use_short_conv": True}, "use_short_conv must be False"),
+        ("linear_attn", {"feature_map": "elementwise_product"}, "feature_map must be 'elu' or"),
+        ("delta_net", {"qk_norm": "sum"}, "qk_norm must be 'l2'"),
+        ("delta_net", {"attn": {"layers": [1]}}, "attn must be None"),
+        ("delta_net", {"model_type": "rwkv7"}, "model_type must be one of linear_attn, .*got 'rwkv7'"),
+        ("delta_net", {"num_hidden_layers": 1}, "left over"),
+        ("delta_net", {"num_hidden_layers": 3}, "missing"),
+    ],
+)
+def test_what_is_not_ours_is_refused(kind, option, message):
+    config = {**FLA, **FLA_CONFIGS[kind], "model_type": kind}
+    weights = fla_weights(kind, config)
+    with pytest.raises(ValueError, match=message):
+        import_model({**config, **option}, weights)
+
+
+def test_steps_of_mamba2_may_not_be_clamped():
+    theirs = make_own("mamba2")
+    config = {**theirs.config.to_dict(), "time_step_limit": (0.0, 0.1)}
+    with pytest.raises(ValueError, match="time_step_limit must be"):
+        import_model(config, theirs.state_dict())
+    assert math.isinf(theirs.config.time_step_limit[1])
