@@ -30,9 +30,11 @@ from hf_memory import conversion
 from hf_memory.conversion import Schedule, attention_transfer, carry_over, convert, distill, make_student
 from hf_memory.conversion.report import check_free
 from hf_memory.conversion.stages import AttentionTransfer, attention_seen, divergence
+from hf_memory.conversion.starts import match_scale, start_open
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.weights import rename, rename_back
 from hf_memory.evaluation import agreement
+from hf_memory.modeling import delta_net, gated_linear_attention
 
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 TEACHERS = {
@@ -91,19 +93,52 @@ def test_names_go_back(name):
     assert rename("model.layers.0.experts.1.weight") == rename_back("model.layers.0.self_attn.q_proj.weight") == ""
 
 
-@pytest.mark.parametrize("to", STUDENTS)
-def test_every_family_takes_a_teacher_over_and_learns(to):
+GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.GATES}
+EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))]
+every_student = pytest.mark.parametrize(("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT])
+
+
+@every_student
+def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     teacher = make_teacher("qwen3")
-    start = make_student(teacher, to, keep=(1,))
+    start = make_student(teacher, to, keep=(1,), **options)
     carry_over(start, teacher)
     schedule = Schedule(steps=20, learning_rate=2e-3, batch_size=4, length=16)
-    made = convert(teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule)
+    made = convert(teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule, **options)
     assert made.student.config.layer_types == ["memory", "full_attention"]
     assert made.student.config.model_type == f"hf_memory_{to}"
     assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == "model.layers.0.mixer.q_norm.weight"
     assert all(name.startswith("model.layers.0.mixer.") for name in made.weights.new)
     before, after = (agreement(student, teacher, text(), length=16).kl for student in (start, made.student))
     assert after < 0.8 * before
+
+
+@every_student
+def test_the_first_output_is_as_large_as_the_teachers(to, options):
+    teacher = make_teacher()
+    student = make_student(teacher, to, **options)
+    carry_over(student, teacher)
+    start_open(student, half_life=16)
+    match_scale(student, teacher, text()[None])
+    if to != "linear":  # its normalizer keeps the scale
+        for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
+            sizes = [(x - mixer.o_proj.bias).square().mean() for x in (output, target)]
+            torch.testing.assert_close(*sizes, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("to", "gate"), [("gated", "scalar"), ("gated", "vector"), ("deltanet", "scalar")])
+def test_an_open_gate_forgets_half_in_its_half_life(to, gate):
+    student = make_student(make_teacher(), to, gate=gate)
+    start_open(student, half_life=16)
+    g = student.model.layers[0].mixer.decay(torch.zeros(1, 16, 32))
+    torch.testing.assert_close(g.sum(1).exp(), torch.full_like(g[:, 0], 0.5))
+
+
+def test_open_convolutions_pass_the_present_token():
+    student = make_student(make_teacher(), "deltanet")
+    start_open(student, half_life=16)
+    mixer, x = student.model.layers[0].mixer, torch.randn(1, 9, 32)
+    assert torch.equal(mixer.q_conv1d(mixer.q_proj(x))[0], mixer.q_proj(x))
 
 
 def test_a_weight_without_a_place_is_an_error():

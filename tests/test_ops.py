@@ -279,6 +279,19 @@ def test_a_constant_gate_is_retention():
     torch.testing.assert_close(o, expected, **EXACT)
 
 
+def test_mamba2_is_a_scalar_gate():
+    """h <- e^(A step) h + step B x^T;   y = h^T C + D x, B and C shared by all heads."""
+    C, B, x = random(1, 70, 1, 6), random(1, 70, 1, 6, seed=1), random(1, 70, 4, 5, seed=2)
+    step, A, D = random(1, 70, 4, seed=3).exp(), -random(4, seed=4).exp(), random(4, seed=5)
+    h, expected = torch.zeros(4, 6, 5, dtype=torch.float64), []
+    for t in range(70):
+        h = (A * step[0, t]).exp()[:, None, None] * h
+        h = h + step[0, t][:, None, None] * B[0, t, 0][None, :, None] * x[0, t][:, None, :]
+        expected.append(torch.einsum("hkv,k->hv", h, C[0, t, 0]) + D[:, None] * x[0, t])
+    o = linear_attention(C, B, step[..., None] * x, A * step, scale=1.0)[0] + D[:, None] * x
+    torch.testing.assert_close(o[0], torch.stack(expected), **EXACT)
+
+
 def test_the_normalizer_is_a_column_of_ones():
     q, k, v = (random(1, 70, 2, 6, seed=i).exp() for i in range(3))
     o, state = linear_attention(q, k, v, normalize=True, output_final_state=True)

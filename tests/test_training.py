@@ -7,7 +7,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from cases import CASES, every_family, make_model, random_tokens
+from cases import CASES, every_case, every_family, make_model, random_tokens
+from hf_memory.conversion import Schedule, train
+from hf_memory.demo import sections
 from test_generation import generate, tokenizer  # noqa: F401  (a fixture)
 
 ARGUMENTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
@@ -52,6 +54,14 @@ def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     assert torch.equal(
         generate(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), random_tokens(1, 5)), expected
     )
+
+
+@every_case
+def test_every_mixer_learns_the_demos_text(case):
+    text = torch.tensor(list("".join(sections())[:20_000].encode()))
+    model = make_model(case, vocab_size=256, initializer_range=0.05)
+    losses = train(model, text, Schedule(steps=12, learning_rate=1e-2, batch_size=4, length=64))
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
 
 
 @every_family

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
+from hf_memory.conversion.starts import match_scale, start_open
 from hf_memory.conversion.students import make_student
 from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.evaluation.plots import History
@@ -61,6 +62,8 @@ def convert(
     """
     student = make_student(teacher, to, keep=keep, seed=seed, **options)
     weights = carry_over(student, teacher)
+    start_open(student, transfer.length)
+    match_scale(student, teacher, tokens[: transfer.length][None].to(teacher.device))
     losses: dict[str, History] = {}
     if transfer.steps and "memory" in (student.config.layer_types or ()):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}

@@ -163,7 +163,7 @@ def _mamba2(config: dict) -> dict:
 def _gated_delta_layers(config: dict) -> dict:
     """Qwen3-Next and OLMo-Hybrid."""
     _refuse(config, hidden_act=("silu",))
-    names = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "linear_num_key_heads")
+    names: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "linear_num_key_heads")
     names += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     return {"gate": "scalar", "output_gate": "silu", **{name: config[name] for name in names}}
 

@@ -1,6 +1,7 @@
 """The stages of a conversion, each a run of transformers' Trainer that can be stopped and resumed."""
 
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -50,13 +51,19 @@ class AttentionTransfer(nn.Module):
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
         """[B, T] without padding -> the loss."""
+        losses = [
+            F.mse_loss(output.float(), target.float()) / target.float().square().mean()
+            for _, output, target in self.outputs(input_ids)
+        ]
+        return {"loss": torch.stack(losses).sum()}
+
+    def outputs(self, input_ids: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+        """Each mixer, what it gives, and what the attention that it replaces gives [B, T, hidden_size]."""
         seen = attention_seen(self._teacher[0], input_ids)
-        losses = []
         for i, mixer in self.mixers.items():
             inputs, target = seen[int(i)]
             output, _ = mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
-            losses.append(F.mse_loss(output.float(), target.float()) / target.float().square().mean())
-        return {"loss": torch.stack(losses).sum()}
+            yield mixer, output, target
 
 
 @torch.no_grad()

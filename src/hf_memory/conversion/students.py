@@ -13,7 +13,11 @@ from hf_memory.modeling.base import MemoryForCausalLM
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
-PRESETS = {"linear": {"feature_map": "hedgehog"}}  # softmax's nearest relative: learned, starts at the identity
+PRESETS = {
+    "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
+    "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
+    "deltanet": {"output_gate": "sigmoid"},
+}
 
 
 def find_student(name: str) -> Family:
@@ -49,6 +53,8 @@ def make_student(
     layer_types = [kind if i in keep else "memory" for i, kind in enumerate(layer_types)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    if options.get("gate") == "mamba2":
+        presets["linear_num_value_heads"] = shared["num_key_value_heads"]
     _check_options(family, options)
     config = family.config(**{**shared, "layer_types": layer_types, **presets, **options})
     with torch.random.fork_rng(devices=[]):

@@ -61,7 +61,9 @@ class Mamba2Mixer(MemoryMixer):
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
-        self.o_norm = GroupRMSNorm(heads * self.value_dim, config.linear_num_key_heads, eps=config.rms_norm_eps)
+        self.o_norm = GroupRMSNorm(
+            heads * self.value_dim, self.q_proj.out_features // self.head_dim, eps=config.rms_norm_eps
+        )
 
     def init_own_parameters(self) -> None:
         """D starts at one."""

@@ -17,7 +17,8 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     Args:
         gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide),
             `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide) or
-            `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens).
+            `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens; with
+            `linear_num_value_heads` given, as many heads of queries and keys as otherwise).
         gate_low_rank_dim (`int`, defaults to 16): rank of the projection to a vector gate.
         gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger forgets less.
     """
@@ -38,12 +39,10 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     def __post_init__(self, **kwargs):
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         is_mamba = self.gate == "mamba2"
-        if is_mamba:
+        if is_mamba and self.linear_num_value_heads is None:
             self.linear_num_key_heads = self.linear_num_key_heads or 1
             self.linear_value_head_dim = self.linear_value_head_dim or 64
-            self.linear_num_value_heads = (
-                self.linear_num_value_heads or 2 * self.hidden_size // self.linear_value_head_dim
-            )
+            self.linear_num_value_heads = 2 * self.hidden_size // self.linear_value_head_dim
         key_dims = {"vector": head_dim // 2, "mamba2": 128}
         value_dims = {"retention": 2 * head_dim}
         self.linear_key_head_dim = self.linear_key_head_dim or key_dims.get(self.gate, head_dim)

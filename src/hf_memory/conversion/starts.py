@@ -1,0 +1,56 @@
+"""Where new weights of a student start, so that its memory layers are near the attention they replace."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.stages import AttentionTransfer
+from hf_memory.layers import RMSNorm, ShortConvolution
+from hf_memory.mixers.base import OutputGate
+from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
+from hf_memory.modeling.base import MemoryForCausalLM
+
+
+@torch.no_grad()
+def start_open(student: MemoryForCausalLM, half_life: int) -> None:
+    """Let through what comes: convolutions pass the present token, gates are half open, and decay is slow.
+
+    Args:
+        student: its new weights are set, in place.
+        half_life: tokens after which a memory has lost half of what was written.
+    """
+    for module in student.modules():
+        if isinstance(module, ShortConvolution):
+            module.weight.zero_()[:, -1] = 1
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, OutputGate) and module.activation == "sigmoid":
+            module.proj.weight.zero_()
+        elif isinstance(module, SigmoidDecay):
+            module.proj.bias.fill_(-math.log(math.expm1(module.temperature * math.log(2) / half_life)))
+        elif isinstance(module, SoftplusDecay):
+            module.A_log.zero_()
+            module.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
+
+
+@torch.no_grad()
+def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids: Tensor) -> None:
+    """Scale the output norms so that each memory layer's first output is as large as its attention layer's.
+
+    Args:
+        student: carries the teacher's weights already.
+        teacher: stays as it is.
+        input_ids: [B, T] of the text to learn on.
+    """
+    transfer = AttentionTransfer(student, teacher)
+    for mixer, output, target in transfer.outputs(input_ids):
+        bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
+        sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
+        for norm in _output_norms(mixer):
+            norm.weight.mul_(sizes[0] / sizes[1])
+
+
+def _output_norms(mixer: nn.Module) -> list[RMSNorm]:
+    return [m for name, m in mixer.named_modules() if isinstance(m, RMSNorm) and name in ("o_norm", "output_gate.norm")]
