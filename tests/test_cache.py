@@ -95,12 +95,85 @@ def test_size_does_not_grow_with_the_past(case):
     assert state_bytes(read(model, random_tokens(1, 5))) == state_bytes(read(model, random_tokens(1, 50)))
 
 
-def test_crop_is_refused():
-    cache = read(make_model(CASES[0]), random_tokens(1, 5))
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
+def recorded(model, tokens, lengths):
+    """A cache that has read the tokens in pieces, recording after the first."""
+    first, *more = tokens.split(lengths, dim=1)
+    cache = read(model, first)
+    cache.activate_past_recording()
+    for part in more:
+        next_logits(model, cache, part)
+    return cache
+
+
+@every_case
+@pytest.mark.parametrize("lengths", [[4, 9], [4, 1, 3, 5], [4] + 9 * [1]], ids=["at once", "pieces", "token by token"])
+@pytest.mark.parametrize("n", [0, 1, 3, 9])
+def test_cropped_tokens_were_never_read(case, lengths, n):
+    model, tokens, word = make_model(case), random_tokens(2, 13), random_tokens(2, 3, seed=1)
+    cache = recorded(model, tokens, lengths)
+    before = addresses(cache)
+    cache.crop(-n)
+    assert addresses(cache) == before
+    assert cache.get_seq_length() == 13 - n
+    expected = next_logits(model, read(model, tokens[:, : 13 - n]), word)
+    rounding = {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(next_logits(model, cache, word), expected, **rounding)
+    cache.crop(-2)
+    expected = next_logits(model, read(model, torch.cat([tokens[:, : 13 - n], word[:, :1]], 1)), word)
+    torch.testing.assert_close(next_logits(model, cache, word), expected, **rounding)
+
+
+@every_case
+def test_padded_tokens_are_cropped_too(case):
+    model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 1, seed=1)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for cache, length in zip(caches, (9, 6)):
+            cache.activate_past_recording()
+            model(tokens[:, :3], attention_mask=mask[:, :3], past_key_values=cache)
+            model(tokens[:, 3:length], attention_mask=mask[:, :length], past_key_values=cache)
+        caches[0].crop(-3)
+        results = [model(word, attention_mask=mask[:, :7], past_key_values=cache).logits for cache in caches]
+    torch.testing.assert_close(*results)
+
+
+def test_more_than_was_recorded_cannot_be_cropped():
+    model, tokens = make_model(CASES[0]), random_tokens(1, 9)
+    cache = read(model, tokens)
+    with pytest.raises(RuntimeError, match="cannot undo 1 tokens: 0 were recorded"):
         cache.crop(-1)
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
-        cache.activate_past_recording()
+    cache = recorded(model, tokens, [4, 2, 3])
+    with pytest.raises(RuntimeError, match="cannot undo 6 tokens: 5 were recorded"):
+        cache.crop(-6)
+    with pytest.raises(ValueError, match="must be negative"):
+        cache.crop(2)
+    cache.crop(-2)
+    with pytest.raises(RuntimeError, match="cannot undo 1 tokens: 0 were recorded"):
+        cache.crop(-1)
+
+
+@every_family
+def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
+    monkeypatch.setattr(MemoryLayer, "window", 4)
+    model, tokens, word = (
+        make_model(case, layer_types=["memory"] * 2),
+        random_tokens(1, 20),
+        random_tokens(1, 1, seed=1),
+    )
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    next_logits(model, cache, tokens[:, :10])  # a prefill, of which the last four can be undone
+    assert [reading.num_tokens for reading in cache.layers[0].readings] == [4]
+    for t in range(10, 20):
+        next_logits(model, cache, tokens[:, t : t + 1])
+    assert len(cache.layers[0].readings) == 4
+    with pytest.raises(RuntimeError, match="4 were recorded"):
+        copy.deepcopy(cache).crop(-5)
+    cache.crop(-4)
+    expected = next_logits(model, read(model, tokens[:, :16]), word)
+    torch.testing.assert_close(next_logits(model, cache, word), expected)
 
 
 def test_keys_and_values_are_refused():

@@ -77,11 +77,41 @@ def test_a_conversation_continues_on_its_cache(case):
     assert torch.equal(generate(model, text, past_key_values=cache), generate(model, text))
 
 
-@every_family
-def test_assisted_generation_is_refused_while_a_memory_cannot_be_cropped(case):
+@every_case
+def test_prompt_lookup_changes_no_token(case):
     model = make_model(case)
-    with pytest.raises(ValueError, match="stateful"):
-        generate(model, random_tokens(1, 5), prompt_lookup_num_tokens=2)
+    for seed in range(20):
+        part = random_tokens(1, 4, seed=seed)
+        tokens = torch.cat([part, random_tokens(1, 2, seed=seed + 50), part], 1)  # a repetition to look up
+        assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens))
+
+
+@every_case
+def test_a_draft_model_changes_no_token(case):
+    """The draft is the model with some noise, so that a part of what it says is right."""
+    model, draft = make_model(case), make_model(case)
+    with torch.no_grad():
+        for name, p in draft.named_parameters():
+            if "lm_head" in name or "embed" in name:
+                p += 0.03 * torch.randn_like(p)
+    accepted = 0
+    for seed in range(20):
+        tokens = random_tokens(1, 6, seed=seed)
+        expected = generate(model, tokens)
+        assert torch.equal(generate(model, tokens, assistant_model=draft), expected)
+        accepted += (generate(draft, tokens)[:, 6] == expected[:, 6]).sum().item()
+    assert accepted > 0
+
+
+def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
+    model, draft = make_model(CASES[0]), make_model(CASES[1])
+    shuffled = {word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()}
+    backend = Tokenizer(models.WordLevel(shuffled, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>")
+    tokens = random_tokens(1, 6)
+    assisted = generate(model, tokens, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=other)
+    assert torch.equal(assisted, generate(model, tokens))
 
 
 @pytest.fixture(scope="module")

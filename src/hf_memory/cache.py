@@ -4,6 +4,9 @@ A config that lists "memory" in `layer_types` gets a `MemoryLayer` at that place
 and `StaticCache(config=...)`; generate makes these caches by itself.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
@@ -14,39 +17,63 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 
+States = dict[str, Tensor]
+
+
+class Reading(NamedTuple):
+    """Tokens that a mixer has read, and how to read the first few of them once more: (states before, how many)."""
+
+    num_tokens: int
+    again: Callable[[States, int], States]
+
 
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """States of one mixer by name, the batch in their first dimension, and the number of tokens they have seen.
 
     Outside autograd a state is overwritten in place, so its address is fixed from the first write on; with gradients
     enabled it is replaced, since the graph may still need the old one.
+
+    A state cannot be read backwards. To undo tokens, `activate_past_recording` keeps a copy of the states and what is
+    read from then on; `crop` reads again, from the copy, what is to stay. At least the last `window` tokens since the
+    recording began or since the last crop can be undone.
     """
+
+    window = 256
 
     _layer_type = "memory"  # registers the class with DynamicCache
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
 
     def __init__(self, **kwargs):
         CacheLayerMixin.__init__(self, **kwargs)
-        self.states: dict[str, Tensor] = {}
+        self.states: States = {}
         self.seen_tokens = 0
+        self.record_past = False
+        self.snapshot: States = {}
+        self.readings: list[Reading] = []
         self.device: torch.device | None = None
 
     def read(self) -> dict[str, Tensor]:
         """The states by name; empty before the first write and after a reset, which means an empty memory."""
         return self.states if self.seen_tokens else {}
 
-    def write(self, num_tokens: int, **states: Tensor) -> None:
-        """Take over the states of a mixer that has consumed `num_tokens` more tokens."""
+    def write(self, num_tokens: int, states: States, again: Callable[[States, int], States]) -> None:
+        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`."""
+        self._store(states)
+        self.seen_tokens += num_tokens
+        self.is_initialized = True
+        if self.record_past:
+            self.readings.append(Reading(num_tokens, again))
+            self._forget_old_readings()
+
+    def _store(self, states: States) -> None:
         for name, state in states.items():
             old = self.states.get(name)
             if old is not None and _alike(old, state) and not torch.is_grad_enabled():
                 old.copy_(state)
             else:
                 self.states[name] = state
-        self.seen_tokens += num_tokens
-        self.is_initialized = True
 
     @property
     def batch_size(self) -> int:
@@ -79,6 +106,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for state in self.states.values():
             state.zero_()
         self.seen_tokens = 0
+        self.record_past, self.snapshot, self.readings = False, {}, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -102,19 +130,55 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def activate_past_recording(self) -> None:
-        """Refused: see `crop`."""
-        self.crop(0)
+        """Keep from now on what `crop` needs."""
+        self.record_past = True
+        self.snapshot = {name: state.detach().clone() for name, state in self.read().items()}
+        self.readings = []
 
+    @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """A state cannot be read backwards.
+        """Undo the last tokens; the recording starts anew.
+
+        Args:
+            tokens_to_remove: how many, as a negative number.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: if they were not recorded.
+            ValueError: if the number is positive.
         """
-        raise RuntimeError("a memory layer cannot be cropped: its state does not keep the tokens it was made from")
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be negative or 0, got {tokens_to_remove}")
+        left = sum(reading.num_tokens for reading in self.readings) + tokens_to_remove
+        if left < 0:
+            raise RuntimeError(
+                f"a memory layer cannot undo {-tokens_to_remove} tokens: {left - tokens_to_remove} were recorded since "
+                "activate_past_recording() or the last crop()"
+            )
+        if tokens_to_remove:
+            self._store(self._read_again(left))
+            self.seen_tokens += tokens_to_remove
+        if self.record_past:
+            self.activate_past_recording()
+
+    def _read_again(self, num_tokens: int) -> States:
+        states = self.snapshot
+        for reading in self.readings:
+            if num_tokens > 0:
+                states = reading.again(states, min(num_tokens, reading.num_tokens))
+            num_tokens -= reading.num_tokens
+        return states
+
+    @torch.no_grad()
+    def _forget_old_readings(self) -> None:
+        """Keep as few of the latest readings as have `window` tokens."""
+        while sum(reading.num_tokens for reading in self.readings[1:]) >= self.window:
+            oldest = self.readings.pop(0)
+            self.snapshot = oldest.again(self.snapshot, oldest.num_tokens)
 
     def _map(self, change) -> None:
         self.states = {name: change(state) for name, state in self.states.items()}
+        if self.record_past:
+            self.activate_past_recording()
 
     def update(self, *args, **kwargs):
         """Refused: a memory has states, not keys and values."""

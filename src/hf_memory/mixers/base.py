@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import memory_layer
+from hf_memory.cache import MemoryLayer, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution, apply_rotary_pos_emb
 
-States = dict[str, Tensor]
 Positions = tuple[Tensor, Tensor]
 
 
@@ -21,6 +21,15 @@ class Context(NamedTuple):
     attention_mask: Tensor | None  # [B, T]
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; empty means an empty memory
+
+    def of(self, tokens: slice, states: States) -> "Context":
+        """The same for some of the tokens, not packed, that are read after `states`."""
+        positions, mask = self.position_embeddings, self.attention_mask
+        return self._replace(
+            position_embeddings=positions and (positions[0][:, tokens], positions[1][:, tokens]),
+            attention_mask=None if mask is None else mask[:, tokens],
+            states=states,
+        )
 
 
 class Projections(nn.Module):
@@ -115,12 +124,26 @@ class MemoryMixer(Projections, ABC):
         if cu_seqlens is not None and B > 1:
             hidden_states, position_embeddings = _one_row(hidden_states, position_embeddings)
         layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
-        states = {} if layer is None else layer.read()
-        context = Context(position_embeddings, attention_mask, cu_seqlens, states)
-        output, new_states = self.mix(hidden_states, context)
-        if layer is not None:
-            layer.write(T, **new_states)
+        context = Context(position_embeddings, attention_mask, cu_seqlens, {})
+        if layer is None:
+            output, _ = self.mix(hidden_states, context)
+        else:
+            output = self._read(hidden_states, context, layer)
         return output.view(B, T, -1), None
+
+    def _read(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
+        """Mix with the past in `layer`, and leave it there the future's."""
+        T = hidden_states.shape[1]
+        if layer.record_past and not layer.seen_tokens and layer.window < T:  # only so many tokens are ever undone
+            parts = slice(T - layer.window), slice(T - layer.window, T)
+            return torch.cat([self._read(hidden_states[:, x], context.of(x, {}), layer) for x in parts], dim=1)
+
+        def again(states: States, tokens: int) -> States:
+            return self.mix(hidden_states[:, :tokens], context.of(slice(tokens), states))[1]
+
+        output, new_states = self.mix(hidden_states, context._replace(states=layer.read()))
+        layer.write(T, new_states, again)
+        return output
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -177,7 +177,6 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _is_stateful = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
     @torch.no_grad()
