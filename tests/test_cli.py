@@ -1,5 +1,6 @@
 """The commands as a user types them."""
 
+import re
 import sys
 from functools import partial
 
@@ -69,6 +70,26 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     code, out, _ = run("generate", student, "--prompt", "the snake", "--max-new-tokens", 4)
     assert code == 0
     assert out.startswith("the snake")
+
+
+def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatch):
+    student, memory = tmp_path / "student", tmp_path / "memory"
+    assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
+    lines = iter(["the snake is", "a new python", ""])
+    monkeypatch.setattr(cli.console, "input", lambda prompt: next(lines))
+    code, out, err = run("chat", student, "--memory", memory, "--max-new-tokens", 3)
+    assert (code, err) == (0, "")
+    read = int(re.search(r"kept .*: (\d+) tokens", out).group(1))
+    assert 6 + 2 <= read <= 6 + 6
+
+    def end_of_input(prompt):
+        raise EOFError
+
+    monkeypatch.setattr(cli.console, "input", end_of_input)
+    assert f"kept {memory}: {read} tokens" in run("chat", student, "--memory", memory)[1]
+    assert run("chat", student)[1] == ""
+    memory.write_bytes(b"")
+    assert "damaged" in run("chat", student, "--memory", memory)[2]
 
 
 def test_info_of_a_transformer_compares_it_with_itself(run, teacher):

@@ -104,9 +104,9 @@ def test_a_draft_model_changes_no_token(case):
 
 
 def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
-    model, draft = make_model(CASES[0]), make_model(CASES[1])
+    model, draft = make_model(CASES[0]), make_model(CASES[1], vocab_size=65)
     shuffled = {word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()}
-    backend = Tokenizer(models.WordLevel(shuffled, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel({**shuffled, "more": 64}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     other = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>")
     tokens = random_tokens(1, 6)

@@ -25,11 +25,13 @@ from hf_memory.modeling.linear_transformer import (
     LinearTransformerForTokenClassification,
     LinearTransformerModel,
 )
+from hf_memory.serving import Conversation, Request, Step, generate_stream, load_memory, save_memory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FAMILIES",
+    "Conversation",
     "DeltaNetConfig",
     "DeltaNetForCausalLM",
     "DeltaNetForSequenceClassification",
@@ -46,4 +48,9 @@ __all__ = [
     "LinearTransformerForSequenceClassification",
     "LinearTransformerForTokenClassification",
     "LinearTransformerModel",
+    "Request",
+    "Step",
+    "generate_stream",
+    "load_memory",
+    "save_memory",
 ]

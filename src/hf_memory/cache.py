@@ -56,7 +56,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def read(self) -> dict[str, Tensor]:
         """The states by name; empty before the first write and after a reset, which means an empty memory."""
-        return self.states if self.seen_tokens else {}
+        return self.states if self.is_initialized else {}
 
     def write(self, num_tokens: int, states: States, again: Callable[[States, int], States]) -> None:
         """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`."""
@@ -85,7 +85,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """Whether anything was written, in the form that `Cache.has_previous_state` asks for."""
-        return {0: self.seen_tokens > 0}
+        return {0: self.is_initialized}
 
     def get_seq_length(self) -> int:
         """Tokens seen so far."""
@@ -105,7 +105,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Forget everything; the tensors stay where they are."""
         for state in self.states.values():
             state.zero_()
-        self.seen_tokens = 0
+        self.seen_tokens, self.is_initialized = 0, False
         self.record_past, self.snapshot, self.readings = False, {}, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -192,10 +192,27 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 class StaticMemoryLayer(MemoryLayer):
-    """The same in a StaticCache, whose attention layers need masks that are made only if every layer says so here."""
+    """The same in a StaticCache, for torch.compile and CUDA graphs: the count of tokens has a fixed address too."""
 
     _layer_type = None
     is_compileable = True
+
+    def __init__(self, max_cache_len: int = -1, **kwargs):
+        super().__init__(**kwargs)
+        self.seen_tokens = torch.zeros((), dtype=torch.long)
+
+    def _store(self, states: States) -> None:
+        super()._store(states)
+        if not self.is_initialized and not torch.compiler.is_compiling():
+            self.seen_tokens = self.seen_tokens.to(next(iter(states.values())).device)
+            for tensor in (self.seen_tokens, *self.states.values()):
+                torch._dynamo.mark_static_address(tensor)
+
+    def reset(self) -> None:
+        """Forget everything; the tensors stay where they are."""
+        seen = self.seen_tokens.zero_()
+        super().reset()
+        self.seen_tokens = seen
 
 
 STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer

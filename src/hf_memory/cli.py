@@ -1,4 +1,4 @@
-"""The command line: hf-memory demo, convert, generate, info."""
+"""The command line: hf-memory demo, convert, generate, chat, info."""
 
 import shutil
 import sys
@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
+    TextStreamer,
     TrainerCallback,
     pipeline,
 )
@@ -26,6 +27,7 @@ from hf_memory import conversion
 from hf_memory.conversion.report import HEADER, RESULTS, check_free, table
 from hf_memory.demo import PROMPTS, Demo, run_demo
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
+from hf_memory.serving import Conversation, load_memory, save_memory
 
 CONTEXTS = (1024, 8192, 32768, 131072)
 console = Console()
@@ -161,6 +163,36 @@ def generate(
 ) -> None:
     """Continue a prompt."""
     console.print(_generate(model, prompt, max_new_tokens, seed), markup=False, highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
+    memory: Annotated[Path | None, typer.Option(help="File to remember from, if it exists, and to keep.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 200,
+    seed: Seed = 0,
+) -> None:
+    """Talk line by line on one memory, which does not grow; an empty line or the end of the input ends it."""
+    tokenizer = AutoTokenizer.from_pretrained(_found(model))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    cache = load_memory(memory, loaded) if memory and memory.exists() else None
+    conversation = Conversation(loaded, tokenizer, cache=cache, max_new_tokens=max_new_tokens, seed=seed)
+    while line := _line():
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        for token in conversation.answer(line):
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+    if memory and conversation.cache is not None:
+        kept = conversation.memory()
+        save_memory(kept, memory, loaded)
+        console.print(f"kept {memory}: {kept.get_seq_length()} tokens", highlight=False, soft_wrap=True)
+
+
+def _line() -> str:
+    try:
+        return console.input("> ")
+    except EOFError:
+        return ""
 
 
 @commands.command()

@@ -1,0 +1,58 @@
+"""Rows of a running batch: single caches joined into one, and taken apart again.
+
+Rows of unequal length are padded on the left, as a batch of prompts is. Only attention layers have anything to pad.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_memory.cache import MemoryLayer
+
+
+def join(cache: DynamicCache, other: DynamicCache) -> None:
+    """Append the rows of another cache; what is shorter is padded on the left to the length of what is longer."""
+    length = max(cache.get_seq_length(), other.get_seq_length())
+    for one, more in zip(cache.layers, other.layers, strict=True):
+        if isinstance(one, MemoryLayer):
+            one.states = {name: torch.cat([x, more.states[name]]) for name, x in one.states.items()}
+            one.seen_tokens = length
+            continue
+        for name in ("keys", "values"):
+            setattr(one, name, torch.cat([_padded(one, name, length), _padded(more, name, length)]))
+        if isinstance(one, DynamicSlidingWindowLayer):
+            one.cumulative_length = length
+
+
+def keep(cache: DynamicCache, rows: list[int], length: int) -> None:
+    """Drop all other rows, and all but the last `length` tokens of keys and values."""
+    cache.batch_select_indices(torch.tensor(rows))
+    for layer in cache.layers:
+        if isinstance(layer, MemoryLayer):
+            layer.seen_tokens = length
+            continue
+        kept = min(length, _held(layer, length))
+        layer.keys, layer.values = layer.keys[..., -kept:, :], layer.values[..., -kept:, :]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+
+
+def take(cache: DynamicCache, row: int, length: int) -> DynamicCache:
+    """A copy of one row, without its padding."""
+    alone = copy.deepcopy(cache)
+    keep(alone, [row], length)
+    return alone
+
+
+def _held(layer: DynamicLayer, length: int) -> int:
+    """Tokens whose keys a layer that has seen `length` tokens holds."""
+    return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
+
+
+def _padded(layer: DynamicLayer, name: str, length: int) -> Tensor:
+    x = getattr(layer, name)
+    return F.pad(x, (0, 0, _held(layer, length) - x.shape[-2], 0))

@@ -1,0 +1,61 @@
+"""Decoding with fixed addresses: one graph, compiled once, and exported."""
+
+import torch
+from transformers import StaticCache
+from transformers.exporters.configs import DynamoConfig
+from transformers.exporters.exporter_dynamo import DynamoExporter
+
+from cases import every_case, make_model, random_tokens
+
+
+def prefill(model, tokens, max_cache_len=90):
+    cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    return cache
+
+
+@every_case
+def test_compiled_decoding_is_one_graph_and_equals_eager(case):
+    """A sliding window's own cache becomes another graph once, when it is full."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model, tokens = make_model(case), random_tokens(2, 80)
+    cache = prefill(model, tokens[:, :8])
+    step = torch.compile(model.forward, backend=count, fullgraph=True)  # raises at a graph break
+    with torch.no_grad():
+        warm = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(8, 16)]
+        compiled = len(graphs)
+        more = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(16, 80)]
+        expected = model(tokens).logits[:, 8:]
+    assert len(graphs) == compiled <= 2
+    torch.testing.assert_close(torch.cat(warm + more, 1), expected, rtol=1e-3, atol=1e-3)
+
+
+@every_case
+def test_states_of_a_static_cache_are_written_in_place(case):
+    model, tokens = make_model(case), random_tokens(2, 12)
+    cache = prefill(model, tokens[:, :8])
+    layers = [layer for layer in cache.layers if hasattr(layer, "states")]
+    before = [x.data_ptr() for layer in layers for x in (layer.seen_tokens, *layer.states.values())]
+    with torch.no_grad():
+        model(tokens[:, 8:9], past_key_values=cache)
+        cache.reset()
+        again = model(tokens, past_key_values=cache).logits
+        torch.testing.assert_close(again, model(tokens).logits, rtol=1e-3, atol=1e-4)
+    assert [x.data_ptr() for layer in layers for x in (layer.seen_tokens, *layer.states.values())] == before
+
+
+@every_case
+def test_an_exported_decode_step_equals_eager(case):
+    model, tokens = make_model(case), random_tokens(1, 9)
+    sample = {"input_ids": tokens[:, 8:], "past_key_values": prefill(model, tokens[:, :8])}
+    exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=False))[0].module()
+    with torch.no_grad():
+        logits = exported(input_ids=tokens[:, 8:], past_key_values=prefill(model, tokens[:, :8])).logits
+        torch.testing.assert_close(logits, model(tokens).logits[:, 8:], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,236 @@
+"""Memories as files, many readers of one memory, and many requests at once."""
+
+import copy
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+from cases import CASES, every_case, make_model, random_tokens
+from hf_memory import Request, generate_stream, load_memory, save_memory
+from test_generation import generate
+
+NEW = 6
+
+
+def read(model, tokens):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    return cache
+
+
+def go_on(model, cache, tokens):
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache).logits
+
+
+@every_case
+def test_a_saved_memory_is_what_it_was(case, tmp_path):
+    model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 3, seed=1)
+    cache = read(model, tokens)
+    save_memory(cache, tmp_path / "memory.safetensors", model)
+    loaded = load_memory(tmp_path / "memory.safetensors", model)
+    assert loaded.get_seq_length() == 9
+    assert torch.equal(go_on(model, loaded, word), go_on(model, cache, word))
+
+
+ANOTHER_PROCESS = """
+import sys, torch, hf_memory
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+cache = hf_memory.load_memory(sys.argv[2], model)
+text = torch.tensor([list(map(int, sys.argv[3].split()))])
+print(*model.generate(text, past_key_values=cache, max_new_tokens=6, do_sample=False)[0].tolist())
+"""
+
+
+@pytest.mark.parametrize("case", [CASES[5], CASES[-2]], ids=lambda case: case.name)
+def test_another_process_goes_on_with_a_memory(case, tmp_path):
+    model, tokens = make_model(case), random_tokens(1, 9)
+    model.save_pretrained(tmp_path / "model")
+    save_memory(read(model, tokens[:, :8]), tmp_path / "memory", model)
+    text = " ".join(map(str, tokens[0].tolist()))
+    command = [sys.executable, "-W", "ignore", "-c", ANOTHER_PROCESS, tmp_path / "model", tmp_path / "memory", text]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)[0]
+    assert list(map(int, said.split())) == expected.tolist()
+
+
+@pytest.fixture
+def memory(tmp_path):
+    model = make_model(CASES[4])
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    return model, tmp_path / "memory"
+
+
+def test_a_damaged_memory_is_refused(memory):
+    model, path = memory
+    whole = path.read_bytes()
+    for part in (whole[:100], whole[:-10], b"", whole.replace(b'"tokens_seen":"9"', b'"tokens_seen":"8"')):
+        assert part != whole
+        path.write_bytes(part)
+        with pytest.raises(ValueError, match="damaged"):
+            load_memory(path, model)
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="changed after it was written"):
+        load_memory(path, model)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="must have the format"):
+        load_memory(path, model)
+
+
+def test_another_models_memory_is_refused(memory):
+    model, path = memory
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight *= 1.1
+    for wrong in (other, make_model(CASES[0]), make_model(CASES[4], rms_norm_eps=1e-3)):
+        with pytest.raises(ValueError, match="another model"):
+            load_memory(path, wrong)
+
+
+def test_the_header_says_what_the_file_is(memory):
+    _, path = memory
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    assert header["tokens_seen"] == "9"
+    assert json.loads(header["layers"]) == ["MemoryLayer", "DynamicLayer"]
+    assert header["model"] == "LinearTransformerForCausalLM"
+
+
+def test_a_directory_is_no_memory(memory, tmp_path):
+    model, _ = memory
+    with pytest.raises(IsADirectoryError, match="must be a file"):
+        load_memory(tmp_path, model)
+    with pytest.raises(IsADirectoryError, match="must be a file"):
+        save_memory(read(model, random_tokens(1, 3)), tmp_path, model)
+    with pytest.raises(FileNotFoundError):
+        load_memory(tmp_path / "nothing", model)
+
+
+def test_an_empty_or_foreign_cache_is_refused(memory, tmp_path):
+    model, _ = memory
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        with pytest.raises(ValueError, match="must have read something"):
+            save_memory(cache, tmp_path / "new", model)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_leaves_the_old_memory(memory):
+    model, path = memory
+    before = path.read_bytes()
+    cache = read(model, random_tokens(1, 200))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        with pytest.raises(OSError, match="could not write"):
+            save_memory(cache, path, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["memory"]
+    assert shutil.disk_usage(path).free > 0
+
+
+@every_case
+def test_many_readers_of_one_prefix(case):
+    model, prefix, more = make_model(case), random_tokens(1, 7), random_tokens(3, 2, seed=1)
+    once = read(model, prefix)
+    once.batch_repeat_interleave(3)
+    texts = torch.cat([prefix.expand(3, -1), more], 1)
+    together = generate(model, texts, past_key_values=once)
+    apart = [generate(model, text[None], past_key_values=read(model, prefix)) for text in texts]
+    assert torch.equal(together, torch.cat(apart))
+    assert torch.equal(together, generate(model, texts))
+
+
+def collect(model, requests, **kwargs):
+    """Tokens by request, and the most requests that were seen in one step."""
+    answers = {}
+    for step in generate_stream(model, requests, **kwargs):
+        answers.setdefault(step.request, []).append(step.token)
+    return [answers[i] for i in sorted(answers)]
+
+
+@every_case
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+def test_each_request_gets_what_it_would_get_alone(case, max_batch_size):
+    model = make_model(case)
+    lengths = [(5, 7), (9, 2), (2, 12), (7, 1), (4, 6), (11, 3)]
+    prompts = [random_tokens(1, length, seed=i) for i, (length, _) in enumerate(lengths)]
+    requests = [Request(x[0], new) for x, (_, new) in zip(prompts, lengths)]
+    expected = [
+        model.generate(x, max_new_tokens=new, do_sample=False)[0, x.shape[1] :].tolist()
+        for x, (_, new) in zip(prompts, lengths)
+    ]
+    assert collect(model, requests, max_batch_size=max_batch_size) == expected
+
+
+def test_draws_do_not_depend_on_the_company():
+    model = make_model(CASES[0])
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
+    requests = [Request(random_tokens(5, seed=i), NEW, seed=i, **options) for i in range(4)]
+    together = collect(model, requests, max_batch_size=4)
+    assert together == [collect(model, [request])[0] for request in requests]
+    assert len({tuple(answer) for answer in together}) == 4
+
+
+def test_requests_are_taken_when_there_is_room():
+    model, taken = make_model(CASES[0]), []
+
+    def arriving():
+        for i in range(5):
+            taken.append(i)
+            yield Request(random_tokens(4, seed=i), NEW)
+
+    stream = generate_stream(model, arriving(), max_batch_size=2)
+    next(stream)
+    assert taken == [0]
+    steps = list(stream)
+    assert taken == list(range(5))
+    assert {step.request for step in steps if step.finished} == set(range(5))
+
+
+def test_a_request_ends_at_its_last_token():
+    model, prompt = make_model(CASES[0]), random_tokens(4)
+    answer = collect(model, [Request(prompt, NEW)])[0]
+    assert collect(model, [Request(prompt, NEW, eos_token_id=[answer[2]])])[0] == answer[: answer.index(answer[2]) + 1]
+
+
+@every_case
+def test_a_conversation_goes_on_from_its_cache(case):
+    model, first, second = make_model(case), random_tokens(5), random_tokens(3, seed=1)
+    company = Request(random_tokens(9, seed=2), 4)
+    steps = [s for s in generate_stream(model, [company, Request(first, NEW, keep_cache=True)]) if s.request == 1]
+    assert [s.cache is None for s in steps] == (NEW - 1) * [True] + [False]
+    said = torch.tensor([s.token for s in steps])
+    more = torch.cat([said[-1:], second])  # the last token was chosen, but not read
+    answer = collect(model, [Request(more, NEW, cache=steps[-1].cache)])[0]
+    text = torch.cat([first, said, second])[None]
+    real = torch.ones_like(text)  # generate takes tokens for padding that look like it
+    expected = model.generate(text, attention_mask=real, max_new_tokens=NEW, do_sample=False)
+    assert answer == expected[0, text.shape[1] :].tolist()
+
+
+NOTHING = [(Request(torch.tensor([])), "input_ids"), (Request(torch.tensor([3]), 0), "max_new_tokens")]
+
+
+@pytest.mark.parametrize(("request_", "message"), NOTHING)
+def test_a_request_for_nothing_is_refused(request_, message):
+    with pytest.raises(ValueError, match=message):
+        collect(make_model(CASES[0]), [request_])
+    with pytest.raises(ValueError, match="max_batch_size"):
+        collect(make_model(CASES[0]), [], max_batch_size=0)
