@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 from hf_memory.ops.delta_rule import delta_rule
 from hf_memory.ops.delta_rule import reference as _delta_rule
+from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
+from hf_memory.ops.deltaformer import reference as _deltaformer
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 
-__all__ = ["OPS", "LinearState", "Op", "delta_rule", "linear_attention"]
+__all__ = ["OPS", "DeltaFormerState", "LinearState", "Op", "delta_rule", "deltaformer", "linear_attention"]
 
 
 class Op(NamedTuple):
@@ -19,6 +21,7 @@ class Op(NamedTuple):
     example: Callable  # makes valid random arguments
     variants: tuple[dict, ...]  # arguments of `example` that select each mathematically different form
     identity: tuple[str, ...]  # arguments that are zero at a token that leaves the state alone
+    grows: bool = False  # the state has a row for each token; then packed sequences have none
 
 
 OPS = (
@@ -37,5 +40,24 @@ OPS = (
             {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
         ),
         ("k", "beta", "g"),
+    ),
+    Op(
+        "deltaformer",
+        deltaformer,
+        _deltaformer.example,
+        tuple(
+            {"write_kernel": write, "read_kernel": read, "beta_mode": mode}
+            for write, read, mode in (
+                ("softmax", "softmax", "erase"),
+                ("softmax", "softmax", "delta"),
+                ("softmax", "linear", "none"),
+                ("linear", "linear", "delta"),
+                ("relu", "softmax", "erase"),
+                ("round", "relu", "erase"),
+                ("linear", "round", "delta"),
+            )
+        ),
+        ("mask",),
+        grows=True,
     ),
 )

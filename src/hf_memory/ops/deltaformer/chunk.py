@@ -1,0 +1,136 @@
+"""DeltaFormer in PyTorch, a block of rows at a time: memory grows with T times the block, never with T squared.
+
+For the rows I of a block, J all rows before it and the past, P the kernel's weights:
+
+    U_I = (I + diag(beta) P_II)^-1 (a V_I - beta P_IJ U_J),   O_I = sum over columns of the read's weights times U
+
+Backward, blocks from last to first, with dU what is known of the gradient of U so far:
+
+    G_I = (I + diag(beta) P_II)^-T dU_I,   dU_J -= P_IJ^T (beta G_I),   dP_I = -beta G_I U^T,   dV_I = a G_I
+
+The weights of a block are made again in backward; only U is kept.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_memory.ops.contract import in_float32
+from hf_memory.ops.deltaformer.weights import Past, visible, weights
+
+BLOCK = 64
+
+
+@in_float32
+def corrected_values(
+    w: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: Past, mask: Tensor, *, kernel: str, scale: float,
+    window: int | None, block: int = BLOCK,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Same function as the reference."""
+    k_all = torch.cat([past.k, k], 1).transpose(1, 2)  # [B, H, S + T, K]
+    w, v, past_u = (x.transpose(1, 2) for x in (scale * w, v, past.u))
+    a, beta = (x.transpose(1, 2)[..., None] for x in (a, beta))  # [B, H, T, 1]
+    settings = (kernel, window, block)
+    return _Write.apply(w, k_all, v, a, beta, past_u, past.age, mask, settings).transpose(1, 2), None
+
+
+@in_float32
+def read(
+    q: Tensor, k: Tensor, u: Tensor, mask: Tensor, age: Tensor, *, kernel: str, scale: float, window: int | None
+) -> tuple[Tensor, None]:
+    """Same function as the reference."""
+    q, k, u = (x.transpose(1, 2) for x in (scale * q, k, u))
+    return _Read.apply(q, k, u, age, mask, (kernel, window, BLOCK)).transpose(1, 2), None
+
+
+def _blocks(T: int, block: int) -> list[slice]:
+    return [slice(start, min(start + block, T)) for start in range(0, T, block)]
+
+
+def _block_weights(x: Tensor, k: Tensor, age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool):
+    """Columns that the rows of a block may see, and their weights [B, H, C, columns]."""
+    kernel, window, _ = settings
+    columns = age.shape[0] + rows.stop
+    seen = visible(mask[:, :columns], age, rows.stop - rows.start, window, strict=strict, start=rows.start)
+    return columns, weights(x[:, :, rows] @ k[:, :, :columns].mT, seen[:, None], kernel)
+
+
+def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:
+    """From weights to scores; weights of tokens that are not seen are zero and stay so."""
+    if kernel == "softmax":
+        return P * (dP - (P * dP).sum(-1, keepdim=True))
+    return dP * (P > 0) if kernel == "relu" else dP
+
+
+class _Write(torch.autograd.Function):
+    """U [B, H, T, V] from w [B, H, T, K], k [B, H, S + T, K], v, a and beta [B, H, T, ...] and the past's u."""
+
+    @staticmethod
+    def forward(ctx, w, k, v, a, beta, past_u, age, mask, settings):
+        S, T = past_u.shape[2], v.shape[2]
+        U = torch.cat([past_u, torch.zeros_like(v)], dim=2)
+        for rows in _blocks(T, settings[-1]):
+            _, P = _block_weights(w, k, age, mask, rows, settings, strict=True)
+            before = S + rows.start
+            R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (P[..., :before] @ U[:, :, :before])
+            system = beta[:, :, rows] * P[..., before:]
+            U[:, :, before : S + rows.stop] = torch.linalg.solve_triangular(system, R, upper=False, unitriangular=True)
+        ctx.save_for_backward(w, k, v, a, beta, U, age, mask)
+        ctx.settings, ctx.S = settings, S
+        return U[:, :, S:].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dU_new):
+        w, k, v, a, beta, U, age, mask = ctx.saved_tensors
+        S, settings = ctx.S, ctx.settings
+        dU = torch.cat([torch.zeros_like(U[:, :, :S]), dU_new], dim=2)
+        G, dw, dk, dbeta = torch.empty_like(v), torch.empty_like(w), torch.zeros_like(k), torch.empty_like(beta)
+        for rows in reversed(_blocks(v.shape[2], settings[-1])):
+            columns, P = _block_weights(w, k, age, mask, rows, settings, strict=True)
+            before = S + rows.start
+            system = (beta[:, :, rows] * P[..., before:]).mT
+            g = torch.linalg.solve_triangular(system, dU[:, :, before:columns], upper=True, unitriangular=True)
+            dU[:, :, :before] -= P[..., :before].mT @ (beta[:, :, rows] * g)
+            Y = -(g @ U[:, :, :columns].mT)
+            dbeta[:, :, rows] = (P * Y).sum(-1, keepdim=True)
+            dX = _score_gradient(beta[:, :, rows] * Y * _seen(age, mask, rows, settings), P, settings[0])
+            dw[:, :, rows] = dX @ k[:, :, :columns]
+            dk[:, :, :columns] += dX.mT @ w[:, :, rows]
+            G[:, :, rows] = g
+        da = (G * v).sum(-1, keepdim=True)
+        return dw, dk, a * G, da, dbeta, dU[:, :, :S], None, None, None
+
+
+def _seen(age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool = True) -> Tensor:
+    columns = age.shape[0] + rows.stop
+    T, window = rows.stop - rows.start, settings[1]
+    return visible(mask[:, :columns], age, T, window, strict=strict, start=rows.start)[:, None]
+
+
+class _Read(torch.autograd.Function):
+    """O [B, H, T, V] from q [B, H, T, K], k [B, H, S + T, K] and u [B, H, S + T, V]."""
+
+    @staticmethod
+    def forward(ctx, q, k, u, age, mask, settings):
+        outputs = []
+        for rows in _blocks(q.shape[2], settings[-1]):
+            columns, P = _block_weights(q, k, age, mask, rows, settings, strict=False)
+            outputs.append(P @ u[:, :, :columns])
+        ctx.save_for_backward(q, k, u, age, mask)
+        ctx.settings = settings
+        return torch.cat(outputs, dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, u, age, mask = ctx.saved_tensors
+        dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)
+        for rows in _blocks(q.shape[2], ctx.settings[-1]):
+            columns, P = _block_weights(q, k, age, mask, rows, ctx.settings, strict=False)
+            dP = do[:, :, rows] @ u[:, :, :columns].mT * _seen(age, mask, rows, ctx.settings, strict=False)
+            dX = _score_gradient(dP, P, ctx.settings[0])
+            dq[:, :, rows] = dX @ k[:, :, :columns]
+            dk[:, :, :columns] += dX.mT @ q[:, :, rows]
+            du[:, :, :columns] += P.mT @ do[:, :, rows]
+        return dq, dk, du, None, None, None

@@ -1,0 +1,76 @@
+"""The definition of DeltaFormer, one token at a time. Every other backend is tested against it."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.contract import in_float32
+from hf_memory.ops.deltaformer.weights import Past, visible, weights
+
+
+@in_float32
+def corrected_values(
+    w: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: Past, mask: Tensor, *, kernel: str, scale: float,
+    window: int | None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """u_t = a_t v_t - beta_t sum_{i<t} kernel(k_i, w_t) u_i; all heads repeated to those of v."""
+    seen = visible(mask, past.age, v.shape[1], window, strict=True)  # [B, T, S + T]
+    k, u = torch.cat([past.k, k], 1), past.u
+    for t in range(v.shape[1]):
+        scores = scale * torch.einsum("bhk,bshk->bhs", w[:, t], k[:, : u.shape[1]])
+        p = weights(scores, seen[:, None, t, : u.shape[1]], kernel)
+        recalled = torch.einsum("bhs,bshv->bhv", p, u)
+        u_t = a[:, t, :, None] * v[:, t] - beta[:, t, :, None] * recalled
+        u = torch.cat([u, u_t[:, None]], 1)
+    return u[:, past.u.shape[1] :], None
+
+
+@in_float32
+def read(
+    q: Tensor, k: Tensor, u: Tensor, mask: Tensor, age: Tensor, *, kernel: str, scale: float, window: int | None
+) -> tuple[Tensor, None]:
+    """o_t = sum_{i<=t} kernel(k_i, q_t) u_i, over S past and T present tokens; all heads repeated to those of q."""
+    seen = visible(mask, age, q.shape[1], window, strict=False)
+    p = weights(scale * torch.einsum("bthk,bshk->bhts", q, k), seen[:, None], kernel)
+    return torch.einsum("bhts,bshv->bthv", p, u), None
+
+
+def example(
+    *,
+    B: int = 2,
+    T: int = 65,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 16,
+    V: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    write_kernel: str = "softmax",
+    read_kernel: str = "softmax",
+    beta_mode: str = "erase",
+) -> dict:
+    """Valid random arguments, with a state of three tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    HV = HV or H
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def unit(*shape: int) -> Tensor:
+        return F.normalize(random(*shape), dim=-1)
+
+    arguments = {
+        "q": (3 * unit(B, T, H, K)).to(dtype),
+        "k": unit(B, T, H, K).to(dtype),
+        "v": random(B, T, HV, V).to(dtype),
+        "beta": random(B, T, HV).sigmoid().to(wide),
+        "mask": torch.ones(B, T, dtype=torch.bool),
+        "initial_state": (unit(B, 3, H, K).to(wide), random(B, 3, HV, V).to(wide)),
+    }
+    if beta_mode == "none":
+        del arguments["beta"]
+    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    arguments["initial_state"] = tuple(x.to(device) for x in arguments["initial_state"])
+    return {**arguments, "write_kernel": write_kernel, "read_kernel": read_kernel, "beta_mode": beta_mode}
