@@ -50,12 +50,30 @@ CASES = (
         {"gate": "scalar", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
     Case("kda", "hf_memory_deltanet", {"gate": "vector"}),
+    Case("deltaformer", "hf_memory_deltaformer", {}),
+    Case(
+        "deltaformer-full-norope",
+        "hf_memory_deltaformer",
+        {**FULL_HYBRID, "write_rope": False, "use_qk_norm": True, "beta_activation": "identity"},
+    ),
+    Case(
+        "deltaformer-window",
+        "hf_memory_deltaformer",
+        {"layer_types": ["sliding_memory", "memory"], "sliding_window": 4, "beta_mode": "delta"},
+    ),
+    Case(
+        "deltaformer-linear-relu",
+        "hf_memory_deltaformer",
+        {"write_kernel": "linear", "read_kernel": "relu", "beta_activation": "tanh"},
+    ),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
 every_family = pytest.mark.parametrize("case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY])
+RECURRENT = [case for case in FIRST_OF_FAMILY if case.model_type != "hf_memory_deltaformer"]  # its cache grows
+every_recurrent_family = pytest.mark.parametrize("case", RECURRENT, ids=[case.name for case in RECURRENT])
 
 
 def family_of(case: Case) -> hf_memory.Family:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import CASES, every_case, every_family, make_model, random_tokens
+from cases import CASES, every_case, every_recurrent_family, make_model, random_tokens
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 
 
@@ -26,7 +26,7 @@ def addresses(cache):
     return [x.data_ptr() for layer in cache.layers if isinstance(layer, MemoryLayer) for x in layer.states.values()]
 
 
-@every_family
+@every_recurrent_family
 def test_states_keep_their_address(case):
     model, tokens = make_model(case), random_tokens(2, 6)
     cache = read(model, tokens[:, :3])
@@ -78,7 +78,7 @@ def test_a_copied_cache_leads_its_own_life(case):
     torch.testing.assert_close(next_logits(model, other, word), expected)
 
 
-@every_family
+@every_recurrent_family
 def test_offloaded_states_come_back(case):
     model, tokens, word = make_model(case), random_tokens(1, 6), random_tokens(1, 1, seed=1)
     cache, expected = read(model, tokens), next_logits(model, read(model, tokens), word)
@@ -89,7 +89,7 @@ def test_offloaded_states_come_back(case):
     torch.testing.assert_close(next_logits(model, cache, word), expected)
 
 
-@every_family
+@every_recurrent_family
 def test_size_does_not_grow_with_the_past(case):
     model = make_model(case, layer_types=["memory"] * 2)
     assert state_bytes(read(model, random_tokens(1, 5))) == state_bytes(read(model, random_tokens(1, 50)))
@@ -154,7 +154,7 @@ def test_more_than_was_recorded_cannot_be_cropped():
         cache.crop(-1)
 
 
-@every_family
+@every_recurrent_family
 def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     monkeypatch.setattr(MemoryLayer, "window", 4)
     model, tokens, word = (

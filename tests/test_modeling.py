@@ -14,7 +14,16 @@ from transformers import (
 )
 
 import hf_memory
-from cases import CASES, every_case, every_family, family_of, make_config, make_model, random_tokens
+from cases import (
+    CASES,
+    every_case,
+    every_family,
+    every_recurrent_family,
+    family_of,
+    make_config,
+    make_model,
+    random_tokens,
+)
 
 
 def assert_close(logits, expected, tolerance=2e-5):
@@ -156,7 +165,7 @@ def test_a_trained_tensor_survives_loading_beside_a_missing_one(case, tmp_path):
         torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=0, atol=0)
 
 
-@every_family
+@every_recurrent_family
 @torch.no_grad()
 def test_states_stay_float32_in_a_bf16_model(case):
     model = make_model(case).to(torch.bfloat16)
@@ -241,7 +250,7 @@ def test_hidden_states_and_attentions_are_returned(case):
     model, tokens = make_model(case, attn_implementation="eager"), random_tokens(1, 5)
     outputs = model(tokens, output_hidden_states=True, output_attentions=True)
     assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
-    assert len(outputs.attentions) == sum(word != "memory" for word in model.config.layer_types)
+    assert len(outputs.attentions) == sum("attention" in word for word in model.config.mixer_types)
 
 
 @every_case

@@ -6,33 +6,33 @@ import torch
 import test_cache
 import test_generation
 import test_modeling
-from cases import every_family
+from cases import every_recurrent_family
 from hf_memory.cache import MemoryLayer
 from hf_memory.mixers import base
 
 
-@every_family
+@every_recurrent_family
 def test_a_reorder_that_does_nothing_is_seen(case, monkeypatch):
     monkeypatch.setattr(MemoryLayer, "reorder_cache", lambda self, beam_idx: None)
     with pytest.raises(AssertionError):
         test_generation.test_cache_changes_no_token(case, "beams")
 
 
-@every_family
+@every_recurrent_family
 def test_ignored_padding_is_seen(case, monkeypatch):
     monkeypatch.setattr(base.MemoryMixer, "forward", _without("attention_mask"))
     with pytest.raises(AssertionError):
         test_modeling.test_padded_rows_equal_rows_alone(case, "left")
 
 
-@every_family
+@every_recurrent_family
 def test_ignored_packing_is_seen(case, monkeypatch):
     monkeypatch.setattr(base.MemoryMixer, "forward", _without("cu_seqlens"))
     with pytest.raises(AssertionError):
         test_modeling.test_packed_rows_equal_rows_apart(case, "position_ids")
 
 
-@every_family
+@every_recurrent_family
 def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
     read = MemoryLayer.read
     monkeypatch.setattr(MemoryLayer, "read", lambda self: {name: 0.9 * x for name, x in read(self).items()})
@@ -40,7 +40,7 @@ def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
         test_modeling.test_step_by_step_equals_full_forward(case)
 
 
-@every_family
+@every_recurrent_family
 def test_a_forgotten_row_is_seen(case, monkeypatch):
     def first_row(self, indices):
         self._map(lambda x: x[:1].expand(len(indices), *x.shape[1:]).clone())

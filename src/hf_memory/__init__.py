@@ -11,6 +11,13 @@ from hf_memory.modeling.delta_net import (
     DeltaNetForTokenClassification,
     DeltaNetModel,
 )
+from hf_memory.modeling.deltaformer import (
+    DeltaFormerConfig,
+    DeltaFormerForCausalLM,
+    DeltaFormerForSequenceClassification,
+    DeltaFormerForTokenClassification,
+    DeltaFormerModel,
+)
 from hf_memory.modeling.gated_linear_attention import (
     GatedLinearAttentionConfig,
     GatedLinearAttentionForCausalLM,
@@ -32,6 +39,11 @@ __version__ = "0.1.0"
 __all__ = [
     "FAMILIES",
     "Conversation",
+    "DeltaFormerConfig",
+    "DeltaFormerForCausalLM",
+    "DeltaFormerForSequenceClassification",
+    "DeltaFormerForTokenClassification",
+    "DeltaFormerModel",
     "DeltaNetConfig",
     "DeltaNetForCausalLM",
     "DeltaNetForSequenceClassification",

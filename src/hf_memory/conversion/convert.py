@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
 from hf_memory.conversion.starts import match_scale, start_open
-from hf_memory.conversion.students import make_student
+from hf_memory.conversion.students import EXACT, make_student
 from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -35,6 +35,7 @@ def convert(
     transfer: Schedule = TRANSFER_SCHEDULE,
     distillation: Schedule = DISTILLATION_SCHEDULE,
     temperature: float = 1.0,
+    cross_entropy: float | None = None,
     seed: int = 0,
     checkpoints: Path | None = None,
     callbacks: tuple[TrainerCallback, ...] = (),
@@ -52,6 +53,8 @@ def convert(
         transfer: of `attention_transfer`.
         distillation: of `distill`.
         temperature: of `distill`.
+        cross_entropy: of `distill`; default: 0, or 1 for a student that is its teacher before any training, which has
+            nothing to learn from it. For such a student there is no attention transfer either.
         seed: of new weights and of the order of the text.
         checkpoints: folder for checkpoints; a conversion that was stopped goes on from them when called again.
         callbacks: of the Trainer in both stages.
@@ -65,11 +68,14 @@ def convert(
     start_open(student, transfer.length)
     match_scale(student, teacher, tokens[: transfer.length][None].to(teacher.device))
     losses: dict[str, History] = {}
-    if transfer.steps and "memory" in (student.config.layer_types or ()):
+    if transfer.steps and to not in EXACT and any("memory" in kind for kind in student.config.mixer_types):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
         losses[TRANSFER] = attention_transfer(student, teacher, tokens, transfer, **run)
     if distillation.steps:
+        cross_entropy = float(to in EXACT) if cross_entropy is None else cross_entropy
         run = {"seed": seed + 1, "checkpoints": checkpoints and checkpoints / "distillation", "callbacks": callbacks}
-        losses[DISTILLATION] = distill(student, teacher, tokens, distillation, temperature=temperature, **run)
+        losses[DISTILLATION] = distill(
+            student, teacher, tokens, distillation, temperature=temperature, cross_entropy=cross_entropy, **run
+        )
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, weights, losses)

@@ -45,8 +45,8 @@ class AttentionTransfer(nn.Module):
 
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
-        layers = enumerate(zip(student.config.layer_types or (), student.model.layers))
-        self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if kind == "memory"})
+        layers = enumerate(zip(student.config.mixer_types, student.model.layers))
+        self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if "memory" in kind})
         self._teacher = (teacher,)  # in a tuple it is no submodule: neither trained nor saved
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
@@ -85,20 +85,23 @@ def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[di
 
 
 class DistillationTrainer(Trainer):
-    """L = temperature^2 KL(teacher || student), averaged over tokens."""
+    """L = (1 - c) temperature^2 KL(teacher || student) + c CE(text), c = cross_entropy, averaged over tokens."""
 
-    def __init__(self, *args, teacher: PreTrainedModel, temperature: float, **kwargs):
+    def __init__(self, *args, teacher: PreTrainedModel, temperature: float, cross_entropy: float, **kwargs):
         super().__init__(*args, **kwargs)
         self.teacher = teacher
         self.temperature = temperature
+        self.cross_entropy = cross_entropy
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The divergence, and with `return_outputs` the student's outputs too."""
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
-        with torch.no_grad():
-            target = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
-        loss = divergence(outputs.logits, target, self.temperature)
+        outputs = model(**inputs, use_cache=False)
+        loss = self.cross_entropy * outputs.loss
+        if self.cross_entropy < 1:
+            with torch.no_grad():
+                target = self.teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+            loss = loss + (1 - self.cross_entropy) * divergence(outputs.logits, target, self.temperature)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -136,6 +139,7 @@ def distill(
     schedule: Schedule,
     *,
     temperature: float = 1.0,
+    cross_entropy: float = 0.0,
     **run,
 ) -> History:
     """Teach the whole student its teacher's predictions: KL(teacher || student); see `attention_transfer`.
@@ -146,9 +150,12 @@ def distill(
         tokens: [T] of the text to learn on.
         schedule: how long and how fast.
         temperature: divides the logits of both; above 1, unlikely tokens count more.
+        cross_entropy: part of the loss that is the text's own, from 0 to 1.
         **run: of `run_trainer`.
     """
-    extra = {"teacher": teacher.eval(), "temperature": temperature}
+    if not 0 <= cross_entropy <= 1:
+        raise ValueError(f"cross_entropy must be from 0 to 1, got {cross_entropy}")
+    extra = {"teacher": teacher.eval(), "temperature": temperature, "cross_entropy": cross_entropy}
     return run_trainer(DistillationTrainer, student, tokens, schedule, name=DISTILLATION, trainer_options=extra, **run)
 
 

@@ -1,6 +1,5 @@
 """What a model's past costs: bytes of its cache, tokens a second."""
 
-import copy
 import time
 
 import torch
@@ -25,11 +24,10 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     Attention layers keep the keys and values of all tokens, or of a window; a memory has the same size at any length.
     """
     kinds = layer_types(config)
-    sample = copy.deepcopy(config)  # one layer of each type, without a vocabulary
-    sample.num_hidden_layers, sample.vocab_size = len(set(kinds)), 1
-    sample.pad_token_id = sample.bos_token_id = sample.eos_token_id = None
-    if hasattr(config, "layer_types"):
-        sample.layer_types = list(dict.fromkeys(kinds))
+    sizes = {"num_hidden_layers": len(set(kinds)), "vocab_size": 1, "layer_types": list(dict.fromkeys(kinds))}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mixer_types"))
+    own = {name: x for name, x in (tokens | sizes).items() if name in config.to_dict()}
+    sample = type(config)(**config.to_dict() | own)  # one layer of each type, without a vocabulary
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(sample)
     cache = DynamicCache(config=sample)
@@ -40,7 +38,8 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of each layer; a config that does not say has attention of one kind."""
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    given = getattr(config, "mixer_types", None) or getattr(config, "layer_types", None)
+    return list(given or ["full_attention"] * config.num_hidden_layers)
 
 
 def _layer_bytes(layer, num_tokens: int) -> int:

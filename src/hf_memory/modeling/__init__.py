@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hf_memory.modeling import delta_net as delta
+from hf_memory.modeling import deltaformer
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
@@ -58,6 +59,13 @@ FAMILIES = (
         delta.DeltaNetForCausalLM,
         delta.DeltaNetForSequenceClassification,
         delta.DeltaNetForTokenClassification,
+    ),
+    Family(
+        deltaformer.DeltaFormerConfig,
+        deltaformer.DeltaFormerModel,
+        deltaformer.DeltaFormerForCausalLM,
+        deltaformer.DeltaFormerForSequenceClassification,
+        deltaformer.DeltaFormerForTokenClassification,
     ),
 )
 
