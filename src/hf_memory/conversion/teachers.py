@@ -1,8 +1,9 @@
 """The Transformers that can be converted: what their configs say in the words of ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_memory.evaluation.efficiency import head_dim
@@ -28,11 +29,16 @@ SHARED = (
 )
 
 
+def _as_they_are(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
+    return {name: x}
+
+
 class Teacher(NamedTuple):
-    """One kind of Transformer: its model type, and what of its config has another name than in ours."""
+    """One kind of Transformer: its model type, what of its config and of its weights is not as in Llama."""
 
     model_type: str
-    options: Callable[[PreTrainedConfig], dict]
+    options: Callable[[PreTrainedConfig], dict]  # arguments of our config; ValueError for what ours does not have
+    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are  # under Llama's names
 
 
 def _biases(config: PreTrainedConfig) -> dict:
@@ -55,11 +61,57 @@ def _qwen3(config: PreTrainedConfig) -> dict:
     return {**_biases(config), "sliding_window": config.sliding_window, "use_qk_norm": True}
 
 
+def _smollm3(config: PreTrainedConfig) -> dict:
+    return {**_llama(config), "sliding_window": config.sliding_window, "no_rope_layers": config.no_rope_layers}
+
+
+def _olmo2(config: PreTrainedConfig) -> dict:
+    return {**_biases(config), "norm_placement": "post", "use_qk_norm": True, "qk_norm_whole_width": True}
+
+
+def _phi3(config: PreTrainedConfig) -> dict:
+    rotated = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1:
+        raise ValueError(f"partial_rotary_factor of the teacher must be 1 to be carried over, got {rotated}")
+    return {"sliding_window": config.sliding_window}
+
+
+def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
+    queries, keys = (n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads))
+    if ".qkv_proj." in name:
+        names = [name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
+        return dict(zip(names, x.split([queries, keys, keys])))
+    if ".gate_up_proj." in name:
+        return {name.replace("gate_up_proj", part): y for part, y in zip(("gate_proj", "up_proj"), x.chunk(2))}
+    return {name: x}
+
+
+def _gemma2(config: PreTrainedConfig) -> dict:
+    if config.use_bidirectional_attention:
+        raise ValueError("use_bidirectional_attention of the teacher must be false, since a memory reads one way")
+    same = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+    return {
+        **_biases(config),
+        **{name: getattr(config, name) for name in same},
+        "hidden_act": config.hidden_activation,
+        "norm_placement": "both",
+        "embedding_multiplier": config.hidden_size**0.5,
+    }
+
+
+def _gemma2_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
+    return {name: 1 + x if name.endswith("norm.weight") else x}  # its norms multiply by 1 + w
+
+
 TEACHERS = (
     Teacher("llama", _llama),
     Teacher("mistral", _mistral),
     Teacher("qwen2", _qwen2),
     Teacher("qwen3", _qwen3),
+    Teacher("smollm3", _smollm3),
+    Teacher("olmo2", _olmo2),
+    Teacher("phi3", _phi3, _phi3_parts),
+    Teacher("gemma2", _gemma2, _gemma2_parts),
 )
 
 
@@ -89,5 +141,5 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 def shared_options(config: PreTrainedConfig) -> dict:
     """Arguments of a MemoryConfig that has the sizes and options of a teacher's config, but for its layer types."""
     teacher = find_teacher(config)
-    shared = {name: getattr(config, name) for name in SHARED}
+    shared = {name: getattr(config, name) for name in SHARED if hasattr(config, name)}
     return {**shared, "head_dim": head_dim(config), **teacher.options(config)}

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.teachers import find_teacher
 
 # The teacher's name: the student's. {i} is the number of a layer, {rest} the end of the name.
 NAMES = {
@@ -13,6 +16,8 @@ NAMES = {
     "model.layers.{i}.input_layernorm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
     "model.layers.{i}.self_attn.{rest}": "model.layers.{i}.mixer.{rest}",
     "model.layers.{i}.post_attention_layernorm.{rest}": "model.layers.{i}.post_attention_layernorm.{rest}",
+    "model.layers.{i}.pre_feedforward_layernorm.{rest}": "model.layers.{i}.pre_feedforward_layernorm.{rest}",
+    "model.layers.{i}.post_feedforward_layernorm.{rest}": "model.layers.{i}.post_feedforward_layernorm.{rest}",
     "model.layers.{i}.mlp.{rest}": "model.layers.{i}.mlp.{rest}",
     "model.norm.{rest}": "model.norm.{rest}",
     "lm_head.{rest}": "lm_head.{rest}",
@@ -23,7 +28,7 @@ NEW_WEIGHTS = re.compile(r"model\.layers\.\d+\.mixer\.")  # where a student may 
 class CarriedWeights(NamedTuple):
     """What became of each tensor."""
 
-    used: dict[str, str]  # the teacher's name: the student's
+    used: dict[str, tuple[str, ...]]  # the teacher's name: the student's, several where the teacher fuses them
     dropped: list[str]  # the teacher's names
     new: list[str]  # the student's names
 
@@ -44,12 +49,12 @@ def rename_back(name: str) -> str:
 
 
 @torch.no_grad()
-def carry_over(student: nn.Module, teacher: nn.Module, *, drop: tuple[str, ...] = ()) -> CarriedWeights:
+def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str, ...] = ()) -> CarriedWeights:
     """Copy every tensor of a teacher into the student's tensor of the same meaning.
 
     Args:
         student: has the teacher's sizes; its mixers may have tensors that the teacher lacks, and these are left alone.
-        teacher: a causal language model with Llama's names.
+        teacher: a causal language model of a type in TEACHERS.
         drop: regular expressions for whole names of the teacher's tensors that the student does without.
 
     Raises:
@@ -57,22 +62,32 @@ def carry_over(student: nn.Module, teacher: nn.Module, *, drop: tuple[str, ...] 
     """
     source, target = teacher.state_dict(), student.state_dict()
     dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in drop)]
-    used = {name: rename(name) for name in source if name not in dropped}
-    new = [name for name in target if name not in used.values()]
-    faults = _misfits(used, source, target)
+    moves = _moves(teacher, {name: x for name, x in source.items() if name not in dropped})
+    placed = {target_name for _, target_name, _ in moves}
+    new = [name for name in target if name not in placed]
+    faults = _misfits(moves, target)
     faults += [f"the student's {name} has no counterpart" for name in new if not NEW_WEIGHTS.match(name)]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ValueError(f"every weight of the teacher must fit into the student, but {'; '.join(faults[:3])}{more}")
-    for name, other in used.items():
-        target[other].copy_(source[name])
+    used: dict[str, tuple[str, ...]] = {}
+    for name, other, x in moves:
+        target[other].copy_(x)
+        used[name] = (*used.get(name, ()), other)
     return CarriedWeights(used, dropped, new)
 
 
-def _misfits(used: dict[str, str], source: dict[str, Tensor], target: dict[str, Tensor]) -> list[str]:
-    faults = [f"the teacher's {name} has no place" for name, other in used.items() if other not in target]
-    for name, other in used.items():
-        if other in target and source[name].shape != target[other].shape:
-            shapes = tuple(source[name].shape), tuple(target[other].shape)
+def _moves(teacher: PreTrainedModel, source: dict[str, Tensor]) -> list[tuple[str, str, Tensor]]:
+    """The teacher's name, the student's, and what goes there; a fused tensor has several places."""
+    config = teacher.config
+    parts_of = find_teacher(config).parts
+    return [(name, rename(part), y) for name, x in source.items() for part, y in parts_of(config, name, x).items()]
+
+
+def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
+    faults = [f"the teacher's {name} has no place" for name, other, _ in moves if other not in target]
+    for name, other, x in moves:
+        if other in target and x.shape != target[other].shape:
+            shapes = tuple(x.shape), tuple(target[other].shape)
             faults.append(f"{name} is {shapes[0]} in the teacher and {shapes[1]} in the student")
     return faults

@@ -3,20 +3,19 @@
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, with soft caps
 
 from hf_memory.mixers.base import Projections
 
 
 class AttentionMixer(Projections):
-    """The attention of Llama, Mistral, Qwen2 and Qwen3: grouped heads, optional biases, q/k norm and window."""
+    """The attention of Llama and those after it: grouped heads, optional biases, q/k norm, window and soft cap."""
 
     is_causal = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.scaling = self.head_dim**-0.5
-        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        is_sliding = config.mixer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
 
     def forward(
@@ -44,6 +43,7 @@ class AttentionMixer(Projections):
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            softcap=self.config.attn_logit_softcapping,
             **kwargs,
         )
         return self.o_proj(output.flatten(-2)), weights

@@ -33,12 +33,13 @@ class Context(NamedTuple):
 
 
 class Projections(nn.Module):
-    """q, k, v and o projections that hold the weights of a Llama, Mistral, Qwen2 or Qwen3 attention as they are."""
+    """q, k, v and o projections, q/k norms and rotation: the parts that attention and memory have in common."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         self.make_projections(config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
 
     def make_projections(
@@ -53,6 +54,7 @@ class Projections(nn.Module):
         config = self.config
         self.head_dim = key_dim or config.head_dim
         self.value_dim = value_dim or config.head_dim
+        self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
         width, bias = config.hidden_size, config.attention_bias
@@ -61,8 +63,8 @@ class Projections(nn.Module):
         self.v_proj = nn.Linear(width, value_heads * self.value_dim, bias=bias)
         self.o_proj = nn.Linear(self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias)
         if config.use_qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            heads = (query_heads, key_heads) if config.qk_norm_whole_width else (1, 1)
+            self.q_norm, self.k_norm = (RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads)
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
@@ -75,10 +77,12 @@ class Projections(nn.Module):
     def normalize_and_rotate(
         self, q: Tensor, k: Tensor, position_embeddings: Positions | None
     ) -> tuple[Tensor, Tensor]:
-        """Apply q/k norm where the config has it, and rotary positions where they are given, to [B, T, H, D]."""
-        if self.config.use_qk_norm:
+        """Apply q/k norm where the config has it, and positions where they are given and wanted, to [B, T, H, D]."""
+        if self.config.use_qk_norm and self.config.qk_norm_whole_width:
+            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
+        elif self.config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if position_embeddings is not None:
+        if position_embeddings is not None and self.rotates:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
         return q, k
 

@@ -23,9 +23,18 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.ops.contract import BACKENDS
 
-LAYER_TYPES = ("memory", "full_attention", "sliding_attention")
 # The Trainer reads the config of a checkpoint that it resumes from without our class, and checks the words of all.
 configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
+NORMS = {  # names, after transformers' models: before and after the mixer, before and after the MLP
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 MASKS = {
     "memory": create_recurrent_attention_mask,
     "full_attention": create_causal_mask,
@@ -47,6 +56,16 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         attention_bias (`bool`, defaults to `False`): biases of the q, k and v projections.
         attention_output_bias (`bool`, defaults to `False`): bias of the o projection.
         use_qk_norm (`bool`, defaults to `False`): RMS norm of each head's queries and keys, before rotation.
+        qk_norm_whole_width (`bool`, defaults to `False`): let that norm span all heads at once, as in OLMo-2.
+        norm_placement (`str`, defaults to `"pre"`): norms before mixer and MLP as in Llama, `"post"`: after them as in
+            OLMo-2, or `"both"` as in Gemma-2.
+        no_rope_layers (`list[int]`, defaults to all 1): 1 for a layer that rotates queries and keys, 0 for one that
+            does not, as in SmolLM3.
+        query_pre_attn_scalar (`float`, defaults to `head_dim`): attention scores are divided by its square root.
+        attn_logit_softcapping (`float`, *optional*): attention scores s become cap tanh(s / cap), as in Gemma-2. SDPA
+            does not have it: the default is then eager attention.
+        final_logit_softcapping (`float`, *optional*): the same for the logits.
+        embedding_multiplier (`float`, defaults to 1): of the embeddings before the first layer.
         memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
         mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Results differ by rounding only.
@@ -92,6 +111,13 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     attention_dropout: float | int = 0.0
     mlp_bias: bool = False
     use_qk_norm: bool = False
+    qk_norm_whole_width: bool = False
+    norm_placement: str = "pre"
+    no_rope_layers: list[int] | None = None
+    query_pre_attn_scalar: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    final_logit_softcapping: float | int | None = None
+    embedding_multiplier: float | int = 1.0
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     memory_rope: bool = False
@@ -109,6 +135,11 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             self.layer_types = ["memory"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
+    @property
+    def mixer_types(self) -> list[str]:
+        """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""
+        return self.layer_types
+
     def validate_architecture(self):
         """Check what the sizes and words of a config must have in common."""
         if self.num_attention_heads % self.num_key_value_heads:
@@ -125,6 +156,12 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             raise ValueError(f"head_dim must be even, since positions rotate pairs of channels, got {self.head_dim}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("sliding_window must be set when layer_types has 'sliding_attention', got None")
+        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
+            raise ValueError(
+                f"no_rope_layers must have a number for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {len(self.no_rope_layers)}"
+            )
+        check_word("norm_placement", self.norm_placement, tuple(NORMS))
         check_word("mixer_backend", self.mixer_backend, BACKENDS)
 
     def validate_layer_type(self):
@@ -134,8 +171,8 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
                 f"layer_types must name each of the num_hidden_layers={self.num_hidden_layers} layers, "
                 f"got {len(self.layer_types)} names"
             )
-        for layer_type in self.layer_types:
-            check_word("layer_types", layer_type, LAYER_TYPES)
+        for mixer_type in self.mixer_types:
+            check_word("layer_types", mixer_type, tuple(self.mixers))
 
 
 def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
@@ -145,22 +182,31 @@ def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
 
 
 class MemoryDecoderLayer(GradientCheckpointingLayer):
-    """Norm and mixer, norm and MLP if there is one, each around a residual; `layer_types` names the mixer."""
+    """Mixer, and MLP if there is one, each with its norms and around a residual; `layer_types` names the mixer."""
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mixer = config.mixers[config.layer_types[layer_idx]](config, layer_idx)
+        self.norms = NORMS[config.norm_placement]
+        self.mixer = config.mixers[config.mixer_types[layer_idx]](config, layer_idx)
         self.has_mlp = config.intermediate_size > 0
         if self.has_mlp:
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
             self.mlp = SwiGLU(config)
+        for name in self.norms if self.has_mlp else self.norms[:2]:
+            if name:
+                self.add_module(name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
         """[B, T, hidden_size] -> the same; the rest is the mixer's."""
-        mixed, _ = self.mixer(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)) if self.has_mlp else hidden_states
+        before_mixer, after_mixer, before_mlp, after_mlp = self.norms
+        mixed, _ = self.mixer(self._norm(before_mixer, hidden_states), **kwargs)
+        hidden_states = hidden_states + self._norm(after_mixer, mixed)
+        if not self.has_mlp:
+            return hidden_states
+        made = self.mlp(self._norm(before_mlp, hidden_states))
+        return hidden_states + self._norm(after_mlp, made)
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return getattr(self, name)(x) if name else x
 
 
 class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
@@ -178,6 +224,14 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
+
+    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
+        if self.config.attn_logit_softcapping is not None:
+            raise ValueError(
+                'attn_implementation must be "eager", "flex_attention" or "flash_attention_2" with '
+                'attn_logit_softcapping, got "sdpa"'
+            )
+        return super()._sdpa_can_dispatch(is_init_check)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -236,7 +290,8 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = _positions(inputs_embeds, attention_mask, past_key_values)
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
-        hidden_states = inputs_embeds
+        scale = self.config.embedding_multiplier
+        hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer_type, layer in zip(self.config.layer_types, self.layers):
             hidden_states = layer(
@@ -364,6 +419,9 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        cap = self.config.final_logit_softcapping
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
