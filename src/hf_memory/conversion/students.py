@@ -17,7 +17,10 @@ PRESETS = {
     "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
+    "deltaformer": {"beta_activation": "tanh"},  # starts closed: the student is its teacher
 }
+
+EXACT = ("deltaformer",)  # students that are their teacher before any training
 
 
 def find_student(name: str) -> Family:
@@ -50,7 +53,7 @@ def make_student(
     layer_types = attention_types(teacher.config)
     if not set(keep) <= set(range(len(layer_types))):
         raise ValueError(f"keep must name layers from 0 to {len(layer_types) - 1}, got {sorted(keep)}")
-    layer_types = [kind if i in keep else "memory" for i, kind in enumerate(layer_types)]
+    layer_types = [kind if i in keep else _memory_type(to, kind) for i, kind in enumerate(layer_types)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
     if options.get("gate") == "mamba2":
@@ -62,6 +65,10 @@ def make_student(
         student = family.causal_lm(config)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.to(teacher.device, teacher.dtype).eval()  # type: ignore[arg-type]
+
+
+def _memory_type(to: str, attention_type: str) -> str:
+    return "sliding_memory" if to == "deltaformer" and attention_type == "sliding_attention" else "memory"
 
 
 def _check_options(family: Family, options: dict) -> None:
