@@ -72,6 +72,14 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     assert out.startswith("the snake")
 
 
+def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
+    student = tmp_path / "student"
+    code, out, _ = run("convert", teacher, "--text", text, "--output", student, "--keep-attention", "auto:1/2", *FAST)
+    assert code == 0
+    assert re.search(r"layer [01] +-?\d+\.\d\d +\d+\.\d{3} +yes", out)
+    assert re.search(r"kept_layers \| [01] \(auto:1/2\)", (student / "README.md").read_text())
+
+
 def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatch):
     student, memory = tmp_path / "student", tmp_path / "memory"
     assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0

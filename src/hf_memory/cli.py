@@ -29,11 +29,15 @@ from hf_memory.demo import PROMPTS, Demo, run_demo
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 from hf_memory.serving import Conversation, load_memory, save_memory
 
+TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 CONTEXTS = (1024, 8192, 32768, 131072)
 console = Console()
 commands = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Keep = Annotated[list[int] | None, typer.Option(help="A layer, from 0, that keeps its attention; may be repeated.")]
+Keep = Annotated[
+    str,
+    typer.Option("--keep-attention", "--keep", help=f"Layers that keep their attention: {conversion.KEEP_WORDS}."),
+]
 Option = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
 ]
@@ -93,11 +97,11 @@ def demo(
 
 @commands.command()
 def convert(
-    teacher: Annotated[str, typer.Argument(help="Folder or Hub name of a Llama, Mistral, Qwen2 or Qwen3.")],
+    teacher: Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")],
     text: Annotated[list[Path], typer.Option(help="Text file to learn on, UTF-8; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder for the student.")],
     to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
-    keep: Keep = None,
+    keep: Keep = "none",
     option: Option = None,
     transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer.")] = 100,
     distill_steps: Annotated[int, typer.Option(help="Steps of logit distillation.")] = 250,
@@ -128,7 +132,7 @@ def convert(
             model,
             training,
             to=to,
-            keep=keep or (),
+            keep=keep,
             transfer=transfer,
             distillation=distillation,
             temperature=temperature,
@@ -141,7 +145,7 @@ def convert(
         teacher=teacher,
         model_type=made.student.config.model_type,
         text=", ".join(file.name for file in text),
-        recipe=conversion.recipe(to, transfer, distillation, kept_layers=keep or "none", seed=seed, **options),
+        recipe=conversion.recipe(to, transfer, distillation, kept_layers=_kept(made, keep), seed=seed, **options),
         losses=made.losses,
         rows=[
             conversion.measure("teacher", model, held_out, None),
@@ -150,6 +154,8 @@ def convert(
     )
     with conversion.new_folder(output, overwrite=overwrite) as folder:
         conversion.write_report(folder, made.student, tokenizer, results)
+    if made.ranking:
+        _print_ranking(made)
     _print_results(results)
     console.print(_how_to_load(output), markup=False, soft_wrap=True)
 
@@ -227,6 +233,19 @@ def _print_results(results: conversion.Results) -> None:
     for row in table(results):
         rows.add_row(*row)
     console.print(rows)
+
+
+def _print_ranking(made: conversion.Conversion) -> None:
+    title = "attention in one layer only, before distillation; recall decides"
+    rows = Table(*conversion.PLACEMENT_HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
+    for row in conversion.placement_table(made.ranking, made.kept):
+        rows.add_row(*row)
+    console.print(rows)
+
+
+def _kept(made: conversion.Conversion, words: str) -> str:
+    layers = ", ".join(map(str, made.kept))
+    return layers if words in ("none", layers.replace(" ", "")) else f"{layers} ({words})"
 
 
 def _write_demo(folder: Path, made: Demo) -> None:

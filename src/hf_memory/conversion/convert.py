@@ -1,16 +1,16 @@
 """From a teacher to a student in one call."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from hf_memory.conversion.placement import Keep, LayerScore, auto_count, kept_layers, rank_layers
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
-from hf_memory.conversion.starts import match_scale, start_open
+from hf_memory.conversion.starts import start_near
 from hf_memory.conversion.students import EXACT, make_student
-from hf_memory.conversion.weights import CarriedWeights, carry_over
+from hf_memory.conversion.weights import CarriedWeights
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
 
@@ -24,6 +24,8 @@ class Conversion(NamedTuple):
     student: MemoryForCausalLM
     weights: CarriedWeights
     losses: dict[str, History]  # by stage
+    kept: tuple[int, ...] = ()  # the layers with the teacher's attention
+    ranking: tuple[LayerScore, ...] = ()  # of all layers, the best to keep first, if that is how they were chosen
 
 
 def convert(
@@ -31,7 +33,7 @@ def convert(
     tokens: Tensor,
     *,
     to: str = "linear",
-    keep: Collection[int] = (),
+    keep: Keep = (),
     transfer: Schedule = TRANSFER_SCHEDULE,
     distillation: Schedule = DISTILLATION_SCHEDULE,
     temperature: float = 1.0,
@@ -49,7 +51,9 @@ def convert(
         teacher: a causal language model of a type in TEACHERS; stays as it is.
         tokens: [T] of the text to learn on, made by the teacher's tokenizer.
         to: the family, such as `"linear"`.
-        keep: the layers, counted from 0, that keep the teacher's attention.
+        keep: the layers that keep the teacher's attention: numbers, counted from 0, or the words of `kept_layers`, or
+            `"auto"`, which keeps the quarter of the layers that recall needs most, `"auto:1/8"` an eighth. To find
+            them, a student without attention goes through attention transfer first; see `rank_layers`.
         transfer: of `attention_transfer`.
         distillation: of `distill`.
         temperature: of `distill`.
@@ -63,10 +67,14 @@ def convert(
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported.
     """
+    num_layers, ranking = teacher.config.num_hidden_layers, ()
+    if count := auto_count(keep, num_layers):
+        _check_ranks(to)
+        run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "placement", "callbacks": callbacks}
+        ranking = _ranking(make_student(teacher, to, seed=seed, **options), teacher, tokens, transfer, **run)
+        keep = [score.layer for score in ranking[:count]]
     student = make_student(teacher, to, keep=keep, seed=seed, **options)
-    weights = carry_over(student, teacher)
-    start_open(student, transfer.length)
-    match_scale(student, teacher, tokens[: transfer.length][None].to(teacher.device))
+    weights = start_near(student, teacher, tokens, transfer.length)
     losses: dict[str, History] = {}
     if transfer.steps and to not in EXACT and any("memory" in kind for kind in student.config.mixer_types):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
@@ -78,4 +86,17 @@ def convert(
             student, teacher, tokens, distillation, temperature=temperature, cross_entropy=cross_entropy, **run
         )
     student.config.use_cache = True  # the Trainer turns it off
-    return Conversion(student, weights, losses)
+    return Conversion(student, weights, losses, kept_layers(keep, num_layers), ranking)
+
+
+def _check_ranks(to: str) -> None:
+    if to in EXACT:
+        raise ValueError(f"keep must not be auto for {to}, which starts as its teacher whatever it keeps")
+
+
+def _ranking(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, transfer: Schedule, **run):
+    """All layers, the best to keep first."""
+    start_near(student, teacher, tokens, transfer.length)
+    if transfer.steps:
+        attention_transfer(student, teacher, tokens, transfer, **run)
+    return tuple(rank_layers(student, teacher, tokens, length=transfer.length))

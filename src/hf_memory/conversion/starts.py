@@ -7,10 +7,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages import AttentionTransfer
+from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.base import OutputGate
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
 from hf_memory.modeling.base import MemoryForCausalLM
+
+
+def start_near(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, length: int) -> CarriedWeights:
+    """Everything before the first step: the teacher's weights, and new ones that start near what they replace.
+
+    Args:
+        student: made by `make_student`; its weights are set, in place.
+        teacher: stays as it is.
+        tokens: [T] of the text to learn on.
+        length: tokens of a window of it.
+    """
+    weights = carry_over(student, teacher)
+    start_open(student, length)
+    match_scale(student, teacher, tokens[:length][None].to(teacher.device))
+    return weights
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
 """The memory models that a teacher can become, and the options that suit a student of each family."""
 
 import copy
-from collections.abc import Collection
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_memory.conversion.placement import Keep, kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -35,14 +35,14 @@ def find_student(name: str) -> Family:
 
 
 def make_student(
-    teacher: PreTrainedModel, to: str = "linear", *, keep: Collection[int] = (), seed: int = 0, **options
+    teacher: PreTrainedModel, to: str = "linear", *, keep: Keep = (), seed: int = 0, **options
 ) -> MemoryForCausalLM:
     """A student with the sizes of its teacher, and weights that are still random; `carry_over` brings the teacher's.
 
     Args:
         teacher: a causal language model of a type in TEACHERS.
         to: the family, a name in STUDENTS.
-        keep: the layers, counted from 0, that keep the teacher's attention.
+        keep: the layers that keep the teacher's attention, as numbers or words; see `kept_layers`.
         seed: of the weights that the teacher does not have.
         **options: of the family's config, such as `gate`; they win over the presets of a student.
 
@@ -51,9 +51,8 @@ def make_student(
     """
     family, shared = find_student(to), shared_options(teacher.config)
     layer_types = attention_types(teacher.config)
-    if not set(keep) <= set(range(len(layer_types))):
-        raise ValueError(f"keep must name layers from 0 to {len(layer_types) - 1}, got {sorted(keep)}")
-    layer_types = [kind if i in keep else _memory_type(to, kind) for i, kind in enumerate(layer_types)]
+    kept = kept_layers(keep, len(layer_types))
+    layer_types = [kind if i in kept else _memory_type(to, kind) for i, kind in enumerate(layer_types)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, **PRESETS.get(to, {})}
     if options.get("gate") == "mamba2":

@@ -1,0 +1,131 @@
+"""Which layers keep their attention: the words for it, and the ranking of layers."""
+
+import copy
+
+import pytest
+import torch
+
+from cases import random_tokens
+from hf_memory.conversion import Schedule, carry_over, convert, kept_layers, make_student, placement, rank_layers
+from hf_memory.conversion.placement import auto_count, placement_table, restored
+from hf_memory.evaluation import Agreement, copy_gain
+from test_conversion import make_teacher, same
+
+SCHEDULE = Schedule(steps=4, learning_rate=1e-2, batch_size=2, length=16)
+BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_layers", "layers"),
+    [
+        ("1/4", 8, (3, 7)),
+        ("1/4", 10, (3, 7)),
+        ("3/4", 8, (1, 2, 3, 5, 6, 7)),
+        ("2/7", 7, (3, 6)),
+        ("1/1", 3, (0, 1, 2)),
+        ("every-other", 5, (1, 3)),
+        ("3,0", 4, (0, 3)),
+        ("2", 4, (2,)),
+        ("none", 4, ()),
+        ([3, 0, 3], 4, (0, 3)),
+        ((), 4, ()),
+    ],
+)
+def test_words_for_layers(keep, num_layers, layers):
+    assert kept_layers(keep, num_layers) == layers
+
+
+@pytest.mark.parametrize(("keep", "count"), [("auto", 2), ("auto:1/2", 5), ("auto:1/99", 1), ("1/4", 0), ((0,), 0)])
+def test_how_many_layers_auto_keeps(keep, count):
+    assert auto_count(keep, 10) == count
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("some", "keep must be none, a fraction .*, got 'some'"),
+        ("0,4", r"keep must name layers from 0 to 3, got \[0, 4\]"),
+        ("1/5", "keep must be a fraction that keeps at least one of 4 layers, got '1/5'"),
+        ("5/4", "keep must have a fraction from 0 to 1 such as 1/4, got '5/4'"),
+        ("1/0", "got '1/0'"),
+        ("auto", "only convert ranks layers, got 'auto'"),
+    ],
+)
+def test_wrong_words_are_explained(keep, message):
+    with pytest.raises(ValueError, match=message):
+        kept_layers(keep, 4)
+
+
+def start(teacher, keep=()):
+    student = make_student(teacher, "deltanet", keep=keep)
+    carry_over(student, teacher)
+    return student
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "smollm3", "olmo2", "phi3", "gemma2"])
+@pytest.mark.parametrize("layer", [0, 1])
+@torch.no_grad()
+def test_a_restored_layer_is_a_kept_layer(name, layer):
+    teacher, tokens = make_teacher(name), random_tokens(2, 24)
+    student, hybrid = start(teacher), start(teacher, keep=(layer,))
+    shared = student.state_dict()
+    hybrid.load_state_dict({key: shared[key] for key in hybrid.state_dict().keys() & shared.keys()})
+    before, config = student(tokens).logits, copy.deepcopy(student.config)
+    with restored(student, teacher, layer):
+        torch.testing.assert_close(student(tokens).logits, hybrid(tokens).logits)
+    assert torch.equal(student(tokens).logits, before)
+    assert student.config.to_dict() == config.to_dict()
+
+
+def test_a_ranking_measures_what_the_restored_student_does():
+    teacher, tokens = make_teacher(), random_tokens(200)
+    attention = teacher.model.layers[0].self_attn
+    torch.nn.init.zeros_(attention.o_proj.weight)  # so that a memory in its place, which starts from it, is the same
+    student = start(teacher)
+    scores = {score.layer: score for score in rank_layers(student, teacher, tokens, length=32)}
+    assert scores[1].kl == pytest.approx(0, abs=1e-6)
+    assert scores[0].kl > 0.01
+    assert scores[1].recall == pytest.approx(copy_gain(teacher, tokens), abs=1e-5)
+    assert scores[0].recall == pytest.approx(copy_gain(student, tokens), abs=1e-5)
+
+
+def test_recall_decides_and_kl_where_recall_is_the_same(monkeypatch):
+    teacher = make_teacher()
+    student = start(teacher)
+    student.config.num_hidden_layers = 4
+    recall, kl = [0.1, 0.301, 0.299, 0.2], [0.1, 0.6, 0.5, 0.7]
+    now = []
+
+    @placement.contextmanager
+    def pretend(student, teacher, layer):
+        now[:] = [layer]
+        yield
+
+    monkeypatch.setattr(placement, "restored", pretend)
+    monkeypatch.setattr(placement, "copy_gain", lambda *_: recall[now[0]])
+    monkeypatch.setattr(placement, "agreement", lambda *_, length: Agreement(kl[now[0]], 0.5))
+    ranking = rank_layers(student, teacher, random_tokens(50))
+    assert [score.layer for score in ranking] == [2, 1, 3, 0]
+    assert placement_table(ranking, (2,))[:2] == [
+        ("layer 2", "0.30", "0.500", "yes"),
+        ("layer 1", "0.30", "0.600", ""),
+    ]
+
+
+def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
+    teacher, tokens = make_teacher(), random_tokens(200)
+    made = convert(teacher, tokens, keep="auto:1/2", checkpoints=tmp_path, **BOTH_STAGES)
+    assert made.kept == (made.ranking[0].layer,)
+    assert {score.layer for score in made.ranking} == {0, 1}
+    assert made.student.config.layer_types[made.kept[0]] == "full_attention"
+    again = convert(teacher, tokens, keep="auto:1/2", checkpoints=tmp_path, **BOTH_STAGES)
+    assert same(again.student, made.student)
+    assert again.ranking == made.ranking
+    chosen = convert(teacher, tokens, keep=made.kept, **BOTH_STAGES)
+    assert same(chosen.student, made.student)
+    assert chosen.ranking == ()
+
+
+def test_a_student_that_is_its_teacher_has_no_ranking():
+    with pytest.raises(ValueError, match="keep must not be auto for deltaformer"):
+        convert(make_teacher(), random_tokens(200), to="deltaformer", keep="auto")
