@@ -1,6 +1,6 @@
 """DeltaFormer's mixer: attention over corrected values, with an ordinary KV cache that holds them instead of values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,12 +126,12 @@ def _rows(past: Past, B: int) -> Past:
     return past._replace(k=past.k[:B], u=past.u[:B])
 
 
-def _each_sequence(op, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> Tensor:
+def _each_sequence(op, cu_seqlens: Tensor | None, first: Tensor, *others: Tensor | None) -> Tensor:
     """op of tensors [B, T, ...], or of each packed sequence in their B * T tokens by itself."""
     if cu_seqlens is None:
-        return op(*tensors)
-    B, T = tensors[0].shape[:2]
-    rows = [x if x is None else x.flatten(0, 1)[None] for x in tensors]
+        return op(first, *others)
+    B, T = first.shape[:2]
+    rows = [x if x is None else x.flatten(0, 1)[None] for x in (first, *others)]
     bounds = cu_seqlens.tolist()
     ranges = [slice(start, end) for start, end in zip(bounds, bounds[1:]) if end > start]
     parts = [op(*(x if x is None else x[:, tokens] for x in rows)) for tokens in ranges]
@@ -154,14 +154,16 @@ def _columns(layer, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> _Col
     return _Columns(past, torch.cat([seen, seen.index_select(1, present)], 1))
 
 
-def _past(layer, k: Tensor, v: Tensor) -> tuple[Past, Tensor | None]:
+def _past(layer: Any, k: Tensor, v: Tensor) -> tuple[Past, Tensor | None]:
     """Keys, u and ages in a cache layer; and where the present tokens go in a buffer that has room for them."""
     if not isinstance(layer, StaticLayer):
         keys, u = layer.update(k[:, :0].transpose(1, 2), v[:, :0].transpose(1, 2))
         age, by_position = torch.arange(keys.shape[2], 0, -1, device=k.device), None
         return Past(keys.transpose(1, 2), u.transpose(1, 2), age), by_position
     by_position = layer.cumulative_length
-    keys, u, filled = layer.keys, layer.values, by_position
+    keys: Any = layer.keys
+    u: Any = layer.values
+    filled: Tensor | int = by_position
     if isinstance(layer, StaticSlidingWindowLayer) and layer.cumulative_length_int + k.shape[1] > layer.max_cache_len:
         filled, by_position = min(layer.cumulative_length_int, layer.max_cache_len), None
         keys, u = keys[:, :, :filled], u[:, :, :filled]

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_memory.cache import MemoryLayer
 
 
-def join(cache: DynamicCache, other: DynamicCache) -> None:
-    """Append the rows of another cache; what is shorter is padded on the left to the length of what is longer."""
+def join(cache: DynamicCache, other: DynamicCache) -> DynamicCache:
+    """The cache with another's rows; what is shorter is padded on the left to the length of what is longer."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for one, more in zip(cache.layers, other.layers, strict=True):
         if isinstance(one, MemoryLayer):
@@ -26,6 +26,7 @@ def join(cache: DynamicCache, other: DynamicCache) -> None:
             setattr(one, name, torch.cat([_padded(one, name, length), _padded(more, name, length)]))
         if isinstance(one, DynamicSlidingWindowLayer):
             one.cumulative_length = length
+    return cache
 
 
 def keep(cache: DynamicCache, rows: list[int], length: int) -> None:

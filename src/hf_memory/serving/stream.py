@@ -1,6 +1,5 @@
 """Many requests at once: a running batch that requests join and leave between steps."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -109,9 +108,9 @@ def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_bat
     """
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-    waiting, rows, cache = enumerate(requests), [], None
-    pending: deque[Step] = deque()
-    exhausted = False
+    waiting, exhausted = enumerate(requests), False
+    rows: list[_Row] = []
+    cache: DynamicCache | None = None
     while rows or not exhausted:
         while len(rows) < max_batch_size and not exhausted:
             arrived = next(waiting, None)
@@ -121,23 +120,16 @@ def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_bat
             row, alone, step = _read(model, *arrived)
             yield step
             if not step.finished:
-                cache = _joined(cache, alone) if rows else alone
+                cache = join(cache, alone) if rows else alone
                 rows.append(row)
         if rows:
             logits = _forward(model, rows, cache)
-            pending.extend(_advance(row, x, cache, i) for i, (row, x) in enumerate(zip(rows, logits)))
-            running = [i for i, step in enumerate(pending) if not step.finished]
-            if len(running) < len(rows):
-                rows = [rows[i] for i in running]
-                if rows:
-                    keep(cache, running, max(row.length for row in rows))
-            yield from pending
-            pending.clear()
-
-
-def _joined(cache: DynamicCache, alone: DynamicCache) -> DynamicCache:
-    join(cache, alone)
-    return cache
+            steps = [_advance(row, x, cache, i) for i, (row, x) in enumerate(zip(rows, logits))]
+            running = [i for i, step in enumerate(steps) if not step.finished]
+            rows = [rows[i] for i in running]
+            if 0 < len(rows) < len(steps):
+                keep(cache, running, max(row.length for row in rows))
+            yield from steps
 
 
 def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, DynamicCache, Step]:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from hf_memory.ops.contract import in_float32
 from hf_memory.ops.deltaformer.weights import Past, visible, weights
 
-BLOCK = 64
+BLOCK = 64  # rows
+COLUMNS = 512
 
 
 @in_float32
@@ -47,12 +48,14 @@ def _blocks(T: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, T)) for start in range(0, T, block)]
 
 
-def _block_weights(x: Tensor, k: Tensor, age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool):
-    """Columns that the rows of a block may see, and their weights [B, H, C, columns]."""
-    kernel, window, _ = settings
-    columns = age.shape[0] + rows.stop
-    seen = visible(mask[:, :columns], age, rows.stop - rows.start, window, strict=strict, start=rows.start)
-    return columns, weights(x[:, :, rows] @ k[:, :, :columns].mT, seen[:, None], kernel)
+def _seen(age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool) -> Tensor:
+    """Who sees whom, for the rows of a block: [B, 1, C, columns].
+
+    There are more columns than a block may see: of few different sizes, so that memory is used again.
+    """
+    columns = min(mask.shape[1], -(-(age.shape[0] + rows.stop) // COLUMNS) * COLUMNS)
+    T, window = rows.stop - rows.start, settings[1]
+    return visible(mask[:, :columns], age, T, window, strict=strict, start=rows.start)[:, None]
 
 
 def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:
@@ -70,11 +73,12 @@ class _Write(torch.autograd.Function):
         S, T = past_u.shape[2], v.shape[2]
         U = torch.cat([past_u, torch.zeros_like(v)], dim=2)
         for rows in _blocks(T, settings[-1]):
-            _, P = _block_weights(w, k, age, mask, rows, settings, strict=True)
-            before = S + rows.start
+            seen = _seen(age, mask, rows, settings, strict=True)
+            P = weights(w[:, :, rows] @ k[:, :, : seen.shape[-1]].mT, seen, settings[0])
+            before, here = S + rows.start, slice(S + rows.start, S + rows.stop)
             R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (P[..., :before] @ U[:, :, :before])
-            system = beta[:, :, rows] * P[..., before:]
-            U[:, :, before : S + rows.stop] = torch.linalg.solve_triangular(system, R, upper=False, unitriangular=True)
+            system = beta[:, :, rows] * P[..., here]
+            U[:, :, here] = torch.linalg.solve_triangular(system, R, upper=False, unitriangular=True)
         ctx.save_for_backward(w, k, v, a, beta, U, age, mask)
         ctx.settings, ctx.S = settings, S
         return U[:, :, S:].clone()
@@ -87,25 +91,20 @@ class _Write(torch.autograd.Function):
         dU = torch.cat([torch.zeros_like(U[:, :, :S]), dU_new], dim=2)
         G, dw, dk, dbeta = torch.empty_like(v), torch.empty_like(w), torch.zeros_like(k), torch.empty_like(beta)
         for rows in reversed(_blocks(v.shape[2], settings[-1])):
-            columns, P = _block_weights(w, k, age, mask, rows, settings, strict=True)
-            before = S + rows.start
-            system = (beta[:, :, rows] * P[..., before:]).mT
-            g = torch.linalg.solve_triangular(system, dU[:, :, before:columns], upper=True, unitriangular=True)
+            seen = _seen(age, mask, rows, settings, strict=True)
+            columns, before, here = seen.shape[-1], S + rows.start, slice(S + rows.start, S + rows.stop)
+            P = weights(w[:, :, rows] @ k[:, :, :columns].mT, seen, settings[0])
+            system = (beta[:, :, rows] * P[..., here]).mT
+            g = torch.linalg.solve_triangular(system, dU[:, :, here], upper=True, unitriangular=True)
             dU[:, :, :before] -= P[..., :before].mT @ (beta[:, :, rows] * g)
             Y = -(g @ U[:, :, :columns].mT)
             dbeta[:, :, rows] = (P * Y).sum(-1, keepdim=True)
-            dX = _score_gradient(beta[:, :, rows] * Y * _seen(age, mask, rows, settings), P, settings[0])
+            dX = _score_gradient(beta[:, :, rows] * Y * seen, P, settings[0])
             dw[:, :, rows] = dX @ k[:, :, :columns]
             dk[:, :, :columns] += dX.mT @ w[:, :, rows]
             G[:, :, rows] = g
         da = (G * v).sum(-1, keepdim=True)
         return dw, dk, a * G, da, dbeta, dU[:, :, :S], None, None, None
-
-
-def _seen(age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool = True) -> Tensor:
-    columns = age.shape[0] + rows.stop
-    T, window = rows.stop - rows.start, settings[1]
-    return visible(mask[:, :columns], age, T, window, strict=strict, start=rows.start)[:, None]
 
 
 class _Read(torch.autograd.Function):
@@ -115,7 +114,9 @@ class _Read(torch.autograd.Function):
     def forward(ctx, q, k, u, age, mask, settings):
         outputs = []
         for rows in _blocks(q.shape[2], settings[-1]):
-            columns, P = _block_weights(q, k, age, mask, rows, settings, strict=False)
+            seen = _seen(age, mask, rows, settings, strict=False)
+            columns = seen.shape[-1]
+            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, seen, settings[0])
             outputs.append(P @ u[:, :, :columns])
         ctx.save_for_backward(q, k, u, age, mask)
         ctx.settings = settings
@@ -127,8 +128,10 @@ class _Read(torch.autograd.Function):
         q, k, u, age, mask = ctx.saved_tensors
         dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)
         for rows in _blocks(q.shape[2], ctx.settings[-1]):
-            columns, P = _block_weights(q, k, age, mask, rows, ctx.settings, strict=False)
-            dP = do[:, :, rows] @ u[:, :, :columns].mT * _seen(age, mask, rows, ctx.settings, strict=False)
+            seen = _seen(age, mask, rows, ctx.settings, strict=False)
+            columns = seen.shape[-1]
+            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, seen, ctx.settings[0])
+            dP = do[:, :, rows] @ u[:, :, :columns].mT * seen
             dX = _score_gradient(dP, P, ctx.settings[0])
             dq[:, :, rows] = dX @ k[:, :, :columns]
             dk[:, :, :columns] += dX.mT @ q[:, :, rows]

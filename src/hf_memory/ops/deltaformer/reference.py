@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from hf_memory.ops.contract import in_float32
 from hf_memory.ops.deltaformer.weights import Past, visible, weights
@@ -71,6 +72,5 @@ def example(
     }
     if beta_mode == "none":
         del arguments["beta"]
-    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    arguments["initial_state"] = tuple(x.to(device) for x in arguments["initial_state"])
+    arguments = tree_map(lambda x: x.to(device), arguments)
     return {**arguments, "write_kernel": write_kernel, "read_kernel": read_kernel, "beta_mode": beta_mode}
