@@ -49,6 +49,31 @@ CASES = (
         "hf_memory_deltanet",
         {"gate": "scalar", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
+    Case(
+        "deltanet-as-in-gemma",
+        "hf_memory_deltanet",
+        {
+            **SLIDING_HYBRID,
+            "norm_placement": "both",
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    Case(
+        "retention-as-in-olmo",
+        "hf_memory_gated",
+        {
+            **FULL_HYBRID,
+            "gate": "retention",
+            "norm_placement": "post",
+            "use_qk_norm": True,
+            "qk_norm_whole_width": True,
+            "no_rope_layers": [1, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     Case("kda", "hf_memory_deltanet", {"gate": "vector"}),
     Case("deltaformer", "hf_memory_deltaformer", {}),
     Case(

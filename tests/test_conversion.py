@@ -79,6 +79,7 @@ TEACHERS = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"tie_word_embeddings": True}),
     "phi3-window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 4}),
+    "phi3-part": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 99.0}}),
     "phi3-long": (Phi3Config, Phi3ForCausalLM, LONG_ROPE),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
 }

@@ -70,9 +70,6 @@ def _olmo2(config: PreTrainedConfig) -> dict:
 
 
 def _phi3(config: PreTrainedConfig) -> dict:
-    rotated = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    if rotated != 1:
-        raise ValueError(f"partial_rotary_factor of the teacher must be 1 to be carried over, got {rotated}")
     return {"sliding_window": config.sliding_window}
 
 

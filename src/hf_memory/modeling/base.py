@@ -56,7 +56,10 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         attention_bias (`bool`, defaults to `False`): biases of the q, k and v projections.
         attention_output_bias (`bool`, defaults to `False`): bias of the o projection.
         use_qk_norm (`bool`, defaults to `False`): RMS norm of each head's queries and keys, before rotation.
-        qk_norm_whole_width (`bool`, defaults to `False`): let that norm span all heads at once, as in OLMo-2.
+        qk_norm_whole_width (`bool`, defaults to `False`): let that norm span all heads at once, as in OLMo-2; not with
+            tensor parallelism, where no process has all heads.
+        rope_parameters (`dict`, *optional*): as in transformers; `partial_rotary_factor` in it is the part of a head's
+            channels that rotates.
         norm_placement (`str`, defaults to `"pre"`): norms before mixer and MLP as in Llama, `"post"`: after them as in
             OLMo-2, or `"both"` as in Gemma-2.
         no_rope_layers (`list[int]`, defaults to all 1): 1 for a layer that rotates queries and keys, 0 for one that
