@@ -15,7 +15,7 @@ class AttentionMixer(Projections):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        is_sliding = config.mixer_types[layer_idx] == "sliding_attention"
+        is_sliding = config.mixer_types[layer_idx].startswith("sliding")
         self.sliding_window = config.sliding_window if is_sliding else None
 
     def forward(
@@ -33,8 +33,13 @@ class AttentionMixer(Projections):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        output, weights = self.attend(q, k, v, attention_mask, **kwargs)
+        return self.o_proj(output.flatten(-2)), weights
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs):
+        """Heads first, [B, H, T, D] -> ([B, T, H, D], attention weights or None)."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
+        return attend(
             self,
             q,
             k,
@@ -46,4 +51,3 @@ class AttentionMixer(Projections):
             softcap=self.config.attn_logit_softcapping,
             **kwargs,
         )
-        return self.o_proj(output.flatten(-2)), weights

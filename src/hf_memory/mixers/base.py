@@ -82,9 +82,13 @@ class Projections(nn.Module):
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         elif self.config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if position_embeddings is not None and self.rotates:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
-        return q, k
+        return self.rotate(q, k, position_embeddings)
+
+    def rotate(self, q: Tensor, k: Tensor, position_embeddings: Positions | None) -> tuple[Tensor, Tensor]:
+        """Positions for [B, T, H, D], where they are given and this layer has them."""
+        if position_embeddings is None or not self.rotates:
+            return q, k
+        return apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
 
 
 class MemoryMixer(Projections, ABC):

@@ -7,11 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_memory.layers import apply_rotary_pos_emb, unit_length
-from hf_memory.mixers.base import Projections
+from hf_memory.layers import unit_length
+from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.ops.deltaformer import Past, corrected_values, read
 
 
@@ -41,20 +39,15 @@ class _Columns(NamedTuple):
     mask: Tensor  # [B, S + T]
 
 
-class DeltaFormerMixer(Projections):
+class DeltaFormerMixer(AttentionMixer):
     """u_t = a_t v_t - beta_t sum_{i<t} write(k_i, k_t) u_i;   o_t = sum_{i<=t} read(k_i, q_t) u_i.
 
     https://arxiv.org/abs/2505.19488. One u for each key-value head. The cache holds keys and u; where `write_rope` is
     off, a key is kept twice, rotated for the read and as it was for the write.
     """
 
-    is_causal = True
-
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.scaling = self.head_dim**-0.5
-        is_sliding = config.mixer_types[layer_idx] == "sliding_memory"
-        self.sliding_window = config.sliding_window if is_sliding else None
         if config.beta_mode != "none":
             self.b_proj = BetaProjection(config.hidden_size, config.num_key_value_heads, config.beta_activation)
 
@@ -70,7 +63,7 @@ class DeltaFormerMixer(Projections):
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); see `AttentionMixer`."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k_written = self.normalize_and_rotate(q, k, None)
-        q, k = apply_rotary_pos_emb(q, k_written, *position_embeddings, unsqueeze_dim=2)
+        q, k = self.rotate(q, k_written, position_embeddings)
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
         beta = self.b_proj(hidden_states) if self.config.beta_mode != "none" else None
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -81,16 +74,10 @@ class DeltaFormerMixer(Projections):
             kept_all, u_all = past_key_values.update(kept_all, u_all, self.layer_idx)
         if self.config.read_kernel == "softmax":
             keys = kept_all[..., : self.head_dim]
-            output, weights = self._attend(q.transpose(1, 2), keys, u_all, attention_mask, **kwargs)
+            output, weights = self.attend(q.transpose(1, 2), keys, u_all, attention_mask, **kwargs)
         else:
             output, weights = self._read(q, kept, u, columns, cu_seqlens), None
         return self.o_proj(output.flatten(-2)), weights
-
-    def _attend(self, q: Tensor, k: Tensor, u: Tensor, attention_mask: Tensor | None, **kwargs):
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
-        return attend(self, q, k, u, attention_mask, **options, **kwargs)
 
     def _write_keys(self, kept: Tensor) -> Tensor:
         keys = kept[..., -self.head_dim :]
