@@ -24,6 +24,7 @@ from cases import (
     make_model,
     random_tokens,
 )
+from hf_memory.mixers.attention import AttentionMixer
 
 
 def assert_close(logits, expected, tolerance=2e-5):
@@ -250,10 +251,9 @@ def test_hidden_states_and_attentions_are_returned(case):
     model, tokens = make_model(case, attn_implementation="eager"), random_tokens(1, 5)
     outputs = model(tokens, output_hidden_states=True, output_attentions=True)
     assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+    attentions = sum(isinstance(layer.mixer, AttentionMixer) for layer in model.model.layers)
     shown = getattr(model.config, "read_kernel", "softmax") == "softmax"
-    assert (
-        len(outputs.attentions) == sum(isinstance(layer.mixer, AttentionMixer) for layer in model.model.layers) * shown
-    )
+    assert len(outputs.attentions) == attentions * shown
 
 
 @every_case
