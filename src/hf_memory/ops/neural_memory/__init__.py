@@ -1,0 +1,157 @@
+"""The neural memory: a matrix or a small network that learns keys and values by gradient descent while it reads.
+
+Titans, and with other options the delta rules, linear attention and TTT.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.contract import Backend, Dims, check_gate, check_inputs, check_tensor, choose_backend, per_sequence
+from hf_memory.ops.neural_memory import chunk, reference
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
+
+__all__ = ["NeuralMemoryState", "neural_memory"]
+
+
+def neural_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    momentum: Tensor | None,
+    decay: Tensor | None,
+    weights: tuple[Tensor, ...],
+    *,
+    chunk_size: int,
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
+    residual: bool = False,
+    norm: Norm | None = None,
+    loss: Literal["half", "full"] = "half",
+    grad_at: Literal["previous", "decayed"] = "previous",
+    forget_to: Literal["initial", "zero"] | None = None,
+    mask: Tensor | None = None,
+    initial_state: NeuralMemoryState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, NeuralMemoryState | None]:
+    """Teach a network M to say v when it sees k, by one step of gradient descent a token, and ask it about q.
+
+        A <- W if a chunk of chunk_size tokens begins here              (the anchor)
+        A <- a_t A                                                      (with grad_at="decayed" only)
+        S <- eta_t S - lr_t grad l(A),   l = |M(k_t; A) - v_t|^2        (half of it with loss="half")
+        W <- a_t W + S                                                  (without momentum S is the last step alone)
+        o_t = M(q_t; W)
+
+    where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being `weights`. M is a matrix, or
+    matrices with an activation between them; with `norm` a layer norm follows the last one; with `residual` its input
+    is added to what it says. TTT is a memory with residual and norm, and without momentum and decay.
+
+    chunk_size belongs to the function: a memory read with another one is another memory. Chunks are counted from the
+    first token of a sequence, over calls, and over tokens that the mask keeps: each row has a phase of its own.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T, H, K], best of unit length.
+        v: values [B, T, HV, V], HV a multiple of H.
+        lr: rate of learning [B, T, HV], >= 0. Steps of a chunk add up, so it should fall with 1 / chunk_size.
+        momentum: natural logarithm of eta [B, T, HV], <= 0, or None for none.
+        decay: natural logarithm of a [B, T, HV], <= 0, or None for a = 1; -inf forgets everything.
+        weights: initial weights, one tensor [HV, d_in, d_out] for each layer. The first d_in is K, the last d_out V.
+            If the first has K + 1 rows, all have one more row, which is their bias.
+        chunk_size: tokens whose gradients are taken at the same weights.
+        activation: between matrices: "silu", "gelu" or its approximation "gelu_tanh".
+        residual: add the network's input to its output; K = V.
+        norm: weight and bias [HV, V] of a layer norm, or None.
+        loss: "half" the squared error, or the "full" one, whose steps are twice as long.
+        grad_at: take gradients at the "previous" memory (Titans) or at the "decayed" one (Gated DeltaNet).
+        forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
+            come to zero has no gradient and stays there.
+        mask: [B, T] bool; a token where it is False changes nothing, and its output is 0.
+        initial_state: what an earlier call returned; default: `weights` that have read nothing.
+        output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        cu_seqlens: boundaries [N + 1] of sequences packed into one row.
+        backend: "reference", "chunk", or "auto", which is chunk.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of q, and the final state or None.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
+    """
+    dims = check_inputs(q, k, v, cu_seqlens)
+    for name, gate in (("lr", lr), ("momentum", momentum), ("decay", decay)):
+        if gate is not None:
+            check_gate(name, gate, dims, like=q, vector=False)
+    bias = _check_weights(weights, dims, q)
+    _check_options(dims, q, chunk_size, residual, norm, mask)
+    _check_choice("activation", activation, tuple(ACTIVATIONS))
+    _check_choice("loss", loss, ("half", "full"))
+    _check_choice("grad_at", grad_at, ("previous", "decayed"))
+    _check_choice("forget_to", forget_to, ("initial", "zero", None))
+    to_initial = len(weights) > 1 if forget_to is None else forget_to == "initial"
+    decayed = grad_at == "decayed" and decay is not None
+    rule = Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, to_initial)
+    state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
+    fresh = initial_state is None
+    op = reference.neural_memory
+    if choose_backend(backend, q, "the neural memory has none yet") != "reference":
+        op = chunk.fresh_neural_memory if fresh else chunk.neural_memory
+    rows = (k, v, lr, momentum, decay, mask)
+    o, state = per_sequence(op, cu_seqlens, q, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule)
+    return o, state if output_final_state else None
+
+
+def _check_choice(name: str, given: str | None, choices: tuple) -> None:
+    if given not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {given!r}")
+
+
+def _check_weights(weights: tuple[Tensor, ...], dims: Dims, q: Tensor) -> bool:
+    """Whether the weights have biases."""
+    if not isinstance(weights, (tuple, list)) or not weights or not all(isinstance(W, Tensor) for W in weights):
+        raise ValueError(f"weights must be a tuple of tensors, one for each layer, got {type(weights).__name__}")
+    if any(W.ndim != 3 for W in weights):
+        raise ValueError(f"weights must be [HV, d_in, d_out] each, got {[tuple(W.shape) for W in weights]}")
+    bias = weights[0].shape[1] == dims.K + 1
+    widths = [dims.K, *(W.shape[2] for W in weights[:-1]), dims.V]
+    for n, (W, d_in, d_out) in enumerate(zip(weights, widths, widths[1:])):
+        check_tensor(f"weights[{n}]", W, (dims.HV, d_in + bias, d_out), like=q)
+    return bias
+
+
+def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm, mask: Tensor | None) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    if residual and dims.K != dims.V:
+        raise ValueError(f"residual must be False unless K equals V, got True with K={dims.K} and V={dims.V}")
+    if norm is not None:
+        if not isinstance(norm, (tuple, list)) or len(norm) != 2:
+            raise ValueError(f"norm must be a pair of tensors, weight and bias, got {type(norm).__name__}")
+        for name, x in zip(("norm[0]", "norm[1]"), norm):
+            check_tensor(name, x, (dims.HV, dims.V), like=q)
+    if mask is not None:
+        check_tensor("mask", mask, (dims.B, dims.T), like=q)
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask must have dtype torch.bool, got {mask.dtype}")
+
+
+def _state(
+    state: NeuralMemoryState | None, weights: tuple[Tensor, ...], dims: Dims, q: Tensor, chunk_size: int, momentum: bool
+) -> NeuralMemoryState:
+    """The state as given, checked and wide, or the one of a memory that has read nothing."""
+    P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
+    widths = (P, P if momentum else 0, P if chunk_size > 1 else 0)
+    if state is None:
+        W, S, A = (q.new_zeros(dims.N, dims.HV, width, dtype=dtype) for width in widths)
+        return NeuralMemoryState(W, S, A, torch.zeros(dims.N, dtype=torch.long, device=q.device))
+    if not isinstance(state, NeuralMemoryState):
+        raise ValueError(f"initial_state must be a NeuralMemoryState, got {type(state).__name__}")
+    for name, x, width in zip(state._fields, state, widths):
+        check_tensor(f"initial_state.{name}", x, (dims.N, dims.HV, width), like=q)
+    check_tensor("initial_state.phase", state.phase, (dims.N,), like=q)
+    return NeuralMemoryState(state[0].to(dtype), state[1].to(dtype), state[2].to(dtype), state.phase)

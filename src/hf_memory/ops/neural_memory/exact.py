@@ -1,0 +1,82 @@
+"""A matrix whose gradients are taken at every token: the errors of a chunk solve a triangular system.
+
+With the coefficients of `chunk`, errors u_t = v_t - W_{t-1}^T k_t, and P', beta', c' shifted one row down:
+
+    (I + P' .* K K^T) U = V - beta' .* K W - c' .* K S
+    O = beta .* Q W + c .* Q S + (P .* Q K^T) U
+    W <- beta_n W + c_n S + (P_n .* K)^T U,   S <- H S + (m .* K)^T U
+
+Weights and momentum are kept on top of each other as M, so each line is one product a chunk. The gradient at the
+decayed memory multiplies the shifted rows by a_t. What is forgotten toward the initial weights comes back as them.
+Source: https://arxiv.org/abs/2412.06464, with momentum added.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.neural_memory.network import Rule, lift
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, state, initial, rule: Rule):
+    """Rows [NC, N, C, D], state and initial as `dual.run` takes them; returns o [NC, N, C, V] and the state."""
+    x, q, v = q, lift(q, rule), v - k if rule.residual else v
+    k, P = lift(k, rule), rule.factor * coefficients.P
+    enters, leaves, through = _stacked(coefficients, P, k, rule)
+    before_P, before = _before(P, enters, decay, rule)
+    M = torch.cat([W for layers in state[:2] for W in layers], dim=-2)  # [N, d_in or 2 d_in, V]
+    returns = coefficients.beta is not None and rule.to_initial
+    if returns:
+        v = v - (1 - before[..., :1]) * (k @ initial[0])
+    rows = torch.cat([v, _outer(before, k)], dim=-1)
+    system = (before_P * (k @ k.mT)).tril(-1)
+    rows = torch.linalg.solve_triangular(system, rows, upper=False, unitriangular=True)
+    values, keys = rows.tensor_split([v.shape[-1]], dim=-1)
+    reads, asks = P * (q @ k.mT), _outer(enters, q)
+    back = (1 - coefficients.beta[..., -1:, :]) * initial[0] if returns else None
+    o, M = _pass(reads, asks, values, keys, leaves, through, back, M)
+    if returns:
+        o = o + (1 - coefficients.beta) * (q @ initial[0])
+    layers = M.split(k.shape[-1], dim=-2)
+    return (o + x if rule.residual else o), (layers[:1], layers[1:], ())
+
+
+def _pass(reads, asks, values, keys, leaves, through, back, M: Tensor) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk, all arguments but M [NC, N, ...]."""
+    outputs = []
+    for n in range(reads.shape[0]):
+        U = torch.baddbmm(values[n], keys[n], M, alpha=-1)
+        outputs.append(torch.baddbmm(reads[n] @ U, asks[n], M))
+        if through is not None:
+            M = (through[n] @ M.unflatten(1, (through.shape[-1], -1)).flatten(2)).view_as(M)
+        M = torch.baddbmm(M, leaves[n].mT, U)
+        if back is not None:
+            M = M + F.pad(back[n], (0, 0, 0, M.shape[1] - back.shape[2]))
+    return torch.stack(outputs), M
+
+
+def _stacked(coefficients, P: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Coefficients of M's parts on the way in [..., C, 1 or 2], keys on the way out, and what M's parts become."""
+    _, beta, c, m, H = coefficients
+    w = P[..., -1, :, None]
+    one = torch.ones_like(w) if beta is None else beta
+    if c is None:
+        return one, w * k, None if beta is None else beta[..., -1:, :]
+    enters = torch.cat([one, c], dim=-1)
+    through = torch.cat([enters[..., -1:, :], F.pad(H, (1, 0))], dim=-2)
+    return enters, torch.cat([w * k, rule.factor * m * k], dim=-1), through
+
+
+def _before(P: Tensor, enters: Tensor, decay: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """P and `enters` of the memory whose error a token takes: the one before it, decayed or not."""
+    first = F.pad(torch.ones_like(enters[..., :1, :1]), (0, enters.shape[-1] - 1))
+    P, enters = F.pad(P, (0, 0, 1, -1)), torch.cat([first, enters[..., :-1, :]], dim=-2)
+    if not rule.decayed or decay is None:
+        return P, enters
+    a = decay.exp()[..., None]
+    return a * P, a * enters
+
+
+def _outer(scales: Tensor, x: Tensor) -> Tensor:
+    """[..., C, n] and [..., C, D] -> [..., C, n * D]: x by each scale."""
+    return (scales[..., None] * x[..., None, :]).flatten(-2)

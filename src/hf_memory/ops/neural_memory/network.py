@@ -1,0 +1,125 @@
+"""The memory's network, which both forms share: activations with their derivatives, the norm, the error, the state.
+
+A memory of depth L maps a row x to x_L, plus x itself with `residual`, where x_0 = x, x_l = s(x_{l-1} W_l) and the last
+layer has no s but an optional layer norm. With `bias` every matrix has one more row, which a constant 1 reads.
+"""
+
+from math import pi, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NORM_EPS = 1e-6
+Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
+
+
+class Rule(NamedTuple):
+    """What kind of memory it is; a part of the function, and constant over a call."""
+
+    chunk_size: int
+    activation: str
+    residual: bool
+    bias: bool
+    factor: float  # of the error: 1 for half the squared error, 2 for the full one
+    decayed: bool  # the gradient is taken at the decayed memory
+    to_initial: bool  # forgetting leads to the initial weights, else to zero
+
+
+class NeuralMemoryState(NamedTuple):
+    """Where a memory stands. All zeros is a memory that has read nothing; P is the number of weights of a head."""
+
+    weights: Tensor  # [N, H, P]: how far the weights are from the initial ones
+    momentum: Tensor  # [N, H, P], or [N, H, 0] without momentum
+    anchor: Tensor  # [N, H, P]: the weights where gradients are taken, as `weights`; [N, H, 0] if chunk_size is 1
+    phase: Tensor  # [N] int64: tokens read since the chunk began
+
+
+def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
+    """Append the constant that biases multiply."""
+    return F.pad(x, (0, 1), value=value) if rule.bias else x
+
+
+def normalize(z: Tensor, norm: Norm | None) -> Tensor:
+    """Layer norm over channels, or z."""
+    return z if norm is None else F.layer_norm(z, z.shape[-1:], eps=NORM_EPS) * norm[0] + norm[1]
+
+
+def output(z: Tensor, x: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
+    """From the last layer's rows z and the network's input x to what the memory says."""
+    return normalize(z, norm) + x if rule.residual else normalize(z, norm)
+
+
+def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | None) -> Tensor:
+    """What the memory says to rows x [..., n, K]; weights [..., d_in, d_out]."""
+    z = lift(x, rule) @ weights[0]
+    for W in weights[1:]:
+        z = lift(ACTIVATIONS[rule.activation](z)[0], rule) @ W
+    return output(z, x, rule, norm)
+
+
+def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
+    """Gradient of the loss with respect to the last layer's rows z."""
+    e = rule.factor * (output(z, k, rule, norm) - v)
+    if norm is None:
+        return e
+    e, centered = e * norm[0], z - z.mean(-1, keepdim=True)
+    rstd = (centered.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    z_hat = centered * rstd
+    return rstd * (e - e.mean(-1, keepdim=True) - z_hat * (e * z_hat).mean(-1, keepdim=True))
+
+
+def silu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x sigmoid(x) and its first and second derivative."""
+    s = x.sigmoid()
+    rest = s * (1 - s)
+    return x * s, s + x * rest, rest * (2 + x * (1 - 2 * s))
+
+
+def gelu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x Phi(x) and its first and second derivative."""
+    Phi = 0.5 * (1 + torch.erf(x / sqrt(2)))
+    density = (-0.5 * x.square()).exp() / sqrt(2 * pi)
+    return x * Phi, Phi + x * density, density * (2 - x.square())
+
+
+def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The approximation of gelu by tanh, and its first and second derivative."""
+    c, a = sqrt(2 / pi), 0.044715
+    t = torch.tanh(c * (x + a * x**3))
+    du, ddu = c * (1 + 3 * a * x.square()), c * 6 * a * x
+    dt = (1 - t.square()) * du
+    ddt = (1 - t.square()) * ddu - 2 * t * dt * du
+    return 0.5 * x * (1 + t), 0.5 * (1 + t + x * dt), dt + 0.5 * x * ddt
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+
+
+def unpack(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """[N, H, P] -> [N, H, d_in, d_out] for each layer of `like`; nothing for [N, H, 0]."""
+    if packed.shape[-1] == 0:
+        return ()
+    parts = packed.split([W.shape[-2] * W.shape[-1] for W in like], dim=-1)
+    return tuple(part.unflatten(-1, W.shape[-2:]) for part, W in zip(parts, like))
+
+
+def pack(layers: tuple[Tensor, ...], empty: Tensor) -> Tensor:
+    """[N, H, d_in, d_out] of each layer -> [N, H, P], or `empty` [N, H, 0] if there are none."""
+    return torch.cat([x.flatten(-2) for x in layers], dim=-1) if layers else empty
+
+
+def enter(state: NeuralMemoryState, initial: tuple[Tensor, ...]):
+    """(weights, momentum, anchor) of a state, each a tuple of [N, H, d_in, d_out]; `initial` is [H, d_in, d_out]."""
+    weights = tuple(I + x for I, x in zip(initial, unpack(state.weights, initial)))
+    anchor = tuple(I + x for I, x in zip(initial, unpack(state.anchor, initial)))
+    return weights, unpack(state.momentum, initial), anchor
+
+
+def leave(weights, momentum, anchor, phase: Tensor, initial: tuple[Tensor, ...]) -> NeuralMemoryState:
+    """The inverse of `enter`."""
+    empty = weights[0].new_empty(*weights[0].shape[:2], 0)
+    moved = (tuple(x - I for I, x in zip(initial, layers)) for layers in (weights, anchor))
+    weights, anchor = (pack(layers, empty) for layers in moved)
+    return NeuralMemoryState(weights, pack(momentum, empty), anchor, phase)

@@ -1,0 +1,127 @@
+"""The definition of the neural memory, one token at a time, with gradients of the memory's loss by autograd.
+
+Every other backend is tested against it.
+"""
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.neural_memory.network import NeuralMemoryState, Norm, Rule, enter, leave, network
+
+Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
+
+
+@in_float32
+def neural_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    momentum: Tensor | None,
+    decay: Tensor | None,
+    mask: Tensor | None,
+    *,
+    initial_state: NeuralMemoryState,
+    weights: Layers,
+    norm: Norm | None,
+    rule: Rule,
+) -> tuple[Tensor, NeuralMemoryState]:
+    """The recurrence in the op's docstring."""
+    HV = v.shape[2]
+    q, k, v = (x[:, :, :, None] for x in (repeat_heads(q, HV), repeat_heads(k, HV), v))  # [B, T, H, 1, D]
+    norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
+    W, S, A = enter(initial_state, weights)
+    phase, outputs = initial_state.phase, []
+    for t in range(q.shape[1]):
+        a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
+        real = None if mask is None else mask[:, t, None, None, None]
+        A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
+        if rule.decayed:
+            A = _where(real, _forget(A, weights, a, rule), A)
+        step = _gradient(A, k[:, t], v[:, t], rule, norm)
+        step = tuple(-lr[:, t, :, None, None] * g for g in step)
+        if eta is not None:
+            step = tuple(eta * s + g for s, g in zip(S, step))
+            S = _where(real, step, S)
+        W = _where(real, tuple(w + s for w, s in zip(_forget(W, weights, a, rule), step)), W)
+        o = network(q[:, t], W, rule, norm)
+        outputs.append((o if real is None else o * real)[:, :, 0])
+        phase = (phase + (1 if mask is None else mask[:, t])) % rule.chunk_size
+    A = () if rule.chunk_size == 1 else _keep(phase.bool()[:, None, None, None], A, W)
+    return torch.stack(outputs, dim=1), leave(W, S, A, phase, weights)
+
+
+def _gradient(weights: Layers, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Layers:
+    """Of the loss of one token: k [B, H, 1, K], v [B, H, 1, V]."""
+
+    def loss(weights: Layers) -> Tensor:
+        return 0.5 * rule.factor * (network(k, weights, rule, norm) - v).square().sum()
+
+    return grad(loss)(weights)
+
+
+def _forget(weights: Layers, initial: Layers, a: Tensor | None, rule: Rule) -> Layers:
+    if a is None:
+        return weights
+    return tuple(a * w + (1 - a) * I if rule.to_initial else a * w for w, I in zip(weights, initial))
+
+
+def _where(real: Tensor | None, new: Layers, old: Layers) -> Layers:
+    return new if real is None else _keep(real, new, old)
+
+
+def _keep(condition: Tensor, layers: Layers, others: Layers) -> Layers:
+    return tuple(torch.where(condition, x, y) for x, y in zip(layers, others))
+
+
+def example(
+    *,
+    B: int = 2,
+    T: int = 65,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 8,
+    V: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    depth: int = 1,
+    chunk_size: int = 1,
+    expansion: int = 2,
+    momentum: bool = True,
+    decay: bool = True,
+    bias: bool = False,
+    norm: bool = False,
+    **options,
+) -> dict:
+    """Valid random arguments of the op; `options` are passed on to it."""
+    generator = torch.Generator().manual_seed(seed)
+    HV, V, wide = HV or H, V or K, torch.promote_types(dtype, torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    sizes = [K, *[expansion * K] * (depth - 1), V]
+    shapes = [(d_in + bias, d_out) for d_in, d_out in zip(sizes, sizes[1:])]
+    P = sum(d_in * d_out for d_in, d_out in shapes)
+    arguments: dict = {
+        "q": random(B, T, H, K).to(dtype),
+        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
+        "v": random(B, T, HV, V).to(dtype),
+        "lr": (random(B, T, HV).sigmoid() * (0.1 if depth > 1 else 0.5) / chunk_size).to(wide),
+        "momentum": F.logsigmoid(random(B, T, HV)).to(wide) if momentum else None,
+        "decay": F.logsigmoid(random(B, T, HV) + 3).to(wide) if decay else None,
+        "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
+        "mask": torch.ones(B, T, dtype=torch.bool),
+    }
+    if norm:
+        arguments["norm"] = tuple((random(HV, V) * 0.1 + one).to(wide) for one in (1, 0))
+    phase = torch.arange(1, B + 1) % chunk_size
+    start, slope, anchor = (0.1 * random(B, HV, width) for width in (P, P * momentum, P))
+    anchor = torch.where(phase.bool()[:, None, None], anchor, start)[..., : P * (chunk_size > 1)]
+    arguments["initial_state"] = NeuralMemoryState(start.to(wide), slope.to(wide), anchor.to(wide), phase)
+    return {**tree_map_only(Tensor, lambda x: x.to(device), arguments), "chunk_size": chunk_size, **options}
