@@ -3,7 +3,7 @@
 Titans, and with other options the delta rules, linear attention and TTT.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -101,9 +101,15 @@ def neural_memory(
     op = reference.neural_memory
     if choose_backend(backend, q, "the neural memory has none yet") != "reference":
         op = chunk.fresh_neural_memory if fresh else chunk.neural_memory
-    rows = (k, v, lr, momentum, decay, mask)
-    o, state = per_sequence(op, cu_seqlens, q, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule)
+    rows: Any = [x if x is None or mask is None else _blank(x, mask) for x in (q, k, v, lr, momentum, decay)]
+    memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
+    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
+
+
+def _blank(x: Tensor, mask: Tensor) -> Tensor:
+    """Zeros at tokens that the mask leaves out: whatever stands there reaches neither results nor gradients."""
+    return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
 
 
 def _check_choice(name: str, given: str | None, choices: tuple) -> None:

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         Tensor | None
     )  # [B, NC * C]: which token is at a place, T for none; None: tokens stay, and the end is filled
     place: Tensor | None  # [B, T]: the inverse
-    closed: list  # NC + 1 times: whether a chunk of the memory ends before chunk n; a bool, or one for each row [B]
+    closed: list  # NC + 1 times: whether a chunk of the memory begins at chunk n: a bool, or one for each row [B]
     phase: Tensor  # [B], after the last token
 
 
@@ -58,7 +58,7 @@ def neural_memory(
     is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None
     layout = _layout(initial_state.phase, mask, T, rule.chunk_size, fresh, is_exact)
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    q, k, v, lr, momentum, decay = (_arrange(x, mask, layout) for x in (q, k, v, lr, momentum, decay))
+    q, k, v, lr, momentum, decay = (_arrange(x, layout) for x in (q, k, v, lr, momentum, decay))
     coefficients = _coefficients(lr, momentum, decay, _real(mask, layout, B, T, q))
     state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
@@ -78,15 +78,15 @@ def _layout(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool, is_
         return Layout(min(EXACT_CHUNK, T), None, None, [], phase)
     after = phase + (T if mask is None else mask.sum(1))
     if fresh and mask is None:
-        return Layout(min(b, T), None, None, [False, *[True] * (-(-T // b) - 1), T % b == 0], after % b)
+        return Layout(min(b, T), None, None, [True] * -(-T // b) + [T % b == 0], after % b)
     places = 1 if T == 1 else int(after.max())
     if places <= b:
-        return Layout(T, None, None, [False, after == b], after % b)
+        return Layout(T, None, None, [phase == 0, after == b], after % b)
     NC, tokens = -(-places // b), torch.arange(T, device=phase.device).expand(phase.shape[0], T)
     place = phase[:, None] + (tokens if mask is None else mask.cumsum(1) - 1)
     source = torch.full((phase.shape[0], NC * b + 1), T, device=phase.device)
     source = source.scatter(1, place if mask is None else place.where(mask, NC * b), tokens)[:, :-1]
-    return Layout(b, source, place.clamp(min=0), [False, *(after >= n * b for n in range(1, NC + 1))], after % b)
+    return Layout(b, source, place.clamp(min=0), [phase == 0, *(after >= n * b for n in range(1, NC + 1))], after % b)
 
 
 def _real(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tensor) -> Tensor | None:
@@ -94,10 +94,10 @@ def _real(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tensor) -> 
     if mask is None and layout.source is None and T % layout.C == 0:
         return None
     ones = like.new_ones(B, T) if mask is None else mask.to(like)
-    return _arrange(ones[:, :, None], None, layout)
+    return _arrange(ones[:, :, None], layout)
 
 
-def _arrange(x: Tensor | None, mask: Tensor | None, layout: Layout) -> Tensor | None:
+def _arrange(x: Tensor | None, layout: Layout) -> Tensor | None:
     """[B, T, H, ...] -> [NC, B * H, C, ...] in the layout's order, zeros where there is no token."""
     if x is None:
         return None
@@ -105,8 +105,6 @@ def _arrange(x: Tensor | None, mask: Tensor | None, layout: Layout) -> Tensor | 
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
         index = layout.source.view(*layout.source.shape, *(1 for _ in x.shape[2:]))
         x = x.gather(1, index.expand(-1, -1, *x.shape[2:]))
-    elif mask is not None:
-        x = torch.where(mask.view(*mask.shape, *(1 for _ in x.shape[2:])), x, 0.0)
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % layout.C)).transpose(1, 2)  # [B, H, NC * C, ...]
     return x.unflatten(2, (-1, layout.C)).flatten(0, 1).transpose(0, 1).contiguous()
 

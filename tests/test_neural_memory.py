@@ -1,0 +1,368 @@
+"""The neural memory: its forms agree in float64, and with the right options it is every memory it contains."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_memory.ops.delta_rule import delta_rule
+from hf_memory.ops.linear_attention import linear_attention
+from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory.reference import example
+
+EXACT = {"rtol": 1e-9, "atol": 1e-10}
+PER_TOKEN = ("q", "k", "v", "lr", "momentum", "decay", "mask")
+TTT = {"residual": True, "norm": True, "bias": True, "momentum": False, "decay": False, "activation": "gelu_tanh"}
+OPTIONS = {
+    "titans": {},
+    "no momentum": {"momentum": False},
+    "no decay": {"decay": False},
+    "plain": {"momentum": False, "decay": False},
+    "decayed": {"grad_at": "decayed", "forget_to": "initial", "loss": "full"},
+    "decayed to zero": {"grad_at": "decayed", "forget_to": "zero", "bias": True},
+    "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
+    "ttt": TTT,
+    "all": {**TTT, "momentum": True, "decay": True, "grad_at": "decayed", "forget_to": "initial"},
+}
+backends = pytest.mark.parametrize("backend", ["reference", "chunk"])
+some_forms = pytest.mark.parametrize(
+    "form",
+    [
+        {"depth": 1, "chunk_size": 1},
+        {"depth": 1, "chunk_size": 1, **OPTIONS["decayed"], "bias": True},
+        {"depth": 1, "chunk_size": 16, **TTT},
+        {"depth": 2, "chunk_size": 4},
+        {"depth": 2, "chunk_size": 16, **OPTIONS["all"]},
+        {"depth": 3, "chunk_size": 37, "forget_to": "zero"},
+    ],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(T, **sizes):
+    return example(T=T, **{"B": 2, "H": 1, "HV": 2, "K": 4, "dtype": torch.float64, **sizes})
+
+
+def is_real(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def run(arguments, backend):
+    """Outputs, final state, and gradients of a random function of both for every tensor; None is zero."""
+    arguments = tree_map(lambda x: x.detach().requires_grad_() if is_real(x) else x, arguments)
+    o, state = neural_memory(**arguments, backend=backend, output_final_state=True)
+    outputs, generator = [o, *state[:3]], torch.Generator().manual_seed(1)
+    total = sum((torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in outputs)
+    inputs = [x for x in tree_flatten(arguments)[0] if is_real(x)]
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+    return o, state, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
+
+
+def assert_equal(results, expected, **tolerance):
+    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
+        torch.testing.assert_close(one, other, **(tolerance or EXACT))
+
+
+def tokens_of(arguments, part, state):
+    cut = {n: x[:, part] if n in PER_TOKEN and x is not None else x for n, x in arguments.items()}
+    return {**cut, "initial_state": state}
+
+
+def read_in_parts(arguments, bounds, backend):
+    state, outputs = arguments.get("initial_state"), []
+    for start, end in zip(bounds, bounds[1:]):
+        part = tokens_of(arguments, slice(start, end), state)
+        o, state = neural_memory(**part, backend=backend, output_final_state=True)
+        outputs.append(o)
+    return torch.cat(outputs, 1), state
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("b", [1, 4, 16, 37, 64])
+def test_chunk_equals_reference(depth, b):
+    """Outputs, states and the written gradients of every input; rows begin at phases of their own."""
+    arguments = make(70 if depth < 3 else 41, B=3, depth=depth, chunk_size=b)
+    assert_equal(run(arguments, "chunk"), run(arguments, "reference"))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("depth", "b"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5)])
+def test_chunk_equals_reference_with_every_option(options, depth, b):
+    arguments = make(18, depth=depth, chunk_size=b, **OPTIONS[options])
+    assert_equal(run(arguments, "chunk"), run(arguments, "reference"))
+
+
+@pytest.mark.parametrize("T", [1, 3, 4, 13])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunk_equals_reference_from_the_start_of_a_sequence(T, depth):
+    arguments = {**make(T, depth=depth, chunk_size=4), "initial_state": None, "mask": None}
+    assert_equal(run(arguments, "chunk"), run(arguments, "reference"))
+
+
+@some_forms
+def test_chunk_equals_reference_with_a_ragged_mask(form):
+    arguments = make(45, B=3, **form)
+    arguments["mask"] = torch.rand(3, 45, generator=torch.Generator().manual_seed(1)) > 0.3
+    arguments["mask"][1, 5:], arguments["mask"][2] = False, False
+    assert_equal(run(arguments, "chunk"), run(arguments, "reference"))
+
+
+@some_forms
+@pytest.mark.parametrize("fresh", [True, False])
+def test_decoding_and_any_split_equal_the_whole(form, fresh):
+    arguments = make(40, **form)
+    arguments = {**arguments, "initial_state": None, "mask": None} if fresh else arguments
+    whole = neural_memory(**arguments, output_final_state=True)
+    for bounds in ([0, 1, 17, 18, 37, 40], [0, 16, 32, 40], [0, 15, 40], range(41)):
+        assert_equal(read_in_parts(arguments, [*bounds], "chunk"), whole)
+    assert_equal(read_in_parts(arguments, [0, 3, 17, 40], "reference"), whole)
+
+
+@some_forms
+@backends
+def test_masked_tokens_leave_no_trace(form, backend):
+    """Rows padded at the left, in the middle and at the right equal the rows alone, whatever stands in the padding."""
+    arguments = make(40, B=3, **form)
+    keep = torch.ones(3, 40, dtype=torch.bool)
+    keep[0, :7], keep[1, 18:30], keep[2, 33:] = False, False, False
+    for name in PER_TOKEN[:-1]:
+        if arguments[name] is not None:
+            arguments[name][~keep] = torch.nan
+    o, state = neural_memory(**{**arguments, "mask": keep}, backend=backend, output_final_state=True)
+    assert not o[~keep].any()
+    for n in range(3):
+        row = {x: y[n : n + 1, keep[n]] if x in PER_TOKEN and y is not None else y for x, y in arguments.items()}
+        row["initial_state"] = NeuralMemoryState(*(x[n : n + 1] for x in arguments["initial_state"]))
+        alone, alone_state = neural_memory(**{**row, "mask": None}, backend="reference", output_final_state=True)
+        assert_equal((o[n, keep[n]], [x[n] for x in state]), (alone[0], [x[0] for x in alone_state]))
+
+
+@some_forms
+@backends
+def test_packed_equals_apart(form, backend):
+    arguments = make(30, B=1, **form)
+    bounds = [0, 11, 11, 12, 30]
+    arguments["initial_state"] = make(1, B=4, seed=5, **form)["initial_state"]
+    o, state = neural_memory(**arguments, cu_seqlens=torch.tensor(bounds), backend=backend, output_final_state=True)
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        alone = NeuralMemoryState(*(x[n : n + 1] for x in arguments["initial_state"]))
+        if end > start:
+            part = tokens_of(arguments, slice(start, end), alone)
+            out, alone = neural_memory(**part, backend=backend, output_final_state=True)
+            assert_equal(o[:, start:end], out)
+        assert_equal([x[n : n + 1] for x in state], list(alone))
+
+
+@some_forms
+def test_later_tokens_do_not_reach_earlier_outputs(form):
+    arguments = make(20, B=1, **form)
+    inputs = [arguments[n].requires_grad_() for n in PER_TOKEN[:-1] if arguments[n] is not None]
+    o = neural_memory(**arguments)[0]
+    for g in torch.autograd.grad(o[:, 9].sum(), inputs):
+        assert not g[:, 10:].any()
+        assert g[:, 9].any()
+
+
+@some_forms
+def test_a_state_of_zeros_has_read_nothing(form):
+    arguments = make(20, **form)
+    zeros = NeuralMemoryState(*(torch.zeros_like(x) for x in arguments["initial_state"]))
+    assert_equal(
+        neural_memory(**{**arguments, "initial_state": zeros}), neural_memory(**{**arguments, "initial_state": None})
+    )
+    assert neural_memory(**arguments)[1] is None
+
+
+def matrix(T=40, *, loss="half", grad_at="previous", chunk_size=1, **options):
+    """A matrix that begins at zero, so that the initial state is empty."""
+    arguments = make(T, depth=1, HV=1, chunk_size=chunk_size, loss=loss, grad_at=grad_at, **options)
+    arguments["weights"] = (torch.zeros_like(arguments["weights"][0]),)
+    return {**arguments, "initial_state": None}
+
+
+@backends
+def test_without_momentum_and_decay_it_is_the_delta_rule(backend):
+    a = matrix(momentum=False, decay=False)
+    expected = delta_rule(a["q"], a["k"], a["v"], a["lr"], scale=1.0)[0]
+    assert_equal(neural_memory(**a, backend=backend)[0], expected)
+
+
+@backends
+@pytest.mark.parametrize(("loss", "factor"), [("half", 1.0), ("full", 2.0)])
+def test_with_decay_it_is_a_gated_delta_rule(backend, loss, factor):
+    """Exactly so at the decayed memory; at the previous one with beta = lr / a and values a v."""
+    a = matrix(momentum=False, loss=loss, grad_at="decayed")
+    expected = delta_rule(a["q"], a["k"], a["v"], factor * a["lr"], a["decay"], scale=1.0)[0]
+    assert_equal(neural_memory(**a, backend=backend)[0], expected)
+    a["grad_at"], keep = "previous", a["decay"].exp()
+    o = neural_memory(**a, backend=backend)[0]
+    beta, v = factor * a["lr"] / keep, keep[..., None] * a["v"]
+    assert_equal(o, delta_rule(a["q"], a["k"], v, beta, a["decay"], scale=1.0)[0])
+    assert (o - expected).abs().max() > 1e-3
+
+
+@backends
+def test_with_momentum_it_is_the_momentum_delta_rule(backend):
+    """N <- eta N + lr k (k^T M - v)^T;   M <- a M - N, with heads apart."""
+    a = matrix()
+    M = N = torch.zeros(2, 4, 4, dtype=torch.float64)
+    expected = []
+    for t in range(40):
+        k, v, lr = a["k"][:, t, 0], a["v"][:, t, 0], a["lr"][:, t, 0, None, None]
+        surprise = k[:, :, None] * (torch.einsum("bk,bkv->bv", k, M) - v)[:, None]
+        N = a["momentum"][:, t, 0, None, None].exp() * N + lr * surprise
+        M = a["decay"][:, t, 0, None, None].exp() * M - N
+        expected.append(torch.einsum("bk,bkv->bv", a["q"][:, t, 0], M))
+    assert_equal(neural_memory(**a, backend=backend)[0][:, :, 0], torch.stack(expected, 1))
+
+
+@backends
+def test_in_one_chunk_it_is_linear_attention(backend):
+    """The gradient at a matrix of zeros is -2 k v^T."""
+    a = matrix(momentum=False, decay=False, loss="full", chunk_size=64)
+    expected = linear_attention(a["q"], a["k"], 2 * a["lr"][..., None] * a["v"], scale=1.0)[0]
+    assert_equal(neural_memory(**a, backend=backend)[0], expected)
+
+
+@backends
+def test_ttt_linear(backend):
+    """Written as TTT writes it: target v - k, a fused gradient of norm and loss, and the dual form of a mini-batch."""
+    a = {**make(32, B=1, HV=1, chunk_size=16, **TTT), "initial_state": None}
+    q, k, v, lr = a["q"][0, :, 0], a["k"][0, :, 0], a["v"][0, :, 0], a["lr"][0, :, 0]
+    (weights,), (gamma, beta), outputs = a["weights"], a["norm"], []
+    W, bias = weights[0, :-1], weights[0, -1:]
+    for part in (slice(0, 16), slice(16, 32)):
+        Q, K, eta = q[part], k[part], lr[part].expand(16, 16)
+        Z = K @ W + bias
+        std = (Z.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+        x_hat = (Z - Z.mean(-1, keepdim=True)) / std
+        g = (gamma * x_hat + beta - (v[part] - K)) * gamma
+        g = (4 * g - g.sum(-1, keepdim=True) - x_hat * (g * x_hat).sum(-1, keepdim=True)) / (4 * std)
+        Z = Q @ W - (eta * (Q @ K.T)).tril() @ g + bias - eta.tril() @ g
+        outputs.append(Q + F.layer_norm(Z, (4,), eps=1e-6) * gamma + beta)
+        W, bias = W - (eta[-1, :, None] * K).T @ g, bias - eta[-1:] @ g
+    assert_equal(neural_memory(**a, backend=backend)[0][0, :, 0], torch.cat(outputs))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("b", [1, 4])
+def test_a_gate_that_is_shut_forgets_everything(depth, b):
+    arguments = make(18, depth=depth, chunk_size=b)
+    arguments["decay"][:, 7], arguments["momentum"][:, 9] = -torch.inf, -torch.inf
+    results = run(arguments, "chunk")
+    assert all(x.isfinite().all() for x in tree_flatten(results)[0])
+    assert_equal(results, run(arguments, "reference"))
+
+
+def recall(depth, *, reset=False, T=2048, **options):
+    """Mean squared error of 32 random pairs after T tokens, with one token that forgets everything in the middle."""
+    generator = torch.Generator().manual_seed(0)
+    keys = F.normalize(torch.randn(32, 64, generator=generator), dim=-1)
+    values = torch.randn(32, 64, generator=generator)
+    order = torch.cat([torch.randperm(32, generator=generator) for _ in range(T // 32)])
+    k, v = keys[order][None, :, None], values[order][None, :, None]
+    decay = torch.full((1, T, 1), 1 - 5e-4).log()
+    if reset:
+        decay[:, T // 2] = -torch.inf
+    sizes = [64, *[128] * (depth - 1), 64]
+    weights = tuple(torch.randn(1, i, o, generator=generator) * i**-0.5 for i, o in zip(sizes, sizes[1:]))
+    options = {"chunk_size": 16, "loss": "full", **options}
+    lr = torch.full((1, T, 1), 0.02)
+    state = neural_memory(k, k, v, lr, None, decay, weights, output_final_state=True, **options)[1]
+    ask, never = keys[None, :, None], torch.zeros(1, 32, 1)
+    o = neural_memory(ask, ask, 0 * ask, never, None, None, weights, initial_state=state, **options)[0]
+    return (o[0, :, 0] - values).square().mean().item()
+
+
+def test_two_layers_recall_more_than_one_and_outlive_a_reset():
+    """A deep memory that decays to zero instead stays there: all its gradients vanish."""
+    assert recall(2) < 0.012 < 0.1 < recall(1)
+    assert recall(2, reset=True) < 0.03
+    assert recall(2, reset=True, forget_to="zero") > 0.2
+
+
+@some_forms
+def test_grouped_values_equal_repeated_heads(form):
+    if form.get("residual") is None:
+        form = {**form, "V": 3}
+    arguments = make(20, H=2, HV=4, **form)
+    repeated = {**arguments, **{n: arguments[n].repeat_interleave(2, 2) for n in "qk"}}
+    assert_equal(neural_memory(**arguments)[0], neural_memory(**repeated)[0])
+
+
+@some_forms
+def test_low_precision_goes_in_and_out_and_states_stay_wide(form):
+    arguments = example(T=40, dtype=torch.bfloat16, **form)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = neural_memory(**arguments, output_final_state=True)
+    assert o.dtype == torch.bfloat16
+    assert {x.dtype for x in state[:3]} == {torch.float32}
+    wide = tree_map(lambda x: x.double() if is_real(x) else x, arguments)
+    expected, expected_state = neural_memory(**wide, backend="reference", output_final_state=True)
+    assert_equal(o.double(), expected, rtol=0.01, atol=1e-3)
+    assert_equal([x.double() for x in state[:3]], list(expected_state[:3]), rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradients_are_needed_for_the_reference_to_learn():
+    arguments = make(12, depth=2, chunk_size=4)
+    expected = neural_memory(**arguments, backend="reference")[0]
+    with torch.inference_mode():
+        assert_equal(neural_memory(**arguments, backend="reference")[0], expected)
+        assert_equal(neural_memory(**arguments)[0], expected)
+
+
+def test_states_are_kept_before_groups_of_chunks_only():
+    """What training saves for 64 chunks is less than the weights before each of them."""
+    arguments = make(256, B=1, HV=1, depth=2, chunk_size=4, expansion=8)
+    arguments["q"].requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        neural_memory(**arguments)
+    P = sum(W.numel() for W in arguments["weights"])
+    assert sum(x.numel() for x in saved if x.shape[-1] in (4, 32) and x.shape[-2] in (4, 32) and x.ndim == 3) < 40 * P
+
+
+BAD = {
+    "lr must have shape": {"lr": torch.zeros(2, 3)},
+    "momentum must have shape": {"momentum": torch.zeros(2, 3)},
+    "decay must have shape": {"decay": torch.zeros(2, 3)},
+    "weights must be a tuple": {"weights": torch.zeros(2, 4, 4)},
+    "weights must be .HV, d_in, d_out.": {"weights": (torch.zeros(4, 4),)},
+    r"weights\[1\] must have shape \(2, 8, 4\)": {"weights": (torch.zeros(2, 4, 8), torch.zeros(2, 7, 4))},
+    r"weights\[0\] must have shape": {"weights": (torch.zeros(2, 6, 4),)},
+    "chunk_size must be a positive integer, got 0": {"chunk_size": 0},
+    "activation must be one of silu, gelu, gelu_tanh, got 'relu'": {"activation": "relu"},
+    "loss must be one of half, full": {"loss": "mean"},
+    "grad_at must be one of previous, decayed": {"grad_at": "next"},
+    "forget_to must be one of initial, zero": {"forget_to": "one"},
+    "norm must be a pair": {"norm": torch.zeros(2, 4)},
+    r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
+    "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},
+    "mask must have dtype torch.bool": {"mask": torch.ones(2, 9)},
+    "residual must be": {"residual": True, "v": torch.ones(2, 9, 2, 3).double(), "weights": (torch.ones(2, 4, 3),)},
+    "initial_state must be a NeuralMemoryState": {"initial_state": torch.zeros(2, 4)},
+    "initial_state.weights must have shape": {"initial_state": NeuralMemoryState(*torch.zeros(4, 1, 2, 3))},
+    "backend must be one of": {"backend": "cuda"},
+    "backend='triton' has no kernel": {"backend": "triton"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_by_name(message):
+    with pytest.raises(ValueError, match=message):
+        neural_memory(**{**make(9, depth=2, chunk_size=4), **BAD[message]})
+
+
+def test_a_state_of_another_memory_is_refused_by_name():
+    arguments = make(9, depth=2, chunk_size=4)
+    for other in ({"depth": 1, "chunk_size": 4}, {"depth": 2, "chunk_size": 1}, {"depth": 2, "momentum": False}):
+        with pytest.raises(ValueError, match=r"initial_state\.\w+ must have shape"):
+            neural_memory(**{**arguments, "initial_state": make(9, **other)["initial_state"]})
