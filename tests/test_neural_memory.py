@@ -21,6 +21,7 @@ OPTIONS = {
     "decayed": {"grad_at": "decayed", "forget_to": "initial", "loss": "full"},
     "decayed to zero": {"grad_at": "decayed", "forget_to": "zero", "bias": True},
     "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
+    "anchor": {"forget_to": "anchor", "bias": True},
     "ttt": TTT,
     "all": {**TTT, "momentum": True, "decay": True, "grad_at": "decayed", "forget_to": "initial"},
 }
@@ -33,6 +34,7 @@ some_forms = pytest.mark.parametrize(
         {"depth": 1, "chunk_size": 16, **TTT},
         {"depth": 2, "chunk_size": 4},
         {"depth": 2, "chunk_size": 16, **OPTIONS["all"]},
+        {"depth": 2, "chunk_size": 4, "forget_to": "anchor"},
         {"depth": 3, "chunk_size": 37, "forget_to": "zero"},
     ],
     ids=str,
@@ -235,12 +237,15 @@ def test_in_one_chunk_it_is_linear_attention(backend):
 @backends
 def test_ttt_linear(backend):
     """Written as TTT writes it: target v - k, a fused gradient of norm and loss, and the dual form of a mini-batch."""
-    a = {**make(32, B=1, HV=1, chunk_size=16, **TTT), "initial_state": None}
+    a = {**make(32, B=1, HV=1, chunk_size=16, forget_to="anchor", **TTT), "initial_state": None}
     q, k, v, lr = a["q"][0, :, 0], a["k"][0, :, 0], a["v"][0, :, 0], a["lr"][0, :, 0]
+    tau = 1 / torch.arange(1, 17, dtype=torch.float64) + 0.1  # the rate's factor for each position of a mini-batch
+    a["decay"] = F.pad(tau.log().diff(), (1, 0)).repeat(2)[None, :, None]
+    a["lr"] = lr[None, :, None] * tau.repeat(2)[None, :, None]
     (weights,), (gamma, beta), outputs = a["weights"], a["norm"], []
     W, bias = weights[0, :-1], weights[0, -1:]
     for part in (slice(0, 16), slice(16, 32)):
-        Q, K, eta = q[part], k[part], lr[part].expand(16, 16)
+        Q, K, eta = q[part], k[part], tau[:, None] * lr[part]
         Z = K @ W + bias
         std = (Z.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
         x_hat = (Z - Z.mean(-1, keepdim=True)) / std
@@ -342,7 +347,7 @@ BAD = {
     "activation must be one of silu, gelu, gelu_tanh, got 'relu'": {"activation": "relu"},
     "loss must be one of half, full": {"loss": "mean"},
     "grad_at must be one of previous, decayed": {"grad_at": "next"},
-    "forget_to must be one of initial, zero": {"forget_to": "one"},
+    "forget_to must be one of initial, anchor, zero": {"forget_to": "one"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
     "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},

@@ -30,7 +30,7 @@ def neural_memory(
     norm: Norm | None = None,
     loss: Literal["half", "full"] = "half",
     grad_at: Literal["previous", "decayed"] = "previous",
-    forget_to: Literal["initial", "zero"] | None = None,
+    forget_to: Literal["initial", "anchor", "zero"] | None = None,
     mask: Tensor | None = None,
     initial_state: NeuralMemoryState | None = None,
     output_final_state: bool = False,
@@ -68,7 +68,8 @@ def neural_memory(
         loss: "half" the squared error, or the "full" one, whose steps are twice as long.
         grad_at: take gradients at the "previous" memory (Titans) or at the "decayed" one (Gated DeltaNet).
         forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
-            come to zero has no gradient and stays there.
+            come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
+            tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
         mask: [B, T] bool; a token where it is False changes nothing, and its output is 0.
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
@@ -92,10 +93,12 @@ def neural_memory(
     _check_choice("activation", activation, tuple(ACTIVATIONS))
     _check_choice("loss", loss, ("half", "full"))
     _check_choice("grad_at", grad_at, ("previous", "decayed"))
-    _check_choice("forget_to", forget_to, ("initial", "zero", None))
-    to_initial = len(weights) > 1 if forget_to is None else forget_to == "initial"
-    decayed = grad_at == "decayed" and decay is not None
-    rule = Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, to_initial)
+    _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
+    forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
+    if forget_to == "anchor" and chunk_size == 1:
+        decay = None  # the anchor is what would be forgotten
+    decayed = grad_at == "decayed" and decay is not None and forget_to != "anchor"
+    rule = Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to)
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
     fresh = initial_state is None
     op = reference.neural_memory

@@ -25,7 +25,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, sta
     enters, leaves, through = _stacked(coefficients, P, k, rule)
     before_P, before = _before(P, enters, decay, rule)
     M = torch.cat([W for layers in state[:2] for W in layers], dim=-2)  # [N, d_in or 2 d_in, V]
-    returns = coefficients.beta is not None and rule.to_initial
+    returns = coefficients.beta is not None and rule.forget_to == "initial"
     if returns:
         v = v - (1 - before[..., :1]) * (k @ initial[0])
     rows = torch.cat([v, _outer(before, k)], dim=-1)

@@ -24,7 +24,7 @@ class Rule(NamedTuple):
     bias: bool
     factor: float  # of the error: 1 for half the squared error, 2 for the full one
     decayed: bool  # the gradient is taken at the decayed memory
-    to_initial: bool  # forgetting leads to the initial weights, else to zero
+    forget_to: str  # where forgetting leads: "initial", "anchor" or "zero"
 
 
 class NeuralMemoryState(NamedTuple):

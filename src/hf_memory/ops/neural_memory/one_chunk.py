@@ -96,7 +96,8 @@ class Chunk:
         """Learns: X, Z, F and D are known then."""
         self.rule, self.rows, self.norm, self.S = rule, rows, norm, S
         self.L, self.act = len(W), ACTIVATIONS[rule.activation]
-        returns = [I] if rule.to_initial and rows.beta is not None else []
+        targets = {"initial": [I], "anchor": [A], "zero": []}[rule.forget_to]
+        returns = targets if rows.beta is not None else []
         self.kept = [Term(W, rows.beta), *(Term(I, rows.beta, remainder=True) for I in returns)]
         self.slope = [Term(S, rows.c)] if S else []
         self.reads = self.kept + self.slope
@@ -147,15 +148,15 @@ class Chunk:
         self._backward_weights(dW, dA)
         dc, (dm, dH) = None, self._backward_momentum(dS) if self.S else (None, None)
         dk, dv = self._backward_learn()
-        terms = self.kept + self.anchor
-        for term in terms:
-            if term.remainder:
-                dI[:] = map(add, dI, term.d_matrices)
+        terms, dA = self.kept + self.anchor, self.anchor[0].d_matrices
+        into = dA if self.rule.forget_to == "anchor" else dI
+        for term in (term for term in terms if term.remainder):
+            into[:] = map(add, into, term.d_matrices)
         dbeta = total(-term.d_scale if term.remainder else term.d_scale for term in terms)
         if self.S:
             dS, dc = [x + self.rows.H * y for x, y in zip(self.slope[0].d_matrices, dS)], self.slope[0].d_scale
         rows = (dq, dk, dv, self.dP, dbeta, dc, dm, dH)
-        return rows, self.kept[0].d_matrices, dS, self.anchor[0].d_matrices
+        return rows, self.kept[0].d_matrices, dS, dA
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""

@@ -41,13 +41,13 @@ def neural_memory(
         real = None if mask is None else mask[:, t, None, None, None]
         A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
         if rule.decayed:
-            A = _where(real, _forget(A, weights, a, rule), A)
+            A = _where(real, _forget(A, weights, A, a, rule), A)
         step = _gradient(A, k[:, t], v[:, t], rule, norm)
         step = tuple(-lr[:, t, :, None, None] * g for g in step)
         if eta is not None:
             step = tuple(eta * s + g for s, g in zip(S, step))
             S = _where(real, step, S)
-        W = _where(real, tuple(w + s for w, s in zip(_forget(W, weights, a, rule), step)), W)
+        W = _where(real, tuple(w + s for w, s in zip(_forget(W, weights, A, a, rule), step)), W)
         o = network(q[:, t], W, rule, norm)
         outputs.append((o if real is None else o * real)[:, :, 0])
         phase = (phase + (1 if mask is None else mask[:, t])) % rule.chunk_size
@@ -64,10 +64,11 @@ def _gradient(weights: Layers, k: Tensor, v: Tensor, rule: Rule, norm: Norm | No
     return grad(loss)(weights)
 
 
-def _forget(weights: Layers, initial: Layers, a: Tensor | None, rule: Rule) -> Layers:
+def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule) -> Layers:
     if a is None:
         return weights
-    return tuple(a * w + (1 - a) * I if rule.to_initial else a * w for w, I in zip(weights, initial))
+    targets = {"initial": initial, "anchor": anchor, "zero": tuple(map(torch.zeros_like, weights))}[rule.forget_to]
+    return tuple(a * w + (1 - a) * target for w, target in zip(weights, targets))
 
 
 def _where(real: Tensor | None, new: Layers, old: Layers) -> Layers:
