@@ -71,14 +71,15 @@ def rank_layers(
         student: all its layers are memory, after attention transfer; the same before and after.
         teacher: stays as it is.
         tokens: [T] of text; its last 32 windows are read.
-        length: tokens of a window.
+        length: tokens of a window, no more than the teacher was trained on.
     """
     tokens = tokens[-CALIBRATION * length :]
+    repeated = {"passage": length // 4, "gap": 3 * length // 8}  # both readings in one window: no teacher reads further
     scores = []
     for layer in range(student.config.num_hidden_layers):
         with restored(student, teacher, layer):
             kl = agreement(student, teacher, tokens, length=length).kl
-            scores.append(LayerScore(layer, copy_gain(student, tokens), kl))
+            scores.append(LayerScore(layer, copy_gain(student, tokens, **repeated), kl))
     return sorted(scores, key=lambda score: (-round(score.recall, 2), score.kl))
 
 
