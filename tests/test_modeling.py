@@ -173,7 +173,7 @@ def test_states_stay_float32_in_a_bf16_model(case):
     cache = DynamicCache(config=model.config)
     assert model(random_tokens(1, 5), past_key_values=cache).logits.dtype == torch.bfloat16
     dtypes = {name: state.dtype for name, state in cache.layers[0].states.items() if not name.endswith("conv")}
-    assert set(dtypes.values()) == {torch.float32}
+    assert {dtype for dtype in dtypes.values() if dtype.is_floating_point} == {torch.float32}
 
 
 @every_family

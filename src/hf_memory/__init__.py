@@ -32,6 +32,13 @@ from hf_memory.modeling.linear_transformer import (
     LinearTransformerForTokenClassification,
     LinearTransformerModel,
 )
+from hf_memory.modeling.titans import (
+    TitansConfig,
+    TitansForCausalLM,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+    TitansModel,
+)
 from hf_memory.serving import Conversation, Request, Step, generate_stream, load_memory, save_memory
 
 __version__ = "0.1.0"
@@ -62,6 +69,11 @@ __all__ = [
     "LinearTransformerModel",
     "Request",
     "Step",
+    "TitansConfig",
+    "TitansForCausalLM",
+    "TitansForSequenceClassification",
+    "TitansForTokenClassification",
+    "TitansModel",
     "generate_stream",
     "load_memory",
     "save_memory",

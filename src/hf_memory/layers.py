@@ -87,7 +87,7 @@ class ShortConvolution(nn.Module):
         if state is None:
             state = x.new_zeros(B, W - 1, channels)
         if attention_mask is not None:
-            x, order = _real_tokens_first(x, attention_mask)
+            x, order = real_tokens_first(x, attention_mask)
         context = torch.cat([state.to(x.dtype), x], dim=1)  # [B, W - 1 + T, channels]
         y = F.conv1d(context.mT, self.weight[:, None], self.bias, groups=channels).mT
         if cu_seqlens is not None:
@@ -112,7 +112,7 @@ class ShortConvolution(nn.Module):
         return torch.stack(leaks).sum(0)
 
 
-def _real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Each row with its padding moved to the end, and where each token came from [B, T]."""
     order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
     return x.gather(1, order[..., None].expand_as(x)), order

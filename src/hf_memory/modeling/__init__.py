@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_memory.modeling import delta_net as delta
-from hf_memory.modeling import deltaformer
+from hf_memory.modeling import deltaformer, titans
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
@@ -66,6 +66,13 @@ FAMILIES = (
         deltaformer.DeltaFormerForCausalLM,
         deltaformer.DeltaFormerForSequenceClassification,
         deltaformer.DeltaFormerForTokenClassification,
+    ),
+    Family(
+        titans.TitansConfig,
+        titans.TitansModel,
+        titans.TitansForCausalLM,
+        titans.TitansForSequenceClassification,
+        titans.TitansForTokenClassification,
     ),
 )
 

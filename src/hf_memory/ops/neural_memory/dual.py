@@ -70,7 +70,8 @@ class _Pass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, *d_layers):
         L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 4 * ctx.L
-        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: checkpointing gives each tensor a single time
+        tensors, kept = saved[:count], saved[count:]
         rows, norm, (*_, I) = _group(tensors, L)
         dW, dS, dA = (list(d_layers[i : i + L]) for i in range(0, 3 * L, L))
         dI, d_norm, d_rows = [None] * L, [None, None], [None if x is None else torch.empty_like(x) for x in rows]

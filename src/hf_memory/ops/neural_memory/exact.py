@@ -43,15 +43,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, sta
 
 def _pass(reads, asks, values, keys, leaves, through, back, M: Tensor) -> tuple[Tensor, Tensor]:
     """Chunk by chunk, all arguments but M [NC, N, ...]."""
-    outputs = []
-    for n in range(reads.shape[0]):
-        U = torch.baddbmm(values[n], keys[n], M, alpha=-1)
-        outputs.append(torch.baddbmm(reads[n] @ U, asks[n], M))
-        if through is not None:
-            M = (through[n] @ M.unflatten(1, (through.shape[-1], -1)).flatten(2)).view_as(M)
-        M = torch.baddbmm(M, leaves[n].mT, U)
-        if back is not None:
-            M = M + F.pad(back[n], (0, 0, 0, M.shape[1] - back.shape[2]))
+    outputs, none = [], [None] * reads.shape[0]
+    chunks = (none if x is None else x.unbind() for x in (reads, asks, values, keys, leaves, through, back))
+    for read, ask, value, key, leave, change, initial in zip(*chunks):
+        U = torch.baddbmm(value, key, M, alpha=-1)
+        outputs.append(torch.baddbmm(read @ U, ask, M))
+        if change is not None:
+            M = (change @ M.unflatten(1, (change.shape[-1], -1)).flatten(2)).view_as(M)
+        M = torch.baddbmm(M, leave.mT, U)
+        if initial is not None:
+            M = M + F.pad(initial, (0, 0, 0, M.shape[1] - initial.shape[1]))
     return torch.stack(outputs), M
 
 

@@ -39,6 +39,11 @@ def total(summands: Iterable) -> Any:
     return sum(others, first)
 
 
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of x y over all but the first dimension: [N, 1, 1]."""
+    return x.flatten(1)[:, None] @ y.flatten(1)[:, :, None]
+
+
 class Term:
     """Rows times scale * matrix, and the gradients of both, gathered from every use."""
 
@@ -57,36 +62,44 @@ class Term:
         """Rows back through a layer's matrix."""
         return self._scaled(x @ self.matrices[layer].mT)
 
-    def last(self, layer: int) -> Tensor:
-        """The matrix times the last row's scale."""
-        return self.matrices[layer] if self.scale is None else self.scale[:, -1:] * self.matrices[layer]
+    def add_last(self, M: Tensor | None, layer: int) -> Tensor:
+        """The matrix times the last row's scale, added to M."""
+        if self.scale is None:
+            return add(M, self.matrices[layer])
+        last = self.scale[:, -1:]
+        return last * self.matrices[layer] if M is None else torch.addcmul(M, last, self.matrices[layer])
 
     def backward(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply(x)."""
         dx = g @ self.matrices[layer].mT
-        self._gather(layer, x.mT @ self._scaled(g), x, dx)
+        self._gather(layer, x, self._scaled(g), (x, dx))
         return self._scaled(dx)
 
     def backward_transposed(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply_transposed(x)."""
         dx = g @ self.matrices[layer]
-        self._gather(layer, g.mT @ self._scaled(x), x, dx)
+        self._gather(layer, g, self._scaled(x), (x, dx))
         return self._scaled(dx)
 
     def backward_last(self, g: Tensor, layer: int) -> None:
-        """Takes g, the gradient of last()."""
-        self.d_matrices[layer] = add(self.d_matrices[layer], g if self.scale is None else self.scale[:, -1:] * g)
-        if self.scale is not None:
-            d_last = (g * self.matrices[layer]).sum((-2, -1), keepdim=True)
+        """Takes g, the gradient of add_last(); after another use of the layer."""
+        if self.scale is None:
+            self.d_matrices[layer] += g
+        else:
+            self.d_matrices[layer].addcmul_(self.scale[:, -1:], g)
+            d_last = inner(g, self.matrices[layer])
             self.d_scale = self.d_scale + F.pad(d_last, (0, 0, self.scale.shape[1] - 1, 0))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale is None else self.scale * x
 
-    def _gather(self, layer: int, d_matrix: Tensor, x: Tensor, dx: Tensor) -> None:
-        self.d_matrices[layer] = add(self.d_matrices[layer], d_matrix)
+    def _gather(self, layer: int, rows: Tensor, g: Tensor, of_scale: tuple[Tensor, Tensor]) -> None:
+        if self.d_matrices[layer] is None:
+            self.d_matrices[layer] = rows.mT @ g
+        else:
+            self.d_matrices[layer].baddbmm_(rows.mT, g)
         if self.scale is not None:
-            self.d_scale = self.d_scale + (x * dx).sum(-1, keepdim=True)
+            self.d_scale = self.d_scale + (of_scale[0] * of_scale[1]).sum(-1, keepdim=True)
 
 
 class Chunk:
@@ -132,11 +145,11 @@ class Chunk:
         """Weights and momentum after the chunk, and with `anchor` the anchor, if it goes on."""
         W, S, w, m, H = [], [], self.rows.P[:, -1, :, None], self.rows.m, self.rows.H
         for layer, X in enumerate(self.X):
-            past = total(term.last(layer) for term in self.reads)
+            past = _last(self.reads, layer)
             W.append(torch.baddbmm(past, (w * X).mT, self.D[layer], alpha=-1))
             if self.S:
                 S.append(torch.baddbmm(H * self.S[layer], (m * X).mT, self.D[layer], alpha=-1))
-        A = (total(term.last(layer) for term in self.anchor) for layer in range(self.L))
+        A = (_last(self.anchor, layer) for layer in range(self.L))
         return tuple(W), tuple(S), tuple(A) if anchor else ()
 
     def backward(self, do: Tensor, dW: list, dS: list, dA: list, dI: list, d_norm: list):
@@ -144,19 +157,16 @@ class Chunk:
         self.dX: dict = {}
         self.dD: dict = {}
         self.dP, self.d_norm = torch.zeros_like(self.rows.P), d_norm
+        terms, dA_before = self.kept + self.anchor, self.anchor[0].d_matrices
+        for term in (term for term in terms if term.remainder):  # these gather in one place
+            term.d_matrices = dA_before if self.rule.forget_to == "anchor" else dI
         dq = self._backward_read(do)
-        self._backward_weights(dW, dA)
-        dc, (dm, dH) = None, self._backward_momentum(dS) if self.S else (None, None)
+        self._backward_weights(dW)
+        dS, dc, dm, dH = self._backward_momentum(dS) if self.S else (dS, None, None, None)
         dk, dv = self._backward_learn()
-        terms, dA = self.kept + self.anchor, self.anchor[0].d_matrices
-        into = dA if self.rule.forget_to == "anchor" else dI
-        for term in (term for term in terms if term.remainder):
-            into[:] = map(add, into, term.d_matrices)
+        self._backward_anchor(dA)
         dbeta = total(-term.d_scale if term.remainder else term.d_scale for term in terms)
-        if self.S:
-            dS, dc = [x + self.rows.H * y for x, y in zip(self.slope[0].d_matrices, dS)], self.slope[0].d_scale
-        rows = (dq, dk, dv, self.dP, dbeta, dc, dm, dH)
-        return rows, self.kept[0].d_matrices, dS, dA
+        return (dq, dk, dv, self.dP, dbeta, dc, dm, dH), self.kept[0].d_matrices, dS, dA_before
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""
@@ -172,20 +182,27 @@ class Chunk:
             dU = dY * self.act(self.U[layer - 1])[1] if layer else dY
         return add(dU, direct)
 
-    def _backward_weights(self, dW: list, dA: list) -> None:
-        """Through the weights and the anchor after the chunk; no gradient of the anchor is None."""
+    def _backward_weights(self, dW: list) -> None:
+        """Through the weights after the chunk."""
         w = self.rows.P[:, -1, :, None]
         for layer, d in enumerate(dW):
             for term in self.reads:
                 term.backward_last(d, layer)
-            for term in self.anchor if dA[layer] is not None else ():
-                term.backward_last(dA[layer], layer)
             self.dP[:, -1] += self._backward_write(w, d, layer)[..., 0]
 
-    def _backward_momentum(self, dS: list) -> tuple[Any, Any]:
-        """The gradients of m and H."""
+    def _backward_momentum(self, dS: list) -> tuple[list, Tensor, Tensor, Tensor]:
+        """Through the momentum after the chunk: the gradients of the one before it, and of c, m and H."""
+        (slope,) = self.slope
         dm = total(self._backward_write(self.rows.m, d, layer) for layer, d in enumerate(dS))
-        return dm, total((d * S).sum((-2, -1), keepdim=True) for d, S in zip(dS, self.S))
+        dH = total(inner(d, S) for d, S in zip(dS, self.S))
+        before = [torch.addcmul(x, self.rows.H, d) for x, d in zip(slope.d_matrices, dS)]
+        return before, slope.d_scale, dm, dH
+
+    def _backward_anchor(self, dA: list) -> None:
+        """Through the anchor after the chunk, None if it did not go on."""
+        for layer, d in enumerate(dA):
+            for term in self.anchor if d is not None else ():
+                term.backward_last(d, layer)
 
     def _backward_write(self, scale: Any, d: Tensor, layer: int) -> Tensor:
         """Through -(scale .* X)^T D, whose gradient is d; returns the gradient of the scale."""
@@ -224,3 +241,10 @@ class Chunk:
         if norm is not None:
             self.d_norm[:] = map(add, self.d_norm, grads[-2:])
         return grads[: len(inputs)]
+
+
+def _last(terms: list[Term], layer: int) -> Any:
+    M = None
+    for term in terms:
+        M = term.add_last(M, layer)
+    return M

@@ -1,0 +1,101 @@
+"""Titans: a memory that learns at test time, alone or with attention over a window. https://arxiv.org/abs/2501.00663."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from hf_memory.mixers.titans import MemoryAsGateMixer, MemoryAsLayerMixer, NeuralMemoryMixer
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+
+VARIANTS = {"lmm": NeuralMemoryMixer, "mag": MemoryAsGateMixer, "mal": MemoryAsLayerMixer}
+
+
+@strict
+class TitansConfig(MemoryHeadsConfig):
+    """Options of Titans' mixers.
+
+    Args:
+        variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mag"` (beside attention over
+            `sliding_window` tokens) or `"mal"` (before it).
+        memory_depth (`int`, defaults to 2): matrices of the memory.
+        memory_expansion (`int`, defaults to 2): channels between them, in multiples of a head's.
+        memory_activation (`str`, defaults to `"silu"`): between them: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        memory_residual (`bool`, *optional*): whether the memory adds what it is asked to its answer; default: with more
+            than one matrix, if keys and values have equally many channels.
+        memory_chunk_size (`int`, *optional*): tokens whose gradients are taken at the same weights. It is part of the
+            function: a model must be used with the one it was trained with. Default: 1 for one matrix, else 16.
+        memory_max_lr (`float`, defaults to 1.0): the inner learning rate at an open gate, of a chunk.
+        memory_gate (`str`, defaults to `"multiply"`): how MAG joins both: `"multiply"` or `"add"`.
+        num_persistent_tokens (`int`, defaults to 4): learned tokens before every sequence.
+        sliding_window (`int`, *optional*): tokens that attention sees; default: 512 for MAG and MAL.
+    """
+
+    model_type = "hf_memory_titans"
+
+    variant: str = "mag"
+    memory_depth: int = 2
+    memory_expansion: int = 2
+    memory_activation: str = "silu"
+    memory_residual: bool | None = None
+    memory_chunk_size: int | None = None
+    memory_max_lr: float = 1.0
+    memory_gate: str = "multiply"
+    num_persistent_tokens: int = 4
+
+    @property
+    def mixers(self) -> dict:
+        """The class of each layer type."""
+        return {**MemoryHeadsConfig.mixers, "memory": VARIANTS[self.variant]}
+
+    def __post_init__(self, **kwargs):
+        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.linear_key_head_dim = self.linear_key_head_dim or head_dim
+        self.linear_value_head_dim = self.linear_value_head_dim or head_dim
+        self.linear_conv_kernel_dim = 4 if self.linear_conv_kernel_dim is None else self.linear_conv_kernel_dim
+        self.output_gate = self.output_gate or "silu"
+        self.memory_rope = self.variant != "lmm"  # for attention; the memory has no positions
+        if self.sliding_window is None and self.variant != "lmm":
+            self.sliding_window = 512
+        if self.memory_residual is None:
+            self.memory_residual = self.memory_depth > 1 and self.linear_key_head_dim == self.linear_value_head_dim
+        if self.memory_chunk_size is None:
+            self.memory_chunk_size = 1 if self.memory_depth == 1 else 16
+        super().__post_init__(**kwargs)
+
+    def validate_variant(self):
+        """Check the words and sizes of this family."""
+        check_word("variant", self.variant, tuple(VARIANTS))
+        check_word("memory_gate", self.memory_gate, ("multiply", "add"))
+        check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
+        for name in ("memory_depth", "memory_expansion", "memory_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.variant != "lmm" and (self.sliding_window or 0) < 2:
+            raise ValueError(f"sliding_window must be at least 2 for {self.variant!r}, got {self.sliding_window}")
+
+
+class TitansPreTrainedModel(MemoryPreTrainedModel):
+    """What transformers must know of this family."""
+
+    config: TitansConfig
+
+
+class TitansModel(MemoryModel):
+    """Titans without a head."""
+
+    config: TitansConfig
+
+
+class TitansForCausalLM(MemoryForCausalLM):
+    """Titans that predict the next token."""
+
+    config: TitansConfig
+    model_class = TitansModel
+
+
+class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
+    """Titans that put a label on a sequence."""
+
+
+class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
+    """Titans that put a label on each token."""

@@ -1,0 +1,79 @@
+"""Attention over a window, with a state of fixed size."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_memory.mixers.window_attention import window_attention
+
+SCALING = 0.5
+
+
+def make(T=23, B=2, seed=0):
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(B, T, 4, 6), torch.randn(B, T, 2, 6), torch.randn(B, T, 2, 6)
+    return [x.double() for x in (q, k, v)]
+
+
+def attend(q, k, v, states=None, **options):
+    return window_attention(q, k, v, states=states or {}, **{"window": 5, "scaling": SCALING, **options})
+
+
+def expected(q, k, v, window=5):
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    mask = (distance >= 0) & (distance < window)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=SCALING, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("T", [1, 4, 5, 6, 23])
+@pytest.mark.parametrize("window", [2, 5, 40])
+def test_equals_its_definition(T, window):
+    inputs = make(T)
+    torch.testing.assert_close(attend(*inputs, window=window)[0], expected(*inputs, window))
+
+
+@pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
+def test_parts_with_a_state_equal_the_whole(parts):
+    inputs, states, outputs = make(), None, []
+    for part in zip(*(x.split(parts, 1) for x in inputs)):
+        o, states = attend(*part, states)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), expected(*inputs))
+    assert states["keys"].shape == (2, 4, 2, 6)
+    torch.testing.assert_close(states["keys"], inputs[1][:, -4:])
+
+
+@pytest.mark.parametrize("real", [slice(4, 23), slice(0, 20), slice(10, 11)])
+def test_padding_is_no_token(real):
+    inputs, mask = make(), torch.zeros(2, 23, dtype=torch.long)
+    mask[0], mask[1, real] = 1, 1
+    o, states = attend(*inputs, attention_mask=mask)
+    row = [x[1:, real] for x in inputs]
+    torch.testing.assert_close(o[1:, real], expected(*row))
+    torch.testing.assert_close(o[:1], expected(*(x[:1] for x in inputs)))
+    more = make(3, seed=1)
+    together, _ = attend(*more, states)
+    alone, _ = attend(*(x[1:] for x in more), attend(*row)[1])
+    torch.testing.assert_close(together[1:], alone)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    inputs, bounds = make(B=1), [0, 7, 8, 23]
+    o, _ = attend(*inputs, cu_seqlens=torch.tensor(bounds))
+    apart = [expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])]
+    torch.testing.assert_close(o, torch.cat(apart, 1))
+
+
+def test_what_is_always_visible_is_seen_from_everywhere():
+    q, k, v = make(12)
+    always = torch.randn(3, 2, 6).double(), torch.randn(3, 2, 6).double()
+    o, _ = attend(q, k, v, always=always, window=40)
+    k_all, v_all = (torch.cat([x.expand(2, -1, -1, -1), y], 1) for x, y in zip(always, (k, v)))
+    scores = torch.einsum("bthd,bshd->bhts", q, k_all.repeat_interleave(2, 2)) * SCALING
+    mask = torch.ones(12, 15, dtype=torch.bool).tril(3)
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", p, v_all.repeat_interleave(2, 2)))
+    short, _ = attend(q, k, v, always=always, window=2)
+    changed, _ = attend(q, k, v, always=(always[0], always[1] + 1), window=2)
+    assert ((short - changed).abs().amax((0, 2, 3)) > 1e-3).all()
