@@ -127,5 +127,5 @@ def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
 
 
 def test_a_student_that_is_its_teacher_has_no_ranking():
-    with pytest.raises(ValueError, match="keep must not be auto for deltaformer"):
+    with pytest.raises(ValueError, match="keep must not be auto for a student that starts as its teacher"):
         convert(make_teacher(), random_tokens(200), to="deltaformer", keep="auto")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_memory.conversion.placement import Keep, LayerScore, auto_count, kept_layers, rank_layers
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
 from hf_memory.conversion.starts import start_near
-from hf_memory.conversion.students import EXACT, make_student
+from hf_memory.conversion.students import is_exact, make_student
 from hf_memory.conversion.weights import CarriedWeights
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -69,18 +69,17 @@ def convert(
     """
     num_layers, ranking = teacher.config.num_hidden_layers, ()
     if count := auto_count(keep, num_layers):
-        _check_ranks(to)
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "placement", "callbacks": callbacks}
         ranking = _ranking(make_student(teacher, to, seed=seed, **options), teacher, tokens, transfer, **run)
         keep = [score.layer for score in ranking[:count]]
     student = make_student(teacher, to, keep=keep, seed=seed, **options)
     weights = start_near(student, teacher, tokens, transfer.length)
     losses: dict[str, History] = {}
-    if transfer.steps and to not in EXACT and any("memory" in kind for kind in student.config.mixer_types):
+    if transfer.steps and not is_exact(student.config) and any("memory" in kind for kind in student.config.mixer_types):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
         losses[TRANSFER] = attention_transfer(student, teacher, tokens, transfer, **run)
     if distillation.steps:
-        cross_entropy = float(to in EXACT) if cross_entropy is None else cross_entropy
+        cross_entropy = float(is_exact(student.config)) if cross_entropy is None else cross_entropy
         run = {"seed": seed + 1, "checkpoints": checkpoints and checkpoints / "distillation", "callbacks": callbacks}
         losses[DISTILLATION] = distill(
             student, teacher, tokens, distillation, temperature=temperature, cross_entropy=cross_entropy, **run
@@ -89,13 +88,10 @@ def convert(
     return Conversion(student, weights, losses, kept_layers(keep, num_layers), ranking)
 
 
-def _check_ranks(to: str) -> None:
-    if to in EXACT:
-        raise ValueError(f"keep must not be auto for {to}, which starts as its teacher whatever it keeps")
-
-
 def _ranking(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, transfer: Schedule, **run):
     """All layers, the best to keep first."""
+    if is_exact(student.config):
+        raise ValueError("keep must not be auto for a student that starts as its teacher whatever it keeps")
     start_near(student, teacher, tokens, transfer.length)
     if transfer.steps:
         attention_transfer(student, teacher, tokens, transfer, **run)

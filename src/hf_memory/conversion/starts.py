@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages import AttentionTransfer
+from hf_memory.conversion.students import is_exact
 from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.base import OutputGate
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
+from hf_memory.mixers.titans import AttentionAndMemoryMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
 
@@ -44,11 +46,23 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
                 module.bias.zero_()
         elif isinstance(module, OutputGate) and module.activation == "sigmoid":
             module.proj.weight.zero_()
+        elif isinstance(module, AttentionAndMemoryMixer):
+            _start_as_attention(module)
         elif isinstance(module, SigmoidDecay):
             module.proj.bias.fill_(-math.log(math.expm1(module.temperature * math.log(2) / half_life)))
         elif isinstance(module, SoftplusDecay):
             module.A_log.zero_()
             module.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
+
+
+def _start_as_attention(mixer: AttentionAndMemoryMixer) -> None:
+    """The memory's gate is closed, and its projections are attention's where they fit; they learn at once."""
+    if hasattr(mixer, "gate"):
+        mixer.gate.zero_()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        ours, theirs = mixer.memory.get_submodule(name), mixer.get_submodule(name)
+        if ours.weight.shape == theirs.weight.shape:
+            ours.load_state_dict(theirs.state_dict())
 
 
 @torch.no_grad()
@@ -60,6 +74,8 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         teacher: stays as it is.
         input_ids: [B, T] of the text to learn on.
     """
+    if is_exact(student.config):
+        return
     transfer = AttentionTransfer(student, teacher)
     for mixer, output, target in transfer.outputs(input_ids):
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]

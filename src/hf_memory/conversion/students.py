@@ -8,7 +8,9 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.placement import Keep, kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
 from hf_memory.modeling import FAMILIES, Family
-from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM
+from hf_memory.modeling.deltaformer import DeltaFormerConfig
+from hf_memory.modeling.titans import TitansConfig
 
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
@@ -18,9 +20,18 @@ PRESETS = {
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
     "deltaformer": {"beta_activation": "tanh"},  # starts closed: the student is its teacher
+    "titans": {"memory_gate": "add", "num_persistent_tokens": 0},  # the same, within its window
 }
 
-EXACT = ("deltaformer",)  # students that are their teacher before any training
+
+def is_exact(config: MemoryConfig) -> bool:
+    """Whether a student is its teacher before any training: its memory layers are attention and a closed gate."""
+    if isinstance(config, DeltaFormerConfig):
+        is_open = config.beta_activation == "sigmoid" or config.beta_mode != "erase"
+        return not is_open and config.read_kernel == "softmax"
+    if isinstance(config, TitansConfig) and config.num_persistent_tokens == 0:
+        return config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
+    return False
 
 
 def find_student(name: str) -> Family:

@@ -131,7 +131,7 @@ def _memory_state(states: States) -> NeuralMemoryState | None:
     return NeuralMemoryState(*(states[name] for name in NeuralMemoryState._fields)) if states else None
 
 
-class _WithAttention(MemoryMixer):
+class AttentionAndMemoryMixer(MemoryMixer):
     """What MAG and MAL share: sliding-window attention with the weights of a Transformer, and a memory."""
 
     def __init__(self, config, layer_idx: int):
@@ -181,7 +181,7 @@ def _joined(attention: States, memory: States) -> States:
     return {f"attention_{n}": x for n, x in attention.items()} | {f"memory_{n}": x for n, x in memory.items()}
 
 
-class MemoryAsGateMixer(_WithAttention):
+class MemoryAsGateMixer(AttentionAndMemoryMixer):
     """MAG: attention over a window and the memory side by side.
 
     With `memory_gate="multiply"` the norms of both are multiplied, the memory's through a sigmoid, before the output
@@ -213,7 +213,7 @@ class MemoryAsGateMixer(_WithAttention):
         return output, _joined(window, memory)
 
 
-class MemoryAsLayerMixer(_WithAttention):
+class MemoryAsLayerMixer(AttentionAndMemoryMixer):
     """MAL: attention over a window reads x + gate * memory(x). A gate of zero leaves attention."""
 
     def __init__(self, config, layer_idx: int):
