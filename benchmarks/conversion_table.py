@@ -23,6 +23,7 @@ from hf_memory.conversion import Schedule, convert, measure, train
 RESULTS = Path(__file__).parent / "results" / "conversion_table.json"
 WORK = Path("demo_output/conversion_table")  # the teacher; not kept
 BYTES = 2_400_000
+reference = demo.sections
 SETTINGS = demo.Settings(hidden_size=256, teacher=Schedule(steps=900, learning_rate=4e-3, batch_size=4))
 TRANSFER = Schedule(steps=80, learning_rate=3e-3, batch_size=4)
 DISTILLATION = Schedule(steps=160, learning_rate=1e-3, batch_size=4)
@@ -39,7 +40,7 @@ NOTHING = Schedule(steps=0, learning_rate=0.0)
 def library_sections() -> list[str]:
     """The language reference and modules of the standard library in order of name, cut into sections."""
     folder = Path(sysconfig.get_path("stdlib"))
-    text = "".join(demo.sections())
+    text = "".join(reference())
     for file in sorted(folder.glob("*.py")):
         text += file.read_text(errors="ignore") if len(text) < BYTES else ""
     return [text[i : i + demo.SECTION] for i in range(0, BYTES, demo.SECTION)]

@@ -9,8 +9,20 @@ from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
 from hf_memory.ops.deltaformer import reference as _deltaformer
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
+from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory import reference as _neural_memory
 
-__all__ = ["OPS", "DeltaFormerState", "LinearState", "Op", "delta_rule", "deltaformer", "linear_attention"]
+__all__ = [
+    "OPS",
+    "DeltaFormerState",
+    "LinearState",
+    "NeuralMemoryState",
+    "Op",
+    "delta_rule",
+    "deltaformer",
+    "linear_attention",
+    "neural_memory",
+]
 
 
 class Op(NamedTuple):
@@ -59,5 +71,18 @@ OPS = (
         ),
         ("mask",),
         grows=True,
+    ),
+    Op(
+        "neural_memory",
+        neural_memory,
+        _neural_memory.example,
+        (
+            {"depth": 1, "chunk_size": 1},
+            {"depth": 1, "chunk_size": 16, "momentum": False},
+            {"depth": 2, "chunk_size": 16},
+            {"depth": 2, "chunk_size": 4, "decay": False, "loss": "full"},
+            {"depth": 3, "chunk_size": 7},
+        ),
+        ("mask",),
     ),
 )
