@@ -10,10 +10,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import States
-from hf_memory.layers import RMSNorm, unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate
+from hf_memory.layers import RMSNorm, real_tokens_first, unit_length
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, repeat_heads
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
 
 class Gate(nn.Linear):
@@ -34,6 +35,7 @@ class InitialWeights(nn.Module):
     def __init__(self, heads: int, sizes: list[int]):
         super().__init__()
         self.depth = len(sizes) - 1
+        self.size = sum(d_in * d_out for d_in, d_out in zip(sizes, sizes[1:]))  # numbers of a head
         for i, (d_in, d_out) in enumerate(zip(sizes, sizes[1:])):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
 
@@ -54,22 +56,33 @@ class NeuralMemoryMixer(MemoryMixer):
     The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size: steps of a chunk and of the momentum add up.
     """
 
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
         self.make_projections(*config.memory_heads)
         self.make_convolutions(config.linear_conv_kernel_dim)
+        self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
         heads, width = self.num_output_heads, config.hidden_size
         self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
         inner = [config.memory_expansion * self.head_dim] * (config.memory_depth - 1)
         self.initial_weights = InitialWeights(heads, [self.head_dim, *inner, self.value_dim])
-        if config.num_persistent_tokens:
-            self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, width))
+        if self.num_persistent:
+            self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
         self.output_gate = OutputGate(width, heads, self.value_dim, config)
 
     def init_own_parameters(self) -> None:
         """Persistent tokens as small as embeddings."""
-        if self.config.num_persistent_tokens:
+        if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
+
+    def recall(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
+        """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
+        initial = self.initial_weights()
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q = repeat_heads(unit_length(F.silu(q)), self.num_output_heads).transpose(1, 2).float()
+        moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
+        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, True)
+        o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
+        return self.o_proj(self.output_gate(o, hidden_states))
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
@@ -105,7 +118,7 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
         """Persistent tokens before every sequence that begins here, and where the real ones are then."""
-        P = self.config.num_persistent_tokens
+        P = self.num_persistent
         if not P or context.states:
             return hidden_states, context, None
         B, T, device = *hidden_states.shape[:2], hidden_states.device
@@ -121,9 +134,7 @@ class NeuralMemoryMixer(MemoryMixer):
         if mask is not None:
             mask = torch.cat([mask.new_ones(B, P), mask], 1)
         if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens + P * torch.arange(
-                len(cu_seqlens), device=cu_seqlens.device, dtype=cu_seqlens.dtype
-            )
+            cu_seqlens = (cu_seqlens + F.pad(before + P, (1, 0))).to(cu_seqlens.dtype)
         return hidden_states, context._replace(attention_mask=mask, cu_seqlens=cu_seqlens), real
 
 
@@ -132,12 +143,14 @@ def _memory_state(states: States) -> NeuralMemoryState | None:
 
 
 class AttentionAndMemoryMixer(MemoryMixer):
-    """What MAG and MAL share: sliding-window attention with the weights of a Transformer, and a memory."""
+    """What MAC, MAG and MAL share: attention with the weights of a Transformer, and a memory."""
+
+    memory_reads_persistent = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.has_convolutions, self.conv_activation = False, None
-        self.memory = NeuralMemoryMixer(config, layer_idx)
+        self.memory = NeuralMemoryMixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
 
@@ -150,11 +163,6 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, context.position_embeddings)
-        always = None
-        if self.config.num_persistent_tokens:
-            tokens = self.persistent.to(hidden_states.dtype)[None]
-            _, keys, values = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
-            always = self.normalize_and_rotate(keys, keys, None)[1][0], values[0]
         return window_attention(
             q,
             k,
@@ -162,10 +170,18 @@ class AttentionAndMemoryMixer(MemoryMixer):
             window=self.config.sliding_window,
             scaling=self.scaling,
             states=_part(context.states, "attention_"),
-            always=always,
+            always=self.always(hidden_states.dtype),
             attention_mask=context.attention_mask,
             cu_seqlens=context.cu_seqlens,
         )
+
+    def always(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [P, H, D] of the persistent tokens, which have no positions."""
+        if not self.config.num_persistent_tokens:
+            return None
+        tokens = self.persistent.to(dtype)[None]
+        q, k, v = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
+        return self.normalize_and_rotate(q, k, None)[1][0], v[0]
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The memory's output [B, T, hidden_size], and its states."""
@@ -230,3 +246,110 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
         return self.o_proj(heads.flatten(-2)), _joined(window, memory)
+
+
+class MemoryAsContextMixer(AttentionAndMemoryMixer):
+    """MAC: attention within segments, over the tokens and what the memory says to them.
+
+        h_t = M(x_t), M as it was when the segment began
+        y_t = norm of attention over persistent tokens and the pairs (h_i, x_i), i <= t, of the segment
+        M reads y_t, and then is asked about it:   o_t = y_t sigmoid(norm(M_t(y_t)))
+
+    The paper's mask lets a token see h_i of later tokens, and its last line reads a memory that has seen the whole
+    segment; both would show the future. Here nothing after t is seen.
+    """
+
+    memory_reads_persistent = False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their
+        keys and values, and those of what the memory said, [N, segment, 2, H, D]."""
+        if context.cu_seqlens is not None:
+            return self._each_sequence(hidden_states, context), {}
+        if context.states:  # rows may be anywhere in their segments: a token at a time
+            return self._pieces(hidden_states, context, 1)
+        mask, order = context.attention_mask, None
+        if mask is None:
+            return self._pieces(hidden_states, context, self.config.segment_length)
+        hidden_states, order = real_tokens_first(hidden_states, mask)
+        context = context._replace(
+            attention_mask=mask.gather(1, order),
+            position_embeddings=_in_order(context.position_embeddings, order),
+        )
+        output, states = self._pieces(hidden_states, context, self.config.segment_length)
+        return torch.zeros_like(output).scatter(1, order[..., None].expand_as(output), output), states
+
+    def _each_sequence(self, hidden_states: Tensor, context: Context) -> Tensor:
+        bounds = context.cu_seqlens.tolist()  # type: ignore[union-attr]
+        alone = context._replace(cu_seqlens=None)
+        parts = [slice(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
+        return torch.cat([self.mix(hidden_states[:, x], alone.of(x, {}))[0] for x in parts], dim=1)
+
+    def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
+        states, outputs = context.states or self._empty(hidden_states), []
+        for start in range(0, hidden_states.shape[1], length):
+            tokens = slice(start, start + length)
+            output, states = self._piece(hidden_states[:, tokens], context.of(tokens, states))
+            outputs.append(output)
+        return torch.cat(outputs, dim=1), states
+
+    def _empty(self, hidden_states: Tensor) -> States:
+        B, C = hidden_states.shape[0], self.config.segment_length
+        heads = self.k_proj.out_features // self.head_dim
+        pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
+        then = hidden_states.new_zeros(B, self.memory.num_output_heads, self.memory.initial_weights.size)
+        offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
+        return {"then": then.float(), "offset": offset, "keys": pairs, "values": pairs}
+
+    def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
+        """Tokens that end no later than the segment of any row."""
+        states, C = context.states, self.config.segment_length
+        real = torch.ones(x.shape[:2], device=x.device) if context.attention_mask is None else context.attention_mask
+        real = real.bool()
+        begins = (states["offset"] == C) & real.any(1)
+        now = states.get("memory_weights", states["then"])
+        then = torch.where(begins[:, None, None], now, states["then"])
+        offset = torch.where(begins, 0, states["offset"])
+        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # C: of padding, which is dropped
+        heads, keys, values = self._attend_pairs(x, self.memory.recall(x, then), places, context)
+        y = self.attention_norm(self.o_proj(heads.flatten(-2)))
+        remembered, memory = self.remember(y, context)
+        output = y * self.memory_norm(remembered).sigmoid()
+        own = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
+        return output, own | {f"memory_{name}": state for name, state in memory.items()}
+
+    def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [B, T, H, D] of tokens at places [B, T] of their segments, and its keys and values with theirs."""
+        q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k = self.normalize_and_rotate(q, k, context.position_embeddings)
+        k_h, v_h = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.k_proj(h), self.v_proj(h)))
+        k_h = self.normalize_and_rotate(q, k_h, context.position_embeddings)[1]
+        keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
+        values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
+        seen = torch.arange(keys.shape[1], device=x.device) <= places[..., None].clamp(max=keys.shape[1] - 1)
+        seen = seen.repeat_interleave(2, -1)[:, None]  # [B, 1, T, 2 * segment]
+        k, v = (pairs.flatten(1, 2).transpose(1, 2).to(q.dtype) for pairs in (keys, values))
+        always = self.always(x.dtype)
+        if always is not None:
+            first = (tokens.transpose(0, 1).expand(len(x), -1, -1, -1) for tokens in always)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))
+            seen = F.pad(seen, (len(always[0]), 0), value=True)
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=self.scaling, enable_gqa=True)
+        return o.transpose(1, 2), keys, values
+
+
+def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    """[B, C, 2, H, D] with pairs [B, T, 2, H, D] at places [B, T]; those at C are dropped."""
+    index = places[:, :, None, None, None].expand_as(pairs)
+    return F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, 1)).scatter(1, index, pairs.to(buffer.dtype))[:, :-1]
+
+
+def _in_order(positions, order: Tensor):
+    if positions is None:
+        return None
+    B, T = order.shape
+    return tuple(x.expand(B, T, -1).gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in positions)

@@ -3,11 +3,21 @@
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
-from hf_memory.mixers.titans import MemoryAsGateMixer, MemoryAsLayerMixer, NeuralMemoryMixer
+from hf_memory.mixers.titans import (
+    MemoryAsContextMixer,
+    MemoryAsGateMixer,
+    MemoryAsLayerMixer,
+    NeuralMemoryMixer,
+)
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
-VARIANTS = {"lmm": NeuralMemoryMixer, "mag": MemoryAsGateMixer, "mal": MemoryAsLayerMixer}
+VARIANTS = {
+    "lmm": NeuralMemoryMixer,
+    "mac": MemoryAsContextMixer,
+    "mag": MemoryAsGateMixer,
+    "mal": MemoryAsLayerMixer,
+}
 
 
 @strict
@@ -15,8 +25,9 @@ class TitansConfig(MemoryHeadsConfig):
     """Options of Titans' mixers.
 
     Args:
-        variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mag"` (beside attention over
-            `sliding_window` tokens) or `"mal"` (before it).
+        variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mac"` (its answers are context
+            for attention within segments), `"mag"` (beside attention over `sliding_window` tokens) or `"mal"` (before
+            it).
         memory_depth (`int`, defaults to 2): matrices of the memory.
         memory_expansion (`int`, defaults to 2): channels between them, in multiples of a head's.
         memory_activation (`str`, defaults to `"silu"`): between them: `"silu"`, `"gelu"` or `"gelu_tanh"`.
@@ -26,6 +37,7 @@ class TitansConfig(MemoryHeadsConfig):
             function: a model must be used with the one it was trained with. Default: 1 for one matrix, else 16.
         memory_max_lr (`float`, defaults to 1.0): the inner learning rate at an open gate, of a chunk.
         memory_gate (`str`, defaults to `"multiply"`): how MAG joins both: `"multiply"` or `"add"`.
+        segment_length (`int`, defaults to 128): tokens of a segment of MAC.
         num_persistent_tokens (`int`, defaults to 4): learned tokens before every sequence.
         sliding_window (`int`, *optional*): tokens that attention sees; default: 512 for MAG and MAL.
     """
@@ -40,6 +52,7 @@ class TitansConfig(MemoryHeadsConfig):
     memory_chunk_size: int | None = None
     memory_max_lr: float = 1.0
     memory_gate: str = "multiply"
+    segment_length: int = 128
     num_persistent_tokens: int = 4
 
     @property
@@ -54,7 +67,7 @@ class TitansConfig(MemoryHeadsConfig):
         self.linear_conv_kernel_dim = 4 if self.linear_conv_kernel_dim is None else self.linear_conv_kernel_dim
         self.output_gate = self.output_gate or "silu"
         self.memory_rope = self.variant != "lmm"  # for attention; the memory has no positions
-        if self.sliding_window is None and self.variant != "lmm":
+        if self.sliding_window is None and self.variant in ("mag", "mal"):
             self.sliding_window = 512
         if self.memory_residual is None:
             self.memory_residual = self.memory_depth > 1 and self.linear_key_head_dim == self.linear_value_head_dim
@@ -67,10 +80,10 @@ class TitansConfig(MemoryHeadsConfig):
         check_word("variant", self.variant, tuple(VARIANTS))
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
-        for name in ("memory_depth", "memory_expansion", "memory_chunk_size"):
+        for name in ("memory_depth", "memory_expansion", "memory_chunk_size", "segment_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.variant != "lmm" and (self.sliding_window or 0) < 2:
+        if self.variant in ("mag", "mal") and (self.sliding_window or 0) < 2:
             raise ValueError(f"sliding_window must be at least 2 for {self.variant!r}, got {self.sliding_window}")
 
 
