@@ -1,10 +1,13 @@
 """What a conversion keeps, what it learns, and what it leaves on disk."""
 
 import json
+import sys
 
+import pyarrow
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
@@ -364,6 +367,70 @@ def test_text_files_are_read_in_order(tmp_path):
     files[0].write_bytes(b"\xff")
     with pytest.raises(ValueError, match="must be text in UTF-8, got byte 0xff"):
         conversion.read_tokens(files, make_tokenizer())
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Three documents, one of them empty, as each kind of file, and as a folder that `datasets` loads."""
+    texts = ["w4 w5", "", "w6"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": 1, "text": x}) + "\n" for x in texts) + "\n")
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": texts}), tmp_path / "a.parquet")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
+def test_documents_of_every_kind_of_source_end_with_the_end_of_text(written, name, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(written / "cache"))
+    assert conversion.read_tokens([written / name], make_tokenizer()).tolist() == [4, 5, 2, 6, 2]
+    assert conversion.read_tokens([str(written / name)] * 2, make_tokenizer(), limit=4).tolist() == [4, 5, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "w4"}\n{"text": ', "a.jsonl must have JSON in each line, got none in line 2"),
+        ("a.jsonl", b'{"body": "w4"}\n', "line 1 of .*a.jsonl must have a text in its field text, got body"),
+        ("a.jsonl", b"[1]\n", "must have a text in its field text, got list"),
+        ("a.parquet", b"PAR1", "a.parquet must be a parquet file"),
+        ("a.txt", b"  \n", "text must not be empty, got no tokens from .*a.txt"),
+    ],
+)
+def test_unreadable_data_is_explained(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        conversion.read_tokens([tmp_path / name], make_tokenizer())
+
+
+def test_a_parquet_file_without_text_and_a_missing_file_are_explained(tmp_path):
+    parquet.write_table(pyarrow.table({"id": [1], "body": ["w4"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet must have a column text, got id, body"):
+        conversion.read_tokens([tmp_path / "a.parquet"], make_tokenizer())
+    for name in (tmp_path / "no", "no.txt", "../no"):
+        with pytest.raises(FileNotFoundError, match="No such file or directory"):
+            conversion.read_tokens([name], make_tokenizer())
+
+
+def test_a_library_that_is_not_installed_is_named(written, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("a.parquet", "folder"):
+        with pytest.raises(ValueError, match="pip install datasets"):
+            conversion.read_tokens([written / name], make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "message"),
+    [
+        (torch.tensor([1, 64]), 2, "tokenizer must be the teacher's, which has 64 tokens, got token 64"),
+        (torch.arange(9), 16, "at least one window of 16 tokens, got 9"),
+        (torch.ones(9999, dtype=torch.long), 4096, "length must be at most the teacher's 2048 positions, got 4096"),
+    ],
+)
+def test_a_text_that_does_not_fit_the_teacher_is_explained(tokens, length, message):
+    with pytest.raises(ValueError, match=message):
+        convert(make_teacher(), tokens, transfer=SCHEDULE._replace(length=length), distillation=SCHEDULE)
 
 
 def test_what_is_written_can_be_loaded_and_read(tmp_path):

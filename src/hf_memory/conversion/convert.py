@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.placement import Keep, LayerScore, auto_count, kept_layers, rank_layers
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
 from hf_memory.conversion.starts import start_near
@@ -65,8 +66,9 @@ def convert(
         **options: of the family's config, such as `gate`.
 
     Raises:
-        ValueError: if the teacher, the family, a layer or an option is not supported.
+        ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
     """
+    check_tokens(tokens, teacher.config, *(stage.length for stage in (transfer, distillation) if stage.steps))
     num_layers, ranking = teacher.config.num_hidden_layers, ()
     if count := auto_count(keep, num_layers):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "placement", "callbacks": callbacks}

@@ -1,11 +1,16 @@
 """Text as windows of tokens. Which window comes when is a function of (seed, step) alone."""
 
-from collections.abc import Iterable
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedConfig
 
 
 class TokenWindows(Dataset):
@@ -26,18 +31,122 @@ class TokenWindows(Dataset):
         return {"input_ids": window, "labels": window}
 
 
-def read_tokens(files: Iterable[Path], tokenizer) -> Tensor:
-    """The tokens of text files [T], one after the other, each followed by the end-of-text token if there is one.
+def read_tokens(sources: Iterable[Path | str], tokenizer, *, limit: int | None = None) -> Tensor:
+    """The tokens of texts [T], one document after the other, each followed by the end-of-text token if there is one.
+
+    Args:
+        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`; folders
+            and names of the Hub that `datasets` can load, as `name` or `name:config`, of which the split `train` is
+            streamed.
+        tokenizer: of the teacher.
+        limit: read no more than so many tokens; default: all.
 
     Raises:
-        ValueError: if a file is not text in UTF-8.
+        ValueError: if something that was read is not text, or all of it is empty.
+        OSError: if something cannot be read.
     """
-    tokens: list[int] = []
-    for file in files:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
-        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return torch.tensor(tokens, dtype=torch.long)
+    sources, tokens, count = list(sources), [], 0
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for document in chain.from_iterable(documents(source) for source in sources):
+        if count >= (limit or math.inf):
+            break
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens.append(torch.tensor(ids + end if ids else [], dtype=torch.long))
+        count += len(tokens[-1])
+    if not count:
+        raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
+    return torch.cat(tokens)[:limit]
+
+
+def check_tokens(tokens: Tensor, config: PreTrainedConfig, *lengths: int) -> None:
+    """See that a model can read windows of a text.
+
+    Args:
+        tokens: [T] of the text.
+        config: of the model.
+        *lengths: of the windows.
+
+    Raises:
+        ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
+            than a window.
+    """
+    if tokens.numel() and tokens.max() >= config.vocab_size:
+        raise ValueError(
+            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {int(tokens.max())}"
+        )
+    longest, positions = max(lengths, default=1), getattr(config, "max_position_embeddings", None)
+    if positions and longest > positions:
+        raise ValueError(f"length must be at most the teacher's {positions} positions, got {longest}")
+    if len(tokens) < longest:
+        raise ValueError(f"tokens must be at least one window of {longest} tokens, got {len(tokens)}")
+
+
+def documents(source: Path | str) -> Iterator[str]:
+    """The texts of one source; see `read_tokens`."""
+    path = Path(source)
+    if path.is_file():
+        return READERS.get(path.suffix, _text)(path)
+    if path.is_dir() or _may_be_on_the_hub(str(source)):
+        return _data_set(str(source))
+    raise FileNotFoundError(f"No such file or directory, and no name of a data set: {source}")
+
+
+def _may_be_on_the_hub(name: str) -> bool:
+    return (
+        re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?", name) is not None and Path(name).suffix not in SUFFIXES
+    )
+
+
+def _text(file: Path) -> Iterator[str]:
+    try:
+        yield file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
+
+
+def _jsonl(file: Path) -> Iterator[str]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line) if line.strip() else {"text": ""}
+            except ValueError as error:
+                raise ValueError(f"{file} must have JSON in each line, got none in line {number}") from error
+            yield _text_of(row, f"line {number} of {file}")
+
+
+def _parquet(file: Path) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise ValueError("parquet files need pyarrow: pip install datasets") from error
+    try:
+        table = parquet.ParquetFile(file)
+    except ArrowInvalid as error:
+        raise ValueError(f"{file} must be a parquet file, got something else or a part of one") from error
+    with table:
+        if "text" not in table.schema_arrow.names:
+            raise ValueError(f"{file} must have a column text, got {', '.join(table.schema_arrow.names)}")
+        for batch in table.iter_batches(columns=["text"]):
+            yield from (_text_of(row, str(file)) for row in batch.to_pylist())
+
+
+def _data_set(name: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"data sets such as {name} need datasets: pip install datasets") from error
+    path, _, config = (name, "", "") if Path(name).is_dir() else name.partition(":")
+    for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
+        yield _text_of(row, f"each row of {name}")
+
+
+def _text_of(row, where: str) -> str:
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} must have a text in its field text, got {given}")
+    return text
+
+
+READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+SUFFIXES = {".txt", ".md", ".json", *READERS}  # of what is a file, so that a slip is not looked for on the Hub
