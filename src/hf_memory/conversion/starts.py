@@ -58,7 +58,7 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
 def _start_as_attention(mixer: AttentionAndMemoryMixer) -> None:
     """The memory's gate is closed, and its projections are attention's where they fit; they learn at once."""
     if hasattr(mixer, "gate"):
-        mixer.gate.zero_()
+        mixer.get_parameter("gate").zero_()
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         ours, theirs = mixer.memory.get_submodule(name), mixer.get_submodule(name)
         if ours.weight.shape == theirs.weight.shape:

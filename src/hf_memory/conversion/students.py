@@ -15,7 +15,7 @@ from hf_memory.modeling.titans import TitansConfig
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
-PRESETS = {
+PRESETS: dict[str, dict] = {
     "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
     "deltanet": {"output_gate": "sigmoid"},

@@ -144,13 +144,13 @@ def _columns(layer, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> _Col
 def _past(layer: Any, k: Tensor, v: Tensor) -> tuple[Past, Tensor | None]:
     """Keys, u and ages in a cache layer; and where the present tokens go in a buffer that has room for them."""
     if not isinstance(layer, StaticLayer):
-        keys, u = layer.update(k[:, :0].transpose(1, 2), v[:, :0].transpose(1, 2))
-        age, by_position = torch.arange(keys.shape[2], 0, -1, device=k.device), None
-        return Past(keys.transpose(1, 2), u.transpose(1, 2), age), by_position
-    by_position = layer.cumulative_length
+        nothing_new = k[:, :0].transpose(1, 2), v[:, :0].transpose(1, 2)
+        past_k, past_u = (x.transpose(1, 2) for x in layer.update(*nothing_new))
+        return Past(past_k, past_u, torch.arange(past_k.shape[1], 0, -1, device=k.device)), None
+    by_position: Tensor | None = layer.cumulative_length
     keys: Any = layer.keys
     u: Any = layer.values
-    filled: Tensor | int = by_position
+    filled: Tensor | int = layer.cumulative_length
     if isinstance(layer, StaticSlidingWindowLayer) and layer.cumulative_length_int + k.shape[1] > layer.max_cache_len:
         filled, by_position = min(layer.cumulative_length_int, layer.max_cache_len), None
         keys, u = keys[:, :, :filled], u[:, :, :filled]

@@ -80,7 +80,7 @@ class NeuralMemoryMixer(MemoryMixer):
         q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         q = repeat_heads(unit_length(F.silu(q)), self.num_output_heads).transpose(1, 2).float()
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
-        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, True)
+        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, "initial")
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
         return self.o_proj(self.output_gate(o, hidden_states))
 
@@ -107,7 +107,8 @@ class NeuralMemoryMixer(MemoryMixer):
             backend="auto" if self.config.mixer_backend == "triton" else self.config.mixer_backend,
         )
         output = self.o_proj(self.output_gate(o, hidden_states))
-        return (output if real is None else output[:, real]), {**new_states, **state._asdict()}
+        own = state._asdict()  # type: ignore[union-attr]
+        return (output if real is None else output[:, real]), new_states | own
 
     def _gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """lr, log eta and log a [B, T, HV] in float32."""

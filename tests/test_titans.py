@@ -1,0 +1,50 @@
+"""What Titans' variants promise beyond the contracts: causality, and gates that close to a Transformer."""
+
+import pytest
+import torch
+
+from cases import CASES, make_model, random_tokens
+from hf_memory.mixers.titans import AttentionAndMemoryMixer
+
+TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
+
+
+@pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
+def test_no_output_depends_on_a_later_input(case):
+    """By gradient, over several chunks and segments: of each third output with respect to every input."""
+    model = make_model(case)
+    x = model.get_input_embeddings()(random_tokens(1, 14)).detach().requires_grad_()
+    hidden = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
+    for t in range(0, 14, 3):
+        (gradient,) = torch.autograd.grad(hidden[0, t].square().sum(), x, retain_graph=True)
+        sizes = gradient[0].abs().sum(-1)
+        assert not sizes[t + 1 :].any()
+        assert sizes[: t + 1].all()
+
+
+@pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
+@torch.no_grad()
+def test_what_was_read_before_the_window_is_remembered(case):
+    """Beyond every window and segment, the first token still matters."""
+    model, tokens = make_model(case, layer_types=["memory"] * 2), random_tokens(1, 24)
+    other = tokens.clone()
+    other[0, 0] = 3 + (tokens[0, 0] - 2) % 60
+    difference = model(tokens).logits[:, -1] - model(other).logits[:, -1]
+    assert difference.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["titans-mag-add", "titans-mal"])
+@torch.no_grad()
+def test_a_closed_gate_leaves_attention(name):
+    case = next(case for case in CASES if case.name == name)
+    model, tokens = make_model(case, num_persistent_tokens=0), random_tokens(1, 12)
+    mixers = [module for module in model.modules() if isinstance(module, AttentionAndMemoryMixer)]
+    for mixer in mixers:
+        mixer.gate.zero_()
+    closed = model(tokens).logits
+    for mixer in mixers:
+        mixer.memory.o_proj.weight.mul_(7)
+    assert torch.equal(model(tokens).logits, closed)
+    for mixer in mixers:
+        mixer.gate.fill_(1)
+    assert not torch.allclose(model(tokens).logits, closed)
