@@ -80,6 +80,23 @@ def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
     assert re.search(r"kept_layers \| [01] \(auto:1/2\)", (student / "README.md").read_text())
 
 
+def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_path):
+    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
+    code, out, err = run(*command, "--keep", "1/2")
+    assert (code, err) == (0, "")
+    weights = sum(x.numel() for x in LlamaForCausalLM.from_pretrained(teacher).parameters())
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert f"teacher llama, {weights:,} parameters" in lines
+    assert "attention kept 1" in lines
+    assert "128 tokens, 0.036 times the text" in lines
+    assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
+    assert run(*command, "--keep", "auto")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    code, out, err = run(*command, "--length", "4096")
+    assert (code, out) == (2, "")
+    assert "length must be at most the teacher's 2048 positions, got 4096" in err
+
+
 def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatch):
     student, memory = tmp_path / "student", tmp_path / "memory"
     assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
@@ -134,7 +151,7 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
         (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"], "option must look like name=value"),
         (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "feature_map=x"], "feature_map must be one"),
         (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
-        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "tokens must be at least one"),
+        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must have at least 2560"),
         (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),
     ],
 )

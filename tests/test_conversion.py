@@ -251,6 +251,21 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
 def test_wrong_arguments_are_explained(wrong, message):
     with pytest.raises(ValueError, match=message):
         convert(make_teacher(), text(), **BOTH_STAGES, **wrong)
+    with pytest.raises(ValueError, match=message):
+        conversion.plan(make_teacher().config, text(), **{"to": "linear", "keep": (), **BOTH_STAGES, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [*((name, "linear") for name in TEACHERS), *(("llama", to) for to in STUDENTS)]
+)
+def test_a_plan_counts_what_a_conversion_makes(name, to):
+    teacher = make_teacher(name)
+    rows = conversion.plan(teacher.config, text(), to=to, keep=(0,), **BOTH_STAGES)
+    student = make_student(teacher, to, keep=(0,))
+    assert ("student", f"hf_memory_{to}, {student.num_parameters():,} parameters") in rows
+    assert ("attention kept", "0") in rows
+    assert (dict(rows)["attention transfer"] == "none") == is_exact(student.config)
+    assert ("", "256 tokens, 1.3 times the text") in rows
 
 
 def test_an_unsupported_teacher_is_told_which_ones_are():

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ from hf_memory.demo import PROMPTS, Demo, run_demo
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 from hf_memory.serving import Conversation, load_memory, save_memory
 
+SOURCES = "text file, .jsonl or .parquet with a field text, or name[:config] of a Hub data set"
+MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 CONTEXTS = (1024, 8192, 32768, 131072)
 console = Console()
@@ -98,7 +101,7 @@ def demo(
 @commands.command()
 def convert(
     teacher: Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")],
-    text: Annotated[list[Path], typer.Option(help="Text file to learn on, UTF-8; may be repeated.")],
+    text: Annotated[list[str], typer.Option(help=f"To learn on: {SOURCES}; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder for the student.")],
     to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
     keep: Keep = "none",
@@ -107,44 +110,42 @@ def convert(
     distill_steps: Annotated[int, typer.Option(help="Steps of logit distillation.")] = 250,
     batch_size: Annotated[int, typer.Option(help="Windows a step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="Of the distillation.")] = 1.0,
     seed: Seed = 0,
     checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")] = None,
     overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option(help="Show the plan, and whether all fits together; write nothing.")] = False,
 ) -> None:
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     check_free(output, overwrite=overwrite)
     options = _options(option)
     tokenizer = AutoTokenizer.from_pretrained(_found(teacher))
+    training, held_out = _split(conversion.read_tokens(text, tokenizer, limit=max_tokens))
+    sizes = {"batch_size": batch_size, "length": length}
+    transfer = conversion.TRANSFER_SCHEDULE._replace(steps=transfer_steps, **sizes)
+    distillation = conversion.DISTILLATION_SCHEDULE._replace(steps=distill_steps, **sizes)
+    how = {"to": to, "keep": keep, "transfer": transfer, "distillation": distillation, **options}
+    plan = conversion.plan(AutoConfig.from_pretrained(teacher), training, **how)
+    if dry_run:
+        _print_plan(plan)
+        return
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    tokens = conversion.read_tokens(text, tokenizer)
-    training, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
-    transfer, distillation = (
-        schedule._replace(steps=steps, batch_size=batch_size, length=length)
-        for schedule, steps in (
-            (conversion.TRANSFER_SCHEDULE, transfer_steps),
-            (conversion.DISTILLATION_SCHEDULE, distill_steps),
-        )
-    )
     with _progress() as progress:
         made = conversion.convert(
             model,
             training,
-            to=to,
-            keep=keep,
-            transfer=transfer,
-            distillation=distillation,
             temperature=temperature,
             seed=seed,
             checkpoints=checkpoints,
             callbacks=(StageProgress(progress),),
-            **options,
+            **how,
         )
     results = conversion.Results(
         teacher=teacher,
         model_type=made.student.config.model_type,
-        text=", ".join(file.name for file in text),
+        text=", ".join(Path(source).name if Path(source).exists() else source for source in text),
         recipe=conversion.recipe(to, transfer, distillation, kept_layers=_kept(made, keep), seed=seed, **options),
         losses=made.losses,
         rows=[
@@ -225,6 +226,20 @@ def _memory_table(config: PreTrainedConfig) -> Table:
 def _progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[loss]}"), console=console)
+
+
+def _split(tokens: Tensor) -> list[Tensor]:
+    """Text to learn on, and the last tenth, to compare models on."""
+    if len(tokens) < MINIMUM:
+        raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
+    return list(tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10]))
+
+
+def _print_plan(plan: list[tuple[str, str]]) -> None:
+    rows = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=False, title="plan")
+    for row in plan:
+        rows.add_row(*row)
+    console.print(rows)
 
 
 def _print_results(results: conversion.Results) -> None:

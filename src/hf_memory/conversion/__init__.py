@@ -14,6 +14,7 @@ from hf_memory.conversion.placement import (
     placement_table,
     rank_layers,
 )
+from hf_memory.conversion.plan import plan
 from hf_memory.conversion.report import ModelResult, Results, measure, new_folder, recipe, write_report
 from hf_memory.conversion.stages import Schedule, attention_transfer, distill, train
 from hf_memory.conversion.students import make_student
@@ -45,6 +46,7 @@ __all__ = [
     "measure",
     "new_folder",
     "placement_table",
+    "plan",
     "rank_layers",
     "read_tokens",
     "recipe",

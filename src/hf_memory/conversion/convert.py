@@ -77,7 +77,7 @@ def convert(
     student = make_student(teacher, to, keep=keep, seed=seed, **options)
     weights = start_near(student, teacher, tokens, transfer.length)
     losses: dict[str, History] = {}
-    if transfer.steps and not is_exact(student.config) and any("memory" in kind for kind in student.config.mixer_types):
+    if has_transfer(student, transfer):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "transfer", "callbacks": callbacks}
         losses[TRANSFER] = attention_transfer(student, teacher, tokens, transfer, **run)
     if distillation.steps:
@@ -90,10 +90,21 @@ def convert(
     return Conversion(student, weights, losses, kept_layers(keep, num_layers), ranking)
 
 
-def _ranking(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, transfer: Schedule, **run):
-    """All layers, the best to keep first."""
+def has_transfer(student: MemoryForCausalLM, transfer: Schedule) -> bool:
+    """Whether there is a stage of attention transfer: layers of memory that have something to learn from attention."""
+    memories = any("memory" in kind for kind in student.config.mixer_types)
+    return bool(transfer.steps) and memories and not is_exact(student.config)
+
+
+def check_rankable(student: MemoryForCausalLM) -> None:
+    """Raise ValueError if the layers of a student have no order in which to keep attention."""
     if is_exact(student.config):
         raise ValueError("keep must not be auto for a student that starts as its teacher whatever it keeps")
+
+
+def _ranking(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, transfer: Schedule, **run):
+    """All layers, the best to keep first."""
+    check_rankable(student)
     start_near(student, teacher, tokens, transfer.length)
     if transfer.steps:
         attention_transfer(student, teacher, tokens, transfer, **run)
