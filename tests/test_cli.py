@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
@@ -95,6 +96,44 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     code, out, err = run(*command, "--length", "4096")
     assert (code, out) == (2, "")
     assert "length must be at most the teacher's 2048 positions, got 4096" in err
+
+
+def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):
+    file, first, second = (tmp_path / name for name in ("my.yaml", "first", "second"))
+    flags = {"to": "gated", "keep-attention": [1], "transfer-steps": 2, "distill_steps": 2, "batch-size": 2}
+    options = {"gate": "scalar", "memory_rope": False}
+    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "option": options, **flags}))
+    code, _, err = run("convert", "--config", file, "--output", first, "--length", 32, "--seed", 3)
+    assert (code, err) == (0, "")
+    config = cli.AutoConfig.from_pretrained(first)
+    assert (config.model_type, config.gate, config.memory_rope) == ("hf_memory_gated", "scalar", False)
+    described = yaml.safe_load((first / "run.yaml").read_text())
+    assert described["teacher"] == str(teacher)
+    assert described["option"] == ["gate=scalar", "memory_rope=false"]
+    assert (described["keep-attention"], described["length"], described["seed"]) == ("1", 32, 3)
+    assert "config" not in described
+
+    assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert yaml.safe_load((second / "run.yaml").read_text()) == described | {"output": str(second)}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("sede: 1", "config must have names from teacher, text, output, to, keep-attention,"),
+        ("sede: 1", ", checkpoints, got sede"),
+        ("overwrite: true", "got overwrite"),
+        ("- 1", "config must be a YAML file of names and values"),
+        ("a: [", "config must be a YAML file, got"),
+    ],
+)
+def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, sentence):
+    (tmp_path / "run.yaml").write_text(content)
+    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", "--config", tmp_path / "run.yaml"]
+    code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert sentence in err
 
 
 def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatch):

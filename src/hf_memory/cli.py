@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from hf_memory import conversion
 from hf_memory.conversion.report import HEADER, RESULTS, check_free, table
+from hf_memory.conversion.run_file import RUN, read_flags, write_flags
 from hf_memory.demo import PROMPTS, Demo, run_demo
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 from hf_memory.serving import Conversation, load_memory, save_memory
@@ -98,8 +99,16 @@ def demo(
     console.print(_how_to_load(output / "student"), markup=False, soft_wrap=True)
 
 
+def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Let a YAML file give what the command line does not; the names are those of the flags."""
+    if file is not None:
+        context.default_map = read_flags(file, context.command.params)
+    return file
+
+
 @commands.command()
 def convert(
+    context: typer.Context,
     teacher: Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")],
     text: Annotated[list[str], typer.Option(help=f"To learn on: {SOURCES}; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder for the student.")],
@@ -116,6 +125,10 @@ def convert(
     checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option(help="Show the plan, and whether all fits together; write nothing.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(is_eager=True, callback=_flags_of_file, help=f"YAML file with flags, such as {RUN} of a result."),
+    ] = None,
 ) -> None:
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     check_free(output, overwrite=overwrite)
@@ -155,6 +168,7 @@ def convert(
     )
     with conversion.new_folder(output, overwrite=overwrite) as folder:
         conversion.write_report(folder, made.student, tokenizer, results)
+        write_flags(folder / RUN, context.command.params, context.params)
     if made.ranking:
         _print_ranking(made)
     _print_results(results)

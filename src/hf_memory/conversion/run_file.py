@@ -1,0 +1,62 @@
+"""A run of the command line as a YAML file: the names of its flags and their values."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RUN = "run.yaml"
+OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # which say nothing about the result
+
+
+def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
+    """The values in a file, by the names of a command's parameters.
+
+    A flag that may be repeated takes a list, one value, or names with values for name=value.
+
+    Args:
+        file: YAML of names, as on the command line or with underscores, and values.
+        parameters: of the command.
+
+    Raises:
+        ValueError: if the file is not YAML of names and values, or has a name that is no flag.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config must be a YAML file, got {file}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"config must be a YAML file of names and values, got {file} with something else")
+    by_name = {name: x for x in parameters if x.name not in OF_ONE_CALL for name in _names(x)}
+    given = {str(name).replace("-", "_"): value for name, value in content.items() if value is not None}
+    if unknown := sorted(set(given) - set(by_name)):
+        flags = ", ".join(dict.fromkeys(_names(x)[0].replace("_", "-") for x in by_name.values()))
+        raise ValueError(f"config must have names from {flags}, got {', '.join(unknown)}")
+    return {by_name[name].name: _value(by_name[name], value) for name, value in given.items()}
+
+
+def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> None:
+    """Write all that describes a run, also what was left at its default, so that it can be repeated."""
+    described = {
+        _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
+        for x in parameters
+        if x.name not in OF_ONE_CALL and values.get(x.name) is not None
+    }
+    file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _names(parameter) -> list[str]:
+    """What a parameter may be called in a file; the first is what it is called when written."""
+    return [name.lstrip("-").replace("-", "_") for name in [*parameter.opts, parameter.name]]
+
+
+def _value(parameter, value):
+    if parameter.multiple and isinstance(value, dict):
+        return [f"{name}={_word(x)}" for name, x in value.items()]
+    words = [_word(x) for x in value] if isinstance(value, list) else [_word(value)]
+    return words if parameter.multiple else ",".join(words)
+
+
+def _word(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
