@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from hf_memory.conversion.checkpoints import claim, model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.placement import Keep, LayerScore, auto_count, kept_layers, rank_layers
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule, attention_transfer, distill
@@ -61,14 +62,20 @@ def convert(
         cross_entropy: of `distill`; default: 0, or 1 for a student that is its teacher before any training, which has
             nothing to learn from it. For such a student there is no attention transfer either.
         seed: of new weights and of the order of the text.
-        checkpoints: folder for checkpoints; a conversion that was stopped goes on from them when called again.
+        checkpoints: folder for checkpoints; a conversion that was stopped, or killed at any moment, goes on from them
+            when called again with the same arguments.
         callbacks: of the Trainer in both stages.
         **options: of the family's config, such as `gate`.
 
     Raises:
-        ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
+        ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, the
+            checkpoints are of other arguments, or a loss is not finite.
     """
     check_tokens(tokens, teacher.config, *(stage.length for stage in (transfer, distillation) if stage.steps))
+    if checkpoints:
+        how: dict = {"to": to, "keep": keep, "transfer": transfer, "distillation": distillation, "seed": seed}
+        how |= {"temperature": temperature, "cross_entropy": cross_entropy, **options}
+        claim(checkpoints, {**how, "teacher": model_fingerprint(teacher), "tokens": tokens_fingerprint(tokens)})
     num_layers, ranking = teacher.config.num_hidden_layers, ()
     if count := auto_count(keep, num_layers):
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "placement", "callbacks": callbacks}

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memory.conversion.checkpoints import last_whole_checkpoint
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -84,7 +85,37 @@ def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[di
     return seen
 
 
-class DistillationTrainer(Trainer):
+class StageTrainer(Trainer):
+    """A Trainer that stops at the first step whose loss or gradients are not finite, before it changes a weight."""
+
+    def training_step(self, model, *args, **kwargs):
+        """The loss; its gradients are in the parameters.
+
+        Raises:
+            ValueError: if one of them is not finite.
+        """
+        loss = super().training_step(model, *args, **kwargs)
+        gradients = [x.grad for x in model.parameters() if x.grad is not None]
+        if not (loss + get_total_norm(gradients).to(loss.device)).isfinite():
+            step, name = self.state.global_step + 1, self.args.run_name
+            raise ValueError(
+                f"loss and gradients must be finite, got loss {loss:g} in step {step} of {name}; {not_finite(model)}"
+            )
+        return loss
+
+
+def not_finite(model: nn.Module) -> str:
+    """Where numbers of a model stopped being finite: the first such weight, or else the gradient that was so first."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return f"the weight {name} is not finite"
+    for name, weight in reversed(list(model.named_parameters())):  # as gradients come
+        if weight.grad is not None and not weight.grad.isfinite().all():
+            return f"weights are finite, the gradient of {name} is not"
+    return "weights and gradients are finite"
+
+
+class DistillationTrainer(StageTrainer):
     """L = (1 - c) temperature^2 KL(teacher || student) + c CE(text), c = cross_entropy, averaged over tokens."""
 
     def __init__(self, *args, teacher: PreTrainedModel, temperature: float, cross_entropy: float, **kwargs):
@@ -129,7 +160,7 @@ def attention_transfer(
     transfer = AttentionTransfer(student, teacher.eval())
     if not transfer.mixers:
         return []
-    return run_trainer(Trainer, transfer, tokens, schedule, name=TRANSFER, inputs=("input_ids",), **run)
+    return run_trainer(StageTrainer, transfer, tokens, schedule, name=TRANSFER, inputs=("input_ids",), **run)
 
 
 def distill(
@@ -161,11 +192,11 @@ def distill(
 
 def train(model: PreTrainedModel, tokens: Tensor, schedule: Schedule, *, name: str = TRAINING, **run) -> History:
     """Teach a model the text itself: the mean negative log-likelihood; see `attention_transfer`."""
-    return run_trainer(Trainer, model, tokens, schedule, name=name, **run)
+    return run_trainer(StageTrainer, model, tokens, schedule, name=name, **run)
 
 
 def run_trainer(
-    trainer_class: type[Trainer],
+    trainer_class: type[StageTrainer],
     model: nn.Module,
     tokens: Tensor,
     schedule: Schedule,
@@ -195,6 +226,9 @@ def run_trainer(
 
     Returns:
         [{"step", "loss"}, ...]
+
+    Raises:
+        ValueError: if a loss or a gradient is not finite.
     """
     data = TokenWindows(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
     with nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory() as folder:
@@ -215,7 +249,7 @@ def run_trainer(
             **(trainer_options or {}),
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if checkpoints else None)
+        trainer.train(resume_from_checkpoint=last_whole_checkpoint(checkpoints) if checkpoints else None)
     model.eval()
     return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
 
@@ -233,6 +267,7 @@ def training_arguments(schedule: Schedule, **run) -> TrainingArguments:
         weight_decay=0.0,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",
+        logging_nan_inf_filter=False,
         logging_steps=max(1, schedule.steps // 50),
         save_steps=max(1, schedule.steps // 10),
         save_total_limit=1,
