@@ -143,3 +143,28 @@ def test_wrong_arguments_are_explained(wrong, message):
     q, k, v, beta = inputs()
     with pytest.raises(ValueError, match=message):
         deltaformer(**{"q": q, "k": k, "v": v, "beta": beta, **wrong})
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize("beta_mode", ["erase", "delta", "none"])
+def test_kernels_equal_the_reference(T, beta_mode):
+    q, k, v, beta = (x.float().requires_grad_() for x in inputs(T=T))
+    arguments = (q, k, v) if beta_mode == "none" else (q, k, v, beta)
+    weight, results = random(2, T, 2, 8, seed=5), []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        wide = [x.detach().to(dtype).requires_grad_() for x in arguments]
+        o, _ = deltaformer(*wide, beta_mode=beta_mode, backend=backend)
+        gradients = torch.autograd.grad((o * weight.to(dtype)).sum(), wide)
+        results.append([x.double() for x in (o, *gradients)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-6 * max(1.0, other.abs().max().item()))
+
+
+def test_kernels_take_packed_sequences_and_refuse_what_they_do_not_know():
+    q, k, v, beta = (x[:1].float() for x in inputs(T=40))
+    packed = {"cu_seqlens": torch.tensor([0, 7, 7, 40])}
+    expected = deltaformer(q, k, v, beta, backend="chunk", **packed)[0]
+    torch.testing.assert_close(deltaformer(q, k, v, beta, backend="triton", **packed)[0], expected)
+    for wrong in ({"window": 3}, {"mask": torch.ones(1, 40)}, {"write_kernel": "relu"}):
+        with pytest.raises(ValueError, match="backend='triton' has no kernel for this call: it writes with softmax"):
+            deltaformer(q, k, v, beta, backend="triton", **wrong)

@@ -36,7 +36,7 @@ class _Columns(NamedTuple):
     """The past as a cache holds it, and which of its and the present columns are no padding."""
 
     past: Past
-    mask: Tensor  # [B, S + T]
+    mask: Tensor | None  # [B, S + T]; None where no token is padding
 
 
 class DeltaFormerMixer(AttentionMixer):
@@ -67,7 +67,7 @@ class DeltaFormerMixer(AttentionMixer):
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
         beta = self.b_proj(hidden_states) if self.config.beta_mode != "none" else None
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        columns = _columns(layer, kept, v, attention_mask)
+        columns = _columns(layer, kept, v, attention_mask if cu_seqlens is None else None)
         u = self._write(kept, v, beta, columns, cu_seqlens).to(v.dtype)
         kept_all, u_all = kept.transpose(1, 2), u.transpose(1, 2)  # [B, H, S + T, D]
         if past_key_values is not None:
@@ -88,11 +88,18 @@ class DeltaFormerMixer(AttentionMixer):
 
         def write(k, v, beta, mask):
             options = {"kernel": self.config.write_kernel, "beta_mode": self.config.beta_mode}
-            backend = "reference" if self.config.mixer_backend == "reference" else "chunk"
-            window = {"window": self.sliding_window, "backend": backend}
+            window = {"window": self.sliding_window, "backend": self._write_backend(past, mask)}
             return corrected_values(k, v, beta, past=_rows(past, len(k)), mask=mask, **options, **window)
 
         return _each_sequence(write, cu_seqlens, self._write_keys(kept), v, beta, columns.mask)
+
+    def _write_backend(self, past: Past, mask: Tensor | None) -> str:
+        """The config's, but kernels only where there is no past, padding or window."""
+        has_kernel = self.config.write_kernel == "softmax" and self.sliding_window is None
+        wants_kernel = self.config.mixer_backend == "triton"
+        if wants_kernel and not (has_kernel and mask is None and past.k.shape[1] == 0):
+            return "chunk"
+        return self.config.mixer_backend
 
     def _read(self, q: Tensor, kept: Tensor, u: Tensor, columns: _Columns, cu_seqlens) -> Tensor:
         """With a kernel that the attention interface does not have."""
@@ -103,6 +110,7 @@ class DeltaFormerMixer(AttentionMixer):
             k, u = torch.cat([before.k[..., : self.head_dim], k], 1), torch.cat([before.u.to(u.dtype), u], 1)
             backend = "reference" if self.config.mixer_backend == "reference" else "chunk"
             options = {"kernel": self.config.read_kernel, "window": self.sliding_window, "backend": backend}
+            mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if mask is None else mask
             return read(unit_length(q), unit_length(k), u, mask=mask, age=past.age, **options)
 
         return _each_sequence(read_one, cu_seqlens, q, kept[..., : self.head_dim], u, columns.mask)
@@ -130,7 +138,7 @@ def _columns(layer, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> _Col
     B, T = k.shape[:2]
     if layer is None or not layer.is_initialized:
         past = Past(k[:, :0], v[:, :0], torch.zeros(0, dtype=torch.long, device=k.device))
-        return _Columns(past, _padding(attention_mask, B, T, k)[:, :T])
+        return _Columns(past, None if attention_mask is None else _padding(attention_mask, B, T, k)[:, :T])
     past, by_position = _past(layer, k, v)
     S = past.age.shape[0]
     if by_position is None:

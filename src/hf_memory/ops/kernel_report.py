@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OPS_WITH_KERNELS = ("linear_attention", "delta_rule")
+OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer")
 ARCHITECTURES = (80, 90, 100)
 
 

@@ -18,7 +18,6 @@ from hf_memory.ops.deltaformer import chunk, reference
 from hf_memory.ops.deltaformer.weights import KERNELS, Past
 
 BETA_MODES = ("none", "erase", "delta")
-NO_KERNEL = "DeltaFormer has none yet"
 
 
 class DeltaFormerState(NamedTuple):
@@ -69,7 +68,8 @@ def deltaformer(
         initial_state: keys [B, S, H, K] and corrected values [B, S, HV, V] of the past.
         output_final_state: return those of past and present; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row; without states.
-        backend: "reference", "chunk" or "auto".
+        backend: "reference", "chunk", "triton" (for the softmax write of sequences without state, mask and window) or
+            "auto": the kernels on CUDA where they can, else chunk.
 
     Returns:
         o [B, T, max(HQ, HV), V] in the dtype of q, and the final state or None.
@@ -87,13 +87,15 @@ def deltaformer(
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("initial_state and output_final_state must be left out when cu_seqlens packs sequences")
     S = past.k.shape[1]
-    mask = _full_mask(mask, (dims.B, S + dims.T), q)
-    forms = choose_backend(backend, q, NO_KERNEL)
-    settings = {"window": window, "backend": forms}
+    refused = _kernel_refuses(k, v, past, mask, write_kernel, window)
+    form = choose_backend(backend, q, refused)
+    full_mask = _full_mask(mask, (dims.B, S + dims.T), q)
+    settings = {"window": window, "backend": form}
     write = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, **settings}
 
     def one(q, k, v, beta, mask, *, initial_state):
-        u = corrected_values(k, v, beta, past=initial_state, mask=mask, **write)
+        written = None if form == "triton" else mask
+        u = corrected_values(k, v, beta, past=initial_state, mask=written, **write)
         k, u = torch.cat([initial_state.k, k], 1), torch.cat([initial_state.u, u.to(initial_state.u.dtype)], 1)
         o = read(q, k, u, mask=mask, age=initial_state.age, kernel=read_kernel, scale=scale, **settings)
         return o, DeltaFormerState(k, u)
@@ -104,9 +106,9 @@ def deltaformer(
         raise ValueError(f"beta must be given when beta_mode is {beta_mode!r}, got None")
     if cu_seqlens is not None:
         nothing = past.age.new_zeros(dims.N)
-        o, _ = per_sequence(_stateless(one, past), cu_seqlens, q, k, v, beta, mask, initial_state=nothing)
+        o, _ = per_sequence(_stateless(one, past), cu_seqlens, q, k, v, beta, full_mask, initial_state=nothing)
         return o, None
-    o, state = one(q, k, v, beta, mask, initial_state=past)
+    o, state = one(q, k, v, beta, full_mask, initial_state=past)
     return o, state if output_final_state else None
 
 
@@ -125,7 +127,7 @@ def corrected_values(
     beta: Tensor | None,
     *,
     past: Past,
-    mask: Tensor,
+    mask: Tensor | None,
     kernel: str,
     beta_mode: str,
     scale: float | None = None,
@@ -133,14 +135,21 @@ def corrected_values(
     backend: Backend = "chunk",
 ) -> Tensor:
     """u [B, T, HV, V] in float32 (float64 for float64 inputs); the arguments are those of `deltaformer`."""
+    form = choose_backend(backend, k, _kernel_refuses(k, v, past, mask, kernel, window))
     HV, wide = v.shape[2], torch.promote_types(v.dtype, torch.float32)
     one = v.new_ones(v.shape[:3], dtype=wide)
     beta = one if beta is None or beta_mode == "none" else beta.to(wide)
     a = beta if beta_mode == "delta" else one
     k, past = repeat_heads(k, HV), past._replace(k=repeat_heads(past.k, HV))
-    form = reference if backend == "reference" else chunk
-    options = {"kernel": kernel, "scale": _scale(scale, kernel, k), "window": window}
-    return form.corrected_values(k.to(wide), k, v, a, beta, past, mask, **options)[0]
+    scale = _scale(scale, kernel, k)
+    if form == "triton":
+        from hf_memory.ops.deltaformer.kernels import corrected_values as in_kernels
+
+        return in_kernels(k, v, a, beta, scale)
+    mask = _full_mask(mask, (k.shape[0], past.k.shape[1] + k.shape[1]), k)
+    options = {"kernel": kernel, "scale": scale, "window": window}
+    write = reference.corrected_values if form == "reference" else chunk.corrected_values
+    return write(k.to(wide), k, v, a, beta, past, mask, **options)[0]
 
 
 def read(
@@ -160,6 +169,17 @@ def read(
     q, k, u = repeat_heads(q, heads), repeat_heads(repeat_heads(k, u.shape[2]), heads), repeat_heads(u, heads)
     form = reference if backend == "reference" else chunk
     return form.read(q, k, u, mask, age, kernel=kernel, scale=_scale(scale, kernel, k), window=window)[0]
+
+
+def _kernel_refuses(
+    k: Tensor, v: Tensor, past: Past, mask: Tensor | None, kernel: str, window: int | None
+) -> str | None:
+    """Why there is no kernel for a write; None if there is."""
+    if kernel != "softmax" or window is not None or mask is not None or past.k.shape[1]:
+        return "it writes with softmax, without a state, a mask or a window"
+    if max(k.shape[-1], v.shape[-1]) > 128 or k.dtype == torch.float64:
+        return f"K and V must be at most 128 and k not float64, got {k.shape[-1]}, {v.shape[-1]} and {k.dtype}"
+    return None
 
 
 def _scale(scale: float | None, kernel: str, k: Tensor) -> float:
