@@ -71,17 +71,21 @@ def convert(
         ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, the
             checkpoints are of other arguments, or a loss is not finite.
     """
+    num_layers, ranking = teacher.config.num_hidden_layers, ()
+    count = auto_count(keep, num_layers)
+    student = make_student(teacher, to, keep=() if count else keep, seed=seed, **options)
+    if count:
+        check_rankable(student)
     check_tokens(tokens, teacher.config, *(stage.length for stage in (transfer, distillation) if stage.steps))
     if checkpoints:
         how: dict = {"to": to, "keep": keep, "transfer": transfer, "distillation": distillation, "seed": seed}
         how |= {"temperature": temperature, "cross_entropy": cross_entropy, **options}
         claim(checkpoints, {**how, "teacher": model_fingerprint(teacher), "tokens": tokens_fingerprint(tokens)})
-    num_layers, ranking = teacher.config.num_hidden_layers, ()
-    if count := auto_count(keep, num_layers):
+    if count:
         run = {"seed": seed, "checkpoints": checkpoints and checkpoints / "placement", "callbacks": callbacks}
-        ranking = _ranking(make_student(teacher, to, seed=seed, **options), teacher, tokens, transfer, **run)
+        ranking = _ranking(student, teacher, tokens, transfer, **run)
         keep = [score.layer for score in ranking[:count]]
-    student = make_student(teacher, to, keep=keep, seed=seed, **options)
+        student = make_student(teacher, to, keep=keep, seed=seed, **options)
     weights = start_near(student, teacher, tokens, transfer.length)
     losses: dict[str, History] = {}
     if has_transfer(student, transfer):
@@ -111,7 +115,6 @@ def check_rankable(student: MemoryForCausalLM) -> None:
 
 def _ranking(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, transfer: Schedule, **run):
     """All layers, the best to keep first."""
-    check_rankable(student)
     start_near(student, teacher, tokens, transfer.length)
     if transfer.steps:
         attention_transfer(student, teacher, tokens, transfer, **run)
