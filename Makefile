@@ -25,3 +25,6 @@ check: $(INSTALLED)  ## lint, format, dependency rule, types
 
 bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/delta_rule_cpu.py
+	$(BIN)/python benchmarks/titans.py speed
+	$(BIN)/python benchmarks/deltaformer_memory.py
+	$(BIN)/python benchmarks/decode.py
