@@ -30,8 +30,8 @@ SIZES = {
 }
 VARIANTS = {
     f"{variant}, depth {depth}": {"variant": variant, "memory_depth": depth}
+    for depth in (2, 1)
     for variant in ("lmm", "mac", "mag", "mal")
-    for depth in (1, 2)
 }
 
 
