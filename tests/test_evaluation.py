@@ -14,10 +14,13 @@ from hf_memory.evaluation import (
     cache_bytes,
     cache_bytes_after,
     copy_gain,
+    cost_by_context,
     kv_cache_bytes,
     perplexity,
+    perplexity_by_position,
+    plot_contexts,
     plot_conversion,
-    tokens_per_second,
+    recall_by_distance,
 )
 
 VOCABULARY = 64
@@ -158,16 +161,46 @@ def test_a_memory_stays_the_same_size_and_a_cache_grows():
     assert 10 * cache_bytes_after(attention, 5) == cache_bytes_after(attention, 50)
 
 
-def test_tokens_per_second_decodes_with_a_cache():
+def test_costs_are_of_reading_at_once_and_writing_with_a_cache():
     model, lengths = small_llama(), []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    assert tokens_per_second(model, prompt=4, new_tokens=3, repeats=2) > 0
-    assert lengths == 2 * [4, 1, 1, 1]
+    (cost,) = cost_by_context(model, [4], new_tokens=3)
+    assert min(cost.reading, cost.writing) > 0
+    assert cost.cache_bytes == cache_bytes_after(model, 4)
+    assert lengths[:12] == 3 * [4, 1, 1, 1]
+
+
+def test_perplexity_by_position_puts_each_token_where_it_stands():
+    """A model that knows nothing of the first 33 tokens of a window, and everything after them."""
+
+    def predict(x):
+        known = torch.arange(x.shape[1])[:, None] >= 33 - 1  # what stands at t predicts t + 1
+        return known * certain((x + 1) % VOCABULARY)
+
+    tokens = counting(length=400)
+    found = perplexity_by_position(Predictor(predict), tokens, length=128, windows=3)
+    assert list(found) == [32, 64, 128]
+    assert found[32] == pytest.approx(VOCABULARY)
+    assert found[64] == pytest.approx(VOCABULARY ** (1 / 32))
+    assert found[128] == pytest.approx(1)
+
+
+def test_recall_by_distance_sees_how_far_a_memory_reaches():
+    def forget_after(x, reach=16):
+        return torch.cat([copy_what_followed(x[:, max(0, t - reach) : t + 1])[:, -1:] for t in range(x.shape[1])], 1)
+
+    text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    found = recall_by_distance(Predictor(forget_after), text, [12, 24], passage=4, trials=4)
+    assert found[12] > 2
+    assert found[24] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_plot_is_a_picture(tmp_path):
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     plot_conversion(tmp_path / "plot.png", {"distillation": history}, {"teacher": 3.0, "student": 4.0})
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    panels = {"recall": {"teacher": {16: 1.0, 32: 0.5}, "student": {16: 0.9, 32: 0.1}}}
+    plot_contexts(tmp_path / "contexts.png", panels, {"recall": "distance"})
+    assert (tmp_path / "contexts.png").read_bytes().startswith(b"\x89PNG")

@@ -3,28 +3,32 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule
 from hf_memory.evaluation import (
+    Cost,
     agreement,
-    cache_bytes_after,
     copy_gain,
+    cost_by_context,
     perplexity,
+    perplexity_by_position,
+    plot_contexts,
     plot_conversion,
-    tokens_per_second,
+    recall_by_distance,
 )
 from hf_memory.evaluation.plots import History
 
 RESULTS = "results.json"  # also the mark of a folder that may be replaced
 CARD = Path(__file__).with_name("model_card.md")
+CONTEXTS = (256, 512, 1024, 2048, 4096)  # tokens that the costs, the recall and the perplexity are measured at
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class ModelResult:
     copy_gain: float  # nats a token
     kl: float | None  # from the teacher, nats a token; None for the teacher itself
     agreement: float | None  # with the teacher's most likely token
-    cache_bytes: int
-    cache_tokens: int  # read before the cache was measured
-    tokens_per_second: float
+    perplexity_by_position: dict[int, float]  # held-out, {last position: perplexity}
+    recall_by_distance: dict[int, float]  # {tokens from one reading to the next: copy_gain}
+    costs: tuple[Cost, ...]
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,34 @@ class Results:
 
 
 def measure(
-    name: str, model: PreTrainedModel, held_out: Tensor, teacher: PreTrainedModel | None, *, cache_tokens: int = 1024
+    name: str,
+    model: PreTrainedModel,
+    held_out: Tensor,
+    teacher: PreTrainedModel | None,
+    *,
+    contexts: Iterable[int] = CONTEXTS,
 ) -> ModelResult:
-    """One row of the table; the teacher itself has none to be compared with."""
+    """All that is known of one model; the teacher itself has none to be compared with.
+
+    Args:
+        name: of the row in tables.
+        model: to measure.
+        held_out: [T] of text that it has not seen.
+        teacher: to compare with.
+        contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
+    """
     like = None if teacher is None else agreement(model, teacher, held_out)
+    longest = min(getattr(model.config, "max_position_embeddings", None) or len(held_out), len(held_out))
+    contexts = [x for x in contexts if x <= longest]
     return ModelResult(
         name=name,
         perplexity=perplexity(model, held_out),
         copy_gain=copy_gain(model, held_out),
         kl=None if like is None else like.kl,
         agreement=None if like is None else like.top1,
-        cache_bytes=cache_bytes_after(model, cache_tokens),
-        cache_tokens=cache_tokens,
-        tokens_per_second=tokens_per_second(model),
+        perplexity_by_position=perplexity_by_position(model, held_out, length=max(contexts)),
+        recall_by_distance=recall_by_distance(model, held_out, [x // 2 for x in contexts]),
+        costs=cost_by_context(model, contexts),
     )
 
 
@@ -117,6 +136,7 @@ def write_report(folder: Path, model: PreTrainedModel, tokenizer, results: Resul
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     plot_conversion(folder / "conversion.png", results.losses, {row.name: row.perplexity for row in results.rows})
+    plot_contexts(folder / "contexts.png", **curves(results))
     model_card(results).save(folder / "README.md")
     (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
 
@@ -128,11 +148,34 @@ def model_card(results: Results) -> ModelCard:
         pipeline_tag="text-generation",
         base_model=results.teacher if "/" in results.teacher and not Path(results.teacher).exists() else None,
         tags=["hf_memory", results.model_type, "linear-attention", "distillation"],
+        model_name=results.model_type,
+        eval_results=eval_results(results),
     )
-    return ModelCard.from_template(data, template_path=str(CARD), results=results, header=HEADER, table=table(results))
+    fields: dict = {"header": HEADER, "table": table(results)}
+    fields |= {"context_header": CONTEXT_HEADER, "contexts": context_table(results)}
+    return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
+
+
+def eval_results(results: Results) -> list[EvalResult]:
+    """What the Hub shows beside a model: the figures of the student, which is the last row."""
+    student = results.rows[-1]
+    found = {"perplexity": student.perplexity, "KL from the teacher": student.kl, "agreement": student.agreement}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text",
+            dataset_name=f"a held-out part of {results.text}",
+            metric_type=name.split()[0].lower(),
+            metric_name=name,
+            metric_value=round(value, 4),
+        )
+        for name, value in found.items()
+        if value is not None
+    ]
 
 
 HEADER = ("model", "perplexity", "ratio", "recall", "KL", "agreement", "cache kB", "tokens/s")
+CONTEXT_HEADER = ("tokens", "model", "perplexity", "recall", "cache kB", "tokens/s read", "tokens/s written")
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
@@ -146,8 +189,37 @@ def table(results: Results) -> list[tuple[str, ...]]:
             f"{row.copy_gain:.3f}",
             "" if row.kl is None else f"{row.kl:.3f}",
             "" if row.agreement is None else f"{row.agreement:.1%}",
-            f"{row.cache_bytes / 1000:.0f}",
-            f"{row.tokens_per_second:.0f}",
+            f"{row.costs[-1].cache_bytes / 1000:.0f}",
+            f"{row.costs[-1].writing:.0f}",
         )
         for row in results.rows
     ]
+
+
+def context_table(results: Results) -> list[tuple[str, ...]]:
+    """The rows of the table of contexts, as text under CONTEXT_HEADER."""
+    return [
+        (
+            f"{cost.context:,}",
+            row.name,
+            f"{row.perplexity_by_position[cost.context]:.2f}",
+            f"{row.recall_by_distance[cost.context // 2]:.3f}",
+            f"{cost.cache_bytes / 1000:.0f}",
+            f"{cost.reading:.0f}",
+            f"{cost.writing:.0f}",
+        )
+        for costs in zip(*(row.costs for row in results.rows))
+        for row, cost in zip(results.rows, costs)
+    ]
+
+
+def curves(results: Results) -> dict[str, dict]:
+    """The same as curves over tokens, for `plot_contexts`."""
+    measures = {
+        "held-out perplexity": ("position", lambda row: row.perplexity_by_position),
+        "recall (nats a token)": ("distance", lambda row: row.recall_by_distance),
+        "cache (MB)": ("context", lambda row: {x.context: x.cache_bytes / 1e6 for x in row.costs}),
+        "tokens written a second": ("context", lambda row: {x.context: x.writing for x in row.costs}),
+    }
+    panels = {name: {row.name: curve(row) for row in results.rows} for name, (_, curve) in measures.items()}
+    return {"panels": panels, "xlabels": {name: f"{x} (tokens)" for name, (x, _) in measures.items()}}

@@ -1,24 +1,36 @@
 """What a language model has lost or kept: plain functions of a model and tokens."""
 
 from hf_memory.evaluation.efficiency import (
+    Cost,
     cache_bytes,
     cache_bytes_after,
+    cost_by_context,
     kv_cache_bytes,
     layer_types,
-    tokens_per_second,
 )
-from hf_memory.evaluation.language import Agreement, agreement, copy_gain, perplexity
-from hf_memory.evaluation.plots import plot_conversion
+from hf_memory.evaluation.language import (
+    Agreement,
+    agreement,
+    copy_gain,
+    perplexity,
+    perplexity_by_position,
+    recall_by_distance,
+)
+from hf_memory.evaluation.plots import plot_contexts, plot_conversion
 
 __all__ = [
     "Agreement",
+    "Cost",
     "agreement",
     "cache_bytes",
     "cache_bytes_after",
     "copy_gain",
+    "cost_by_context",
     "kv_cache_bytes",
     "layer_types",
     "perplexity",
+    "perplexity_by_position",
+    "plot_contexts",
     "plot_conversion",
-    "tokens_per_second",
+    "recall_by_distance",
 ]

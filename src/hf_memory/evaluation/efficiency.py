@@ -1,12 +1,36 @@
 """What a model's past costs: bytes of its cache, tokens a second."""
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.initialization import no_init_weights
 
 from hf_memory.cache import MemoryLayer, state_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one sequence of `context` tokens costs."""
+
+    context: int
+    cache_bytes: int  # once it is read
+    reading: float  # tokens a second, all at once
+    writing: float  # tokens a second, one by one, once it is read
+
+
+def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_tokens: int = 16) -> tuple[Cost, ...]:
+    """Speed and memory of a model at several lengths; one sequence, the best of three runs."""
+    return tuple(_cost(model, context, new_tokens) for context in contexts)
+
+
+def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
+    runs = [_reading_and_writing(model, context, new_tokens) for _ in range(3)]
+    reading, writing = (max(rates) for rates in zip(*runs))
+    return Cost(context, cache_bytes_after(model, context), reading, writing)
 
 
 @torch.no_grad()
@@ -28,7 +52,7 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mixer_types"))
     own = {name: x for name, x in (tokens | sizes).items() if name in config.to_dict()}
     sample = type(config)(**config.to_dict() | own)  # one layer of each type, without a vocabulary
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         model = AutoModelForCausalLM.from_config(sample)
     cache = DynamicCache(config=sample)
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -63,17 +87,15 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 @torch.no_grad()
-def tokens_per_second(model: PreTrainedModel, *, prompt: int = 128, new_tokens: int = 32, repeats: int = 3) -> float:
-    """Tokens a second of greedy decoding with a cache, one sequence, after a prompt of so many tokens; the best run."""
-    return max(_decoding_rate(model, prompt, new_tokens) for _ in range(repeats))
-
-
-def _decoding_rate(model: PreTrainedModel, prompt: int, new_tokens: int) -> float:
-    input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
+def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[float, float]:
+    """Tokens a second of a prefill, and of greedy decoding after it."""
+    input_ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
     cache = DynamicCache(config=model.config)
-    token = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
     start = time.perf_counter()
+    token = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    token.cpu()  # wait for the device
+    read = time.perf_counter()
     for _ in range(new_tokens):
         token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
-    token.cpu()  # wait for the device
-    return new_tokens / (time.perf_counter() - start)
+    token.cpu()
+    return context / (read - start), new_tokens / (time.perf_counter() - read)

@@ -1,5 +1,6 @@
 """How well a model predicts text, recalls it, and agrees with another model."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,36 @@ def agreement(
         kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
         same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
     return Agreement(torch.cat(kl).mean().item(), torch.cat(same).mean().item())
+
+
+def perplexity_by_position(
+    model: PreTrainedModel, tokens: Tensor, *, length: int = 1024, windows: int = 16, batch_size: int = 4
+) -> dict[int, float]:
+    """Perplexity of the tokens that stand where in a window: what more context is worth, and where a model gives up.
+
+    Args:
+        model: a causal language model.
+        tokens: [T] of one text, T >= length.
+        length: tokens of a window, a power of two.
+        windows: read at most, evenly spread over the text.
+        batch_size: windows read at once.
+
+    Returns:
+        {32: of the tokens before the 32nd, 64: of those from there to the 64th, ..., length: of the last half}
+    """
+    rows = _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)))[:windows]
+    losses = torch.cat([token_losses(model, x) for x in rows.split(batch_size)]).double().mean(0)
+    ends = [2**i for i in range(min(5, length.bit_length() - 1), length.bit_length())]
+    parts = losses[: ends[-1]].tensor_split([end - 1 for end in ends[:-1]])  # the first token has no loss
+    return {end: part.mean().exp().item() for end, part in zip(ends, parts)}
+
+
+def recall_by_distance(
+    model: PreTrainedModel, tokens: Tensor, distances: Iterable[int], *, passage: int = 32, trials: int = 32
+) -> dict[int, float]:
+    """`copy_gain` where the second reading of a passage begins so many tokens after the first."""
+    settings = {"passage": passage, "trials": trials, "batch_size": 4}
+    return {d: copy_gain(model, tokens, gap=d - passage, **settings) for d in distances}
 
 
 def copy_gain(
