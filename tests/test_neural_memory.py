@@ -234,26 +234,49 @@ def test_in_one_chunk_it_is_linear_attention(backend):
     assert_equal(neural_memory(**a, backend=backend)[0], expected)
 
 
+def gradient_of_norm_and_loss(Z, target, gamma, beta):
+    """With respect to Z, of half the squared error of a layer norm; as TTT fuses it."""
+    std = (Z.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    x_hat = (Z - Z.mean(-1, keepdim=True)) / std
+    g = (gamma * x_hat + beta - target) * gamma
+    width = Z.shape[-1]
+    return (width * g - g.sum(-1, keepdim=True) - x_hat * (g * x_hat).sum(-1, keepdim=True)) / (width * std)
+
+
+def ttt(q, k, v, eta, layers, gamma, beta):
+    """One mini-batch as TTT writes it, dual form and target v - k: its outputs, and the layers after it.
+
+    q, k, v [b, d], eta [b, b] lower triangular, layers ((W, bias), ...) with GELU between them.
+    """
+    inputs, pre = [k], []
+    for W, bias in layers:
+        pre.append(inputs[-1] @ W + bias)
+        inputs.append(F.gelu(pre[-1], approximate="tanh"))
+    gradients = [gradient_of_norm_and_loss(pre[-1], v - k, gamma, beta)]
+    for (W, _), Z in zip(layers[:0:-1], pre[-2::-1]):
+        slope = torch.func.vmap(torch.func.vmap(torch.func.grad(lambda x: F.gelu(x, approximate="tanh"))))(Z)
+        gradients.insert(0, gradients[0] @ W.T * slope)
+    x, after = q, []
+    for (W, bias), X, g in zip(layers, inputs, gradients):
+        Z = x @ W - (eta * (x @ X.T)) @ g + bias - eta @ g
+        x = F.gelu(Z, approximate="tanh")
+        after.append((W - (eta[-1, :, None] * X).T @ g, bias - eta[-1:] @ g))
+    return q + F.layer_norm(Z, Z.shape[-1:], eps=1e-6) * gamma + beta, after
+
+
 @backends
-def test_ttt_linear(backend):
-    """Written as TTT writes it: target v - k, a fused gradient of norm and loss, and the dual form of a mini-batch."""
-    a = {**make(32, B=1, HV=1, chunk_size=16, forget_to="anchor", **TTT), "initial_state": None}
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ttt_linear_and_ttt_mlp(backend, depth):
+    a = {**make(32, B=1, HV=1, depth=depth, chunk_size=16, forget_to="anchor", **TTT), "initial_state": None}
     q, k, v, lr = a["q"][0, :, 0], a["k"][0, :, 0], a["v"][0, :, 0], a["lr"][0, :, 0]
     tau = 1 / torch.arange(1, 17, dtype=torch.float64) + 0.1  # the rate's factor for each position of a mini-batch
     a["decay"] = F.pad(tau.log().diff(), (1, 0)).repeat(2)[None, :, None]
     a["lr"] = lr[None, :, None] * tau.repeat(2)[None, :, None]
-    (weights,), (gamma, beta), outputs = a["weights"], a["norm"], []
-    W, bias = weights[0, :-1], weights[0, -1:]
+    layers, outputs = [(W[0, :-1], W[0, -1:]) for W in a["weights"]], []
     for part in (slice(0, 16), slice(16, 32)):
-        Q, K, eta = q[part], k[part], tau[:, None] * lr[part]
-        Z = K @ W + bias
-        std = (Z.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
-        x_hat = (Z - Z.mean(-1, keepdim=True)) / std
-        g = (gamma * x_hat + beta - (v[part] - K)) * gamma
-        g = (4 * g - g.sum(-1, keepdim=True) - x_hat * (g * x_hat).sum(-1, keepdim=True)) / (4 * std)
-        Z = Q @ W - (eta * (Q @ K.T)).tril() @ g + bias - eta.tril() @ g
-        outputs.append(Q + F.layer_norm(Z, (4,), eps=1e-6) * gamma + beta)
-        W, bias = W - (eta[-1, :, None] * K).T @ g, bias - eta[-1:] @ g
+        eta = (tau[:, None] * lr[part]).tril()
+        output, layers = ttt(q[part], k[part], v[part], eta, layers, *a["norm"])
+        outputs.append(output)
     assert_equal(neural_memory(**a, backend=backend)[0][0, :, 0], torch.cat(outputs))
 
 

@@ -104,7 +104,7 @@ class NeuralMemoryMixer(MemoryMixer):
             initial_state=_memory_state(context.states),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,
-            backend="auto" if self.config.mixer_backend == "triton" else self.config.mixer_backend,
+            backend=self.config.mixer_backend,
         )
         output = self.o_proj(self.output_gate(o, hidden_states))
         own = state._asdict()  # type: ignore[union-attr]

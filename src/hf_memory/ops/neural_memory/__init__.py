@@ -3,16 +3,29 @@
 Titans, and with other options the delta rules, linear attention and TTT.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import Backend, Dims, check_gate, check_inputs, check_tensor, choose_backend, per_sequence
+from hf_memory.ops.contract import (
+    Backend,
+    Dims,
+    check_gate,
+    check_inputs,
+    check_tensor,
+    choose_backend,
+    kernel_limits,
+    per_sequence,
+)
 from hf_memory.ops.neural_memory import chunk, reference
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
 
 __all__ = ["NeuralMemoryState", "neural_memory"]
+
+MAX_KERNEL_CHANNELS = 128  # of a head: kernels hold rows of all of them
+MAX_KERNEL_CHUNK = 64
 
 
 def neural_memory(
@@ -74,7 +87,9 @@ def neural_memory(
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
-        backend: "reference", "chunk", or "auto", which is chunk.
+        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where there are some, else chunk. There
+            are some for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
+            forget to initial weights or zero, in chunks of up to 64 tokens.
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
@@ -101,13 +116,34 @@ def neural_memory(
     rule = Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to)
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
     fresh = initial_state is None
-    op = reference.neural_memory
-    if choose_backend(backend, q, "the neural memory has none yet") != "reference":
-        op = chunk.fresh_neural_memory if fresh else chunk.neural_memory
+    op: Any = reference.neural_memory
+    backend = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
+    if backend == "triton":
+        from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
+
+        op = partial(in_kernels, fresh=fresh)
+    elif backend == "chunk":
+        op = partial(chunk.neural_memory, fresh=fresh)
     rows: Any = [x if x is None or mask is None else _blank(x, mask) for x in (q, k, v, lr, momentum, decay)]
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
+
+
+def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
+    """Why there is no kernel for this call, as a clause; None if there is one."""
+    b, widest = rule.chunk_size, max(dims.K, dims.V)
+    network = len(weights) > 1 or b > 1
+    reasons = (
+        (norm is not None, "norm must be None"),
+        (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),
+        (network and rule.bias, "weights must be without bias"),
+        (network and rule.decayed, "grad_at must be 'previous', got 'decayed'"),
+        (network and rule.forget_to == "anchor", "forget_to must be 'initial' or 'zero', got 'anchor'"),
+        (b > MAX_KERNEL_CHUNK, f"chunk_size must be at most {MAX_KERNEL_CHUNK}, got {b}"),
+        (widest > MAX_KERNEL_CHANNELS, f"K and V must be at most {MAX_KERNEL_CHANNELS}, got {dims.K} and {dims.V}"),
+    )
+    return next((reason for refused, reason in reasons if refused), kernel_limits(q, dims))
 
 
 def _blank(x: Tensor, mask: Tensor) -> Tensor:

@@ -44,16 +44,24 @@ class Layout(NamedTuple):
     phase: Tensor  # [B], after the last token
 
 
-def fresh_neural_memory(q, k, v, lr, momentum, decay, mask, **kwargs) -> tuple[Tensor, NeuralMemoryState]:
-    """`neural_memory` for an initial state in which nothing was read: all rows begin a chunk."""
-    return neural_memory(q, k, v, lr, momentum, decay, mask, fresh=True, **kwargs)
-
-
 @in_float32
 def neural_memory(
-    q, k, v, lr, momentum, decay, mask, *, initial_state: NeuralMemoryState, weights, norm, rule, fresh: bool = False
+    q,
+    k,
+    v,
+    lr,
+    momentum,
+    decay,
+    mask,
+    *,
+    initial_state: NeuralMemoryState,
+    weights,
+    norm,
+    rule,
+    fresh: bool = False,
+    forms=(exact.run, dual.run),
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """Same function as the reference."""
+    """Same function as the reference; `forms` walk the chunks: of gradients at every token, and at the anchor."""
     B, T, HV = v.shape[:3]
     is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None
     layout = _layout(initial_state.phase, mask, T, rule.chunk_size, fresh, is_exact)
@@ -63,11 +71,11 @@ def neural_memory(
     state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
     if is_exact:
-        o, state = exact.run(q, k, v, coefficients, decay, state, initial, rule)
+        o, state = forms[0](q, k, v, coefficients, decay, state, initial, rule)
     else:
         per_row = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
         closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
-        o, state = dual.run(q, k, v, coefficients, closed, state, initial, per_row, rule)
+        o, state = forms[1](q, k, v, coefficients, closed, state, initial, per_row, rule)
     W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
     return _restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
 

@@ -18,8 +18,11 @@ from torch.nn import functional as F
 from hf_memory.ops.neural_memory.network import Rule, lift
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, state, initial, rule: Rule):
-    """Rows [NC, N, C, D], state and initial as `dual.run` takes them; returns o [NC, N, C, V] and the state."""
+def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, state, initial, rule: Rule, walk=None):
+    """Rows [NC, N, C, D], state and initial as `dual.run` takes them; returns o [NC, N, C, V] and the state.
+
+    `walk` is another form of `_pass`.
+    """
     x, q, v = q, lift(q, rule), v - k if rule.residual else v
     k, P = lift(k, rule), rule.factor * coefficients.P
     enters, leaves, through = _stacked(coefficients, P, k, rule)
@@ -34,7 +37,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, sta
     values, keys = rows.tensor_split([v.shape[-1]], dim=-1)
     reads, asks = P * (q @ k.mT), _outer(enters, q)
     back = (1 - coefficients.beta[..., -1:, :]) * initial[0] if returns else None
-    o, M = _pass(reads, asks, values, keys, leaves, through, back, M)
+    o, M = (walk or _pass)(reads, asks, values, keys, leaves, through, back, M)
     if returns:
         o = o + (1 - coefficients.beta) * (q @ initial[0])
     layers = M.split(k.shape[-1], dim=-2)

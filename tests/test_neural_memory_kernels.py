@@ -1,0 +1,149 @@
+"""The neural memory's kernels equal its reference, in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hf_memory.ops.neural_memory import neural_memory
+from hf_memory.ops.neural_memory.reference import example
+from test_neural_memory import is_real, read_in_parts
+
+FORMS = {
+    "network": {"depth": 2, "chunk_size": 16, "residual": True},
+    "network without momentum": {"depth": 2, "chunk_size": 16, "momentum": False, "activation": "gelu"},
+    "network without decay": {"depth": 2, "chunk_size": 16, "decay": False, "activation": "gelu_tanh"},
+    "network that forgets to zero": {"depth": 2, "chunk_size": 20, "forget_to": "zero", "loss": "full", "V": 10},
+    "network of every token": {"depth": 2, "chunk_size": 1, "T": 6},
+    "matrix": {"depth": 1, "chunk_size": 1},
+    "matrix without momentum": {"depth": 1, "chunk_size": 1, "momentum": False},
+    "plain matrix": {"depth": 1, "chunk_size": 1, "momentum": False, "decay": False, "V": 10},
+    "matrix with all": {"depth": 1, "chunk_size": 1, "bias": True, "residual": True, "grad_at": "decayed",
+                        "forget_to": "initial", "loss": "full"},
+}  # fmt: skip
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+some_forms = pytest.mark.parametrize("form", [FORMS["network"], FORMS["matrix"]], ids=["network", "matrix"])
+
+
+def make(form, T=40, **sizes):
+    return example(**{"T": T, "H": 1, "HV": 2, "K": 16, **form, **sizes})
+
+
+def wide(arguments):
+    return tree_map(lambda x: x.double() if is_real(x) else x, arguments)
+
+
+def run(arguments, backend):
+    """Outputs, final state, and gradients of a random function of both for every tensor."""
+    arguments = tree_map(lambda x: x.detach().requires_grad_() if is_real(x) else x, arguments)
+    o, state = neural_memory(**arguments, backend=backend, output_final_state=True)
+    generator = torch.Generator().manual_seed(1)
+    outputs = [o, *(x for x in state[:3] if x.numel())]
+    total = sum((torch.randn(x.shape, generator=generator, dtype=torch.float64) * x).sum() for x in outputs)
+    inputs = [x for x in tree_flatten(arguments)[0] if is_real(x) and x.numel()]
+    return outputs, state.phase, torch.autograd.grad(total, inputs, materialize_grads=True)
+
+
+def assert_close(results, expected, tolerance=1e-5):
+    """Each tensor on the scale of its largest entry, or of what rounding weights leaves of a first small step."""
+    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
+        scale = max([0.01, *other.abs().flatten().tolist()])
+        torch.testing.assert_close(one.to(other), other, rtol=0, atol=tolerance * scale)
+
+
+@every_form
+def test_kernels_equal_the_reference(form):
+    """Outputs, states and all gradients; rows begin at phases of their own, and the last chunk is not full."""
+    arguments = make(form)
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+@pytest.mark.parametrize("T", [1, 16, 70])
+def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
+    arguments = {**make(form, T), "initial_state": None, "mask": None}
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+def test_kernels_equal_the_reference_with_a_ragged_mask(form):
+    arguments = make(form, B=3)
+    arguments["mask"] = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) > 0.3
+    arguments["mask"][1, 5:], arguments["mask"][2] = False, False
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+def test_packed_sequences_in_kernels_equal_the_reference(form):
+    arguments = make(form, B=1, T=40)
+    arguments["initial_state"] = make(form, B=4, T=1, seed=5)["initial_state"]
+    arguments["cu_seqlens"] = torch.tensor([0, 11, 11, 12, 40])
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+def test_any_split_in_kernels_equals_the_whole(form):
+    arguments = make(form)
+    whole = neural_memory(**wide(arguments), backend="reference", output_final_state=True)
+    for bounds in ([0, 16, 40], [0, 1, 30, 31, 40]):
+        assert_close(read_in_parts(arguments, bounds, "triton"), whole)
+
+
+@some_forms
+def test_wide_memories_run_in_tiles(form):
+    arguments = make(form, T=20, B=1, HV=1, K=40, V=40, expansion=3)
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+def test_a_gate_that_is_shut_forgets_everything_in_kernels(form):
+    arguments = make(form)
+    arguments["decay"][:, 7], arguments["momentum"][:, 9] = -torch.inf, -torch.inf
+    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+
+
+@some_forms
+def test_kernels_in_16_bits_lose_what_rounding_loses(form):
+    """float16, since the interpreter multiplies the bit patterns of bfloat16."""
+    arguments = make(form, dtype=torch.float16)
+    expected = neural_memory(**wide(arguments), backend="reference")[0]
+    o = neural_memory(**arguments, backend="triton")[0]
+    assert o.dtype == torch.float16
+    assert (o.double() - expected).norm() / expected.norm() < 2e-3  # operands of 11 bits, a few roundings in turn
+
+
+REFUSED = {
+    "norm must be None": {"norm": True},
+    "weights must be 2 matrices, or 1 with chunk_size=1, got 3": {"depth": 3},
+    "weights must be 2 matrices, or 1 with chunk_size=1, got 1": {"depth": 1},
+    "weights must be without bias": {"bias": True},
+    "grad_at must be 'previous', got 'decayed'": {"grad_at": "decayed"},
+    "forget_to must be 'initial' or 'zero', got 'anchor'": {"forget_to": "anchor"},
+    "chunk_size must be at most 64, got 65": {"chunk_size": 65},
+    "K and V must be at most 128, got 16 and 130": {"V": 130},
+    "q must be float32, bfloat16 or float16, got float64": {"dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_kernels_is_refused_by_name_and_runs_without(message):
+    arguments = make({"depth": 2, "chunk_size": 16, **REFUSED[message]}, T=3)
+    with pytest.raises(ValueError, match=f"backend='triton' has no kernel for this call: {message}"):
+        neural_memory(**arguments, backend="triton")
+    neural_memory(**arguments)
+
+
+@pytest.mark.parametrize(("only", "may_spill"), [("kernel 64 bf", set()), ("16 x 64 x 128 bf", {"_backward_kernel"})])
+def test_kernels_compile_ahead_of_time(only, may_spill):
+    """Forward and backward at the usual size; `python -m hf_memory.ops.kernel_report` compiles all."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "hf_memory.ops.kernel_report", "--op", "neural_memory"]
+    command += ["--arch", "90", "--only", only]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    header, *lines = (line.split() for line in said.splitlines())
+    spilled = header.index("spilled") - len(header)
+    assert len(lines) == 2
+    assert {line[0] for line in lines if line[spilled] != "0"} <= may_spill
