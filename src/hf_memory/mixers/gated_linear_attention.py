@@ -6,15 +6,17 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_of_token, mask_tokens
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
 from hf_memory.ops import linear_attention
+from hf_memory.ops.decoding import Output, memory_step
 
 
 class GatedLinearAttentionMixer(MemoryMixer):
     """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
 
     conv_activation = None
+    has_step = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -23,7 +25,7 @@ class GatedLinearAttentionMixer(MemoryMixer):
         self.decay = self._make_decay(config)
         self.output_gate = OutputGate(config.hidden_size, self.num_output_heads, self.value_dim, config)
 
-    def _make_decay(self, config) -> nn.Module:
+    def _make_decay(self, config) -> FixedDecay | SigmoidDecay:
         heads = self.num_output_heads
         if config.gate == "retention":
             return FixedDecay(heads)
@@ -46,12 +48,30 @@ class GatedLinearAttentionMixer(MemoryMixer):
         )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states
 
+    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """As `mix`, in place."""
+        x = hidden_states[:, 0]
+        q, k, v, activation = self.project_token(x, context)
+        o = memory_step(
+            q,
+            k,
+            v,
+            context.states["memory"],
+            decay=self.decay.step(x),
+            output=self.output_gate.step(x),
+            mask=mask_of_token(context),
+            activation=activation,
+        )
+        return self.o_proj(o.flatten(-2))[:, None], context.states
+
 
 class Mamba2Mixer(MemoryMixer):
     """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and x past the memory through D.
 
     https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels that share a key.
     """
+
+    has_step = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -86,3 +106,20 @@ class Mamba2Mixer(MemoryMixer):
         )
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
         return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states
+
+    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """As `mix`, in place."""
+        x = hidden_states[:, 0]
+        q, k, v, activation = self.project_token(x, context)
+        o = memory_step(
+            q,
+            k,
+            v,
+            context.states["memory"],
+            decay=self.decay.step(x),
+            output=Output(skip=self.D, gate=self.g_proj(x), activation="silu"),
+            mask=mask_of_token(context),
+            activation=activation,
+            scale=1.0,
+        )
+        return self.o_proj(self.o_norm(o.flatten(-2)))[:, None], context.states
