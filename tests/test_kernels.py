@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_memory.ops.kernel_report import OPS_WITH_KERNELS, all_variants
 from test_ops import FORMS, assert_equal, run, tokens_of
 
 WITH_STATES = ("linear_attention", "delta_rule")  # DeltaFormer's kernels have none, and tests of their own
+WITH_CUSTOM_OPS = (*WITH_STATES, "deltaformer")
 every_form = pytest.mark.parametrize(("op", "variant"), [f for f in FORMS if f.values[0].name in WITH_STATES])
 
 
@@ -89,14 +91,69 @@ def test_segments_in_kernels_equal_the_whole(op, variant):
     assert_equal((torch.cat(parts, 1), state), (whole, final), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", OPS_WITH_KERNELS)
+@every_form
+@pytest.mark.parametrize("T", [60, 90])
+def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
+    """With B = 2, and with T = 90 packed sequences instead, an empty one and one of one token among them."""
+    monkeypatch.setattr(import_module(f"hf_memory.ops.{op.name}.kernels"), "segment_length", lambda *sizes: 32)
+    arguments, packed = make(op, variant, T=T, B=2), {}
+    if T == 90:
+        packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)}
+        states = make(op, variant, B=4, T=1, seed=5)["initial_state"]
+        arguments = {**make(op, variant, T=T), "initial_state": states}
+    assert_close(run(op, arguments, "triton", **packed), run(op, in_float64(arguments), "reference", **packed))
+
+
+def entry(name):
+    """The kernels of an op, what calls them, and arguments of it that ask for gradients."""
+    generator = torch.Generator().manual_seed(0)
+    kernels = import_module(f"hf_memory.ops.{name}.kernels")
+    q, k, v, beta, state = (
+        torch.rand(shape, generator=generator).requires_grad_()
+        for shape in ((1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1), (1, 1, 4, 4))
+    )
+    g = -beta.detach().requires_grad_()
+    if name == "linear_attention":
+        return kernels, kernels.linear_attention, (q, k, v, g, state, 0.5, None)
+    if name == "delta_rule":
+        return kernels, kernels.delta_rule, (q, k, v, beta, g, state, 0.5, None)
+    return kernels, kernels.corrected_values, (k, v, beta, beta, 0.5)
+
+
+def outputs_and_gradients(call, arguments):
+    outputs = tree_flatten(call(*arguments))[0]
+    inputs = {id(x): x for x in arguments if isinstance(x, torch.Tensor)}.values()
+    return outputs, torch.autograd.grad(sum(x.sum() for x in outputs), tuple(inputs))
+
+
+@pytest.mark.parametrize("name", WITH_CUSTOM_OPS)
+def test_compiled_kernels_are_one_graph(name):
+    _, call, arguments = entry(name)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_equal(outputs_and_gradients(compiled, arguments), outputs_and_gradients(call, arguments))
+
+
+@pytest.mark.parametrize("name", WITH_CUSTOM_OPS)
+@pytest.mark.parametrize("segment", [0, 16])
+def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
+    """Schema, fake tensors and gradients, of the custom op that a call runs."""
+    kernels, call, arguments = entry(name)
+    forward, calls = kernels._forward, []
+    monkeypatch.setattr(kernels, "segment_length", lambda *sizes: segment, raising=False)
+    monkeypatch.setattr(kernels, "_forward", lambda *args: calls.append(args) or forward(*args))
+    call(*arguments)
+    torch.library.opcheck(forward, calls[0])
+
+
+@pytest.mark.parametrize("name", sorted({*OPS_WITH_KERNELS} - {"neural_memory"}))  # which has tests of its own
 def test_kernels_compile_ahead_of_time_without_spills(name):
     """One variant of each kernel for every architecture; `python -m hf_memory.ops.kernel_report` compiles all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "hf_memory.ops.kernel_report", "--op", name, "--only"]
-    only = "scalar 64 bf" if name in WITH_STATES else "softmax 64 bf"
+    only = "scalar 64 bf" if name in (*WITH_STATES, "decoding") else "softmax 64 bf"
     said = subprocess.run([*command, only], capture_output=True, text=True, check=True, env=environment)
     lines = [line.split() for line in said.stdout.splitlines()[1:]]
-    assert {line[-4] for line in lines} == {"80", "90", "100"}
-    assert len(lines) == 3 * len({variant.name.split()[0] for variant in all_variants(name)})
-    assert {line[-1] for line in lines} == {"0"}
+    assert {line[-6] for line in lines} == {"80", "90", "100"}
+    assert len(lines) == 3 * sum(only in variant.name for variant in all_variants(name))
+    assert {line[-3] for line in lines} == {"0"}
+    assert all(int(line[-2]) > 0 for line in lines)

@@ -1,49 +1,107 @@
-"""Chunks of tokens and decays inside them, for the PyTorch forms of all ops. Exponents are never positive."""
+"""Chunks of tokens and decays inside them, for the PyTorch forms of all ops. Exponents are never positive.
+
+On the CPU temporaries that leave the cache cost as much as the products. So a sequence is read in segments of a few
+chunks each, one after the other.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 16  # rows of a sub-block, inside which a vector decay is applied channel by channel
+BLOCK = 16  # tokens of the smallest chunk
+SEGMENT = 2**18  # numbers of a temporary on the CPU: 1 MB of float32
 
 
-def whole_blocks(T: int) -> int:
-    """The multiple of BLOCK that holds T tokens."""
-    return -(-T // BLOCK) * BLOCK
+def chunk_size(T: int, largest: int) -> int:
+    """Of T tokens: a power of two, so that chunks fall into halves."""
+    return min(largest, max(BLOCK, 1 << (T - 1).bit_length()))
+
+
+def in_segments(
+    op: Callable, C: int, S: Tensor, q: Tensor, *others: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run `op(C, S, q, *others, scale)` over segments of tokens, from state to state, and join their outputs.
+
+    Args:
+        op: gives o as `joined_chunks` does, and the state after it.
+        C: tokens of a chunk.
+        S: state before the first token.
+        q: [B, T, H, K].
+        *others: [B, T, H, ...] each, or None.
+        scale: passed on.
+
+    Returns:
+        o [B, T, H, V] and the state after the last token.
+    """
+    B, T, H, K = q.shape
+    tokens = T if q.is_cuda else C * max(1, SEGMENT // (B * H * K * C))
+    segments = zip(*([None] * -(-T // tokens) if x is None else x.split(tokens, dim=1) for x in (q, *others)))
+    outputs = []
+    for segment in segments:
+        o, S = op(C, S, *segment, scale)
+        outputs.append(o)
+    return torch.cat(outputs, dim=1).flatten(1, 2)[:, :T], S
 
 
 def split_chunks(x: Tensor, C: int) -> Tensor:
-    """[B, T, H, ...] -> [B, H, NC, C, ...]; the last chunk is filled with zeros, which are identity tokens."""
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % C))
-    return x.transpose(1, 2).unflatten(2, (-1, C))
+    """[B, T, H, ...] -> [NC, B * H, C, ...], contiguous; zeros, which are identity tokens, fill the last chunk."""
+    if missing := -x.shape[1] % C:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+    return x.unflatten(1, (-1, C)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
+
+
+def joined_chunks(o: Tensor, B: int) -> Tensor:
+    """[NC, B * H, C, V] -> [B, NC, C, H, V], a view."""
+    return o.unflatten(1, (B, -1)).movedim((0, 2), (1, 3))
 
 
 def decay_mask(b: Tensor) -> Tensor:
     """e^(b_i - b_j) for i >= j, else 0: [..., C] -> [..., C, C]."""
-    later = torch.ones(b.shape[-1], b.shape[-1], dtype=torch.bool, device=b.device).triu(1)
-    return (b[..., :, None] - b[..., None, :]).masked_fill(later, -torch.inf).exp()
+    return (b[..., :, None] - b[..., None, :]).tril().exp().tril()
 
 
 def vector_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     """A_ij = sum_d q_id k_jd e^(b_id - b_jd) for i >= j, else 0: [..., C, K] -> [..., C, C].
 
-    In rows of blocks; each row refers its exponents to its own first token, so that none is positive.
+    In blocks that double: the late half of a block sees the early half through its own first token, to which both refer
+    their exponents, so that none is positive.
     """
-    C = q.shape[-2]
-    rows = []
-    for start in range(0, C, BLOCK):
-        here, past = slice(start, start + BLOCK), slice(start)
-        b_here, first = b[..., here, :], b[..., start : start + 1, :]
-        scores = _decay_scores(q[..., here, :], k[..., here, :], b_here)
-        if start:
-            q_row, k_past = q[..., here, :] * (b_here - first).exp(), k[..., past, :] * (first - b[..., past, :]).exp()
-            scores = torch.cat([q_row @ k_past.mT, scores], dim=-1)
-        rows.append(F.pad(scores, (0, C - start - BLOCK)))
-    return torch.cat(rows, dim=-2)
+    scores = (q * k).sum(-1)[..., None, None]  # [..., blocks, s, s]
+    while (s := scores.shape[-1]) < q.shape[-2]:
+        (_, q_late), (k_early, _), (b_early, b_late) = (_halves(x.unflatten(-2, (-1, s))) for x in (q, k, b))
+        first = b_late[..., :1, :]
+        across = (q_late * (b_late - first).exp()) @ (k_early * (first - b_early).exp()).mT
+        early, late = _halves(scores)
+        scores = _join(early, late, across)
+    return scores[..., 0, :, :]
 
 
-def _decay_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """Inside a block: sum_d q_id k_jd e^(b_id - b_jd) for i >= j, each channel with its own decay."""
-    later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool, device=b.device).triu(1)[..., None]
-    decay = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(later, -torch.inf).exp()  # [..., C, C, K]
-    return torch.einsum("...id,...jd,...ijd->...ij", q, k, decay)
+def unit_lower_inverse(A: Tensor) -> Tensor:
+    """(I + A)^-1 for strictly lower A [..., C, C]: by forward substitution in small blocks, then of blocks that double.
+
+    Not by products of powers of A, which overflow what float64 can cancel when keys are alike.
+    """
+    blocks = _diagonal_blocks(A, BLOCK)
+    eye = torch.eye(BLOCK, dtype=A.dtype, device=A.device).expand_as(blocks)
+    inverse = torch.linalg.solve_triangular(blocks, eye, upper=False, unitriangular=True)
+    while (s := inverse.shape[-1]) < A.shape[-1]:
+        early, late = _halves(inverse)
+        inverse = _join(early, late, -(late @ _diagonal_blocks(A, 2 * s)[..., s:, :s] @ early))
+    return inverse[..., 0, :, :]
+
+
+def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
+    """The early and the late of each two blocks [..., 2 * n, s, :]."""
+    return blocks.unflatten(-3, (-1, 2)).unbind(-3)
+
+
+def _join(early: Tensor, late: Tensor, across: Tensor) -> Tensor:
+    """[[early, 0], [across, late]], each [..., n, s, s]."""
+    return torch.cat([F.pad(early, (0, early.shape[-1])), torch.cat([across, late], dim=-1)], dim=-2)
+
+
+def _diagonal_blocks(A: Tensor, s: int) -> Tensor:
+    """[..., C, C] -> [..., C // s, s, s]."""
+    return A.unflatten(-2, (-1, s)).unflatten(-1, (-1, s)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

@@ -1,6 +1,7 @@
 """Compile every shipped kernel ahead of time, on a machine without a GPU: `python -m hf_memory.ops.kernel_report`.
 
-The table shows registers of a thread, bytes of shared memory of a block, and bytes spilled, as ptxas says them.
+The table shows registers of a thread, bytes of shared memory of a block, and bytes spilled, as ptxas says them; then
+how many blocks a multiprocessor holds at once, and what part of its warps they are.
 """
 
 import argparse
@@ -11,8 +12,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer")
-ARCHITECTURES = (80, 90, 100)
+import torch
+
+OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer", "neural_memory", "decoding")
+
+
+class Limits(NamedTuple):
+    """What one multiprocessor holds at once, from the table of technical specifications in CUDA's programming guide."""
+
+    warps: int
+    blocks: int
+    registers: int
+    shared_bytes: int
+
+
+LIMITS = {
+    80: Limits(64, 32, 65536, 164 << 10),
+    90: Limits(64, 32, 65536, 228 << 10),
+    100: Limits(64, 32, 65536, 228 << 10),
+}
+ARCHITECTURES = tuple(LIMITS)
+RESERVED_BYTES = 1024  # of shared memory, for each block
+REGISTER_UNIT = 256  # registers are given to a warp in such pieces
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+OTHERS = {"scale": "fp32", "T": "i32", "tokens": "i32", "bounds": "*i64", "first": "*i64"}
+OTHERS |= dict.fromkeys(("temperature", "eps", "strength"), "fp32")
 
 
 class Variant(NamedTuple):
@@ -34,6 +58,41 @@ class Report(NamedTuple):
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    num_warps: int
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a multiprocessor holds at once; 0 means that the kernel cannot be launched."""
+        limits = LIMITS[self.architecture]
+        registers = -(-32 * self.registers // REGISTER_UNIT) * REGISTER_UNIT  # of a warp
+        return min(
+            limits.blocks,
+            limits.warps // self.num_warps,
+            limits.registers // registers // self.num_warps,
+            limits.shared_bytes // (self.shared_bytes + RESERVED_BYTES),
+        )
+
+    @property
+    def occupancy(self) -> float:
+        """The part of the multiprocessor's warps that those blocks are."""
+        return self.blocks * self.num_warps / LIMITS[self.architecture].warps
+
+
+def variant(name: str, kernel: Any, constants: dict, absent: set[str], narrow: set[str], dtype: torch.dtype) -> Variant:
+    """A specialisation from what a launch is given.
+
+    Args:
+        name: in the table.
+        kernel: of Triton.
+        constants: compile-time arguments and launch options.
+        absent: arguments that are None.
+        narrow: arguments that are tensors of `dtype`; others are what OTHERS says, or float32 tensors.
+        dtype: of the inputs.
+    """
+    constants = {**constants, **{n: None for n in kernel.arg_names if n in absent}}
+    launch = {n: constants.pop(n) for n in ("num_warps", "num_stages")}
+    pointers = {n: POINTERS[dtype if n in narrow else torch.float32] for n in kernel.arg_names if n not in constants}
+    return Variant(name, kernel, {n: OTHERS.get(n, pointer) for n, pointer in pointers.items()}, constants, **launch)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Report:
@@ -48,7 +107,7 @@ def compile_variant(variant: Variant, architecture: int) -> Report:
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spilled = _assemble(compiled.asm["ptx"], architecture)
-    return Report(variant.name, architecture, registers, compiled.metadata.shared, spilled)
+    return Report(variant.name, architecture, registers, compiled.metadata.shared, spilled, variant.num_warps)
 
 
 def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
@@ -78,15 +137,16 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     parser.add_argument("--only", default="", help="compile variants whose name contains this")
     arguments = parser.parse_args()
-    print(f"{'kernel':60} {'sm':>4} {'registers':>9} {'shared':>8} {'spilled':>8}")
+    print(f"{'kernel':60} {'sm':>4} {'registers':>9} {'shared':>8} {'spilled':>8} {'blocks':>7} {'warps':>6}")
     for variant in all_variants(arguments.op):
         if arguments.only in variant.name:
             for architecture in arguments.arch:
-                r = compile_variant(variant, architecture)
-                print(
-                    f"{r.name:60} {r.architecture:>4} {r.registers:>9} {r.shared_bytes:>8} {r.spilled_bytes:>8}",
-                    flush=True,
-                )
+                print(_line(compile_variant(variant, architecture)), flush=True)
+
+
+def _line(r: Report) -> str:
+    said = f"{r.name:60} {r.architecture:>4} {r.registers:>9} {r.shared_bytes:>8} {r.spilled_bytes:>8}"
+    return f"{said} {r.blocks:>7} {r.occupancy:>6.0%}"
 
 
 if __name__ == "__main__":

@@ -6,18 +6,25 @@ With b the sum of g from the start of the chunk to each token, and S the state b
     X = (I + A)^-1 diag(beta) (V - (K e^b) S)
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
-What does not meet the state is done for all chunks at once; the pass over the chunks has a backward of its own, which
-keeps only X and the state before each chunk.
+What does not meet the state is done for all chunks of a segment at once; the pass over them has a backward of its own.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_memory.ops.chunks import BLOCK, decay_mask, split_chunks, vector_scores, whole_blocks
+from hf_memory.ops.chunks import (
+    chunk_size,
+    decay_mask,
+    in_segments,
+    joined_chunks,
+    split_chunks,
+    unit_lower_inverse,
+    vector_scores,
+)
 from hf_memory.ops.contract import in_float32, repeat_heads
 
-CHUNK = 64
+CHUNK = 32  # fewer operations than 64
 
 
 @in_float32
@@ -25,21 +32,21 @@ def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, initial_state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference."""
-    B, T, HV = v.shape[:3]
+    T, HV = v.shape[1:3]
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
     if T == 1:
         return _one_token(scale * q, k, v, beta, g, initial_state)
-    C = min(CHUNK, whole_blocks(T))
-    q, k, v, beta = (_chunks_first(x, C) for x in (scale * q, k, v, beta[..., None]))  # [NC, B * HV, C, ...]
-    P, A, q_in, k_in, k_out, decay = _decayed(q, k, None if g is None else _chunks_first(g, C))
-    o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, initial_state.flatten(0, 1))
-    o = o.unflatten(1, (B, HV)).permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, NC * C, HV, V]
-    return o[:, :T], S.unflatten(0, (B, HV))
+    return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
 
 
-def _chunks_first(x: Tensor, C: int) -> Tensor:
-    """[B, T, H, ...] -> [NC, B * H, C, ...]."""
-    return split_chunks(x, C).flatten(0, 1).transpose(0, 1).contiguous()
+def _segment(
+    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    B, _, H, _ = v.shape
+    q, k, v, beta = (split_chunks(x, C) for x in (scale * q, k, v, beta))  # [NC, B * H, C, ...]
+    P, A, q_in, k_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
+    o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, S.flatten(0, 1))
+    return joined_chunks(o, B), S.unflatten(0, (B, H))
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
@@ -48,7 +55,7 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
         return (q @ k.mT).tril(), (k @ k.mT).tril(-1), q, k, k, None
     b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
     if g.ndim == q.ndim:
-        P, A = vector_scores(q, k, b), vector_scores(k, k, b)
+        P, A = vector_scores(torch.stack([q, k]), k, b)
     else:
         mask = decay_mask(b[..., 0])
         P, A = (q @ k.mT) * mask, (k @ k.mT) * mask
@@ -61,50 +68,32 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, S):
-        inverse, o, X = unit_lower_inverse(A), torch.empty_like(v), torch.empty_like(v)
-        before = S.new_empty(q.shape[0], *S.shape)
-        for n in range(q.shape[0]):
-            before[n] = S
-            torch.bmm(inverse[n], beta[n] * torch.baddbmm(v[n], k[n], S, alpha=-1), out=X[n])
-            torch.baddbmm(q[n] @ S, P[n], X[n], out=o[n])
-            S = torch.baddbmm(S if decay is None else decay[n] * S, k_out[n].mT, X[n])
-        ctx.save_for_backward(inverse, P, q, k, k_out, v, beta, decay, before, X)
+        inverse = unit_lower_inverse(A)
+        solve, R, X, o, before = inverse * beta.mT, torch.empty_like(v), torch.empty_like(v), torch.empty_like(v), []
+        each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve, R, X, o)))
+        for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n, R_n, X_n, o_n) in enumerate(each):
+            before.append(S)
+            torch.baddbmm(v_n, k_n, S, alpha=-1, out=R_n)
+            torch.bmm(solve_n, R_n, out=X_n)
+            torch.bmm(q_n, S, out=o_n).baddbmm_(P_n, X_n)
+            S = torch.baddbmm(S, k_out_n, X_n) if decay is None else (decay[n] * S).baddbmm_(k_out_n, X_n)
+        ctx.save_for_backward(inverse, P, q, k, k_out, beta, decay, R, X, *before)
         return o, S
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dS):
-        inverse, P, q, k, k_out, v, beta, decay, S, X = ctx.saved_tensors
-        dS_after, dR = torch.empty_like(S), torch.empty_like(v)  # dR: of diag(beta) (V - K S)
-        for n in reversed(range(q.shape[0])):
+        inverse, P, q, k, k_out, beta, decay, R, X, *before = ctx.saved_tensors
+        S = torch.stack(before)
+        dS_after, W = torch.empty_like(S), torch.empty_like(R)  # W: of diag(beta) R
+        for n in reversed(range(len(R))):
             dS_after[n] = dS
-            torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS), out=dR[n])
+            torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS), out=W[n])
             dS = torch.baddbmm(dS if decay is None else decay[n] * dS, q[n].mT, do[n])
-            dS = torch.baddbmm(dS, k[n].mT, beta[n] * dR[n], alpha=-1)
-        dv = beta * dR
-        dbeta = (dR * (v - k @ S)).sum(-1, keepdim=True)
-        ddecay = None
-        if decay is not None:
-            ddecay = (S * dS_after).sum(-1, keepdim=True).sum_to_size(decay.shape)
-        return -dR @ X.mT, do @ X.mT, do @ S.mT, -dv @ S.mT, X @ dS_after.mT, dv, dbeta, ddecay, dS
-
-
-def unit_lower_inverse(A: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower A [..., C, C], by forward substitution: first in blocks, then between them.
-
-    Not by products of powers of A, which overflow what float64 can cancel when keys are alike.
-    """
-    C = A.shape[-1]
-    inverse = torch.eye(C, dtype=A.dtype, device=A.device).expand(A.shape).contiguous()
-    for start in range(0, C, BLOCK):
-        here = slice(start, start + BLOCK)
-        block, a = inverse[..., here, here], A[..., here, here]
-        for i in range(1, BLOCK):
-            block[..., i, :i] = -(a[..., i, None, :i] @ block[..., :i, :i])[..., 0, :]
-        if start:
-            past = A[..., here, :start] @ inverse[..., :start, :start]
-            inverse[..., here, :start] = -block @ past
-    return inverse
+            dS.baddbmm_(k[n].mT, beta[n] * W[n], alpha=-1)
+        dR, dbeta = beta * W, (W * R).sum(-1, keepdim=True)
+        ddecay = None if decay is None else (S * dS_after).sum(-1, keepdim=True).sum_to_size(decay.shape)
+        return -W @ X.mT, do @ X.mT, do @ S.mT, -dR @ S.mT, X @ dS_after.mT, dR, dbeta, ddecay, dS
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,17 @@
-"""The delta rule in Triton: programs walk a sequence chunk by chunk with a tile of the state in registers.
+"""The delta rule in Triton: what is inside of chunks for all of them at once, then a walk from chunk to chunk.
 
-Forward, with the letters of chunk.py; E are the errors v - S^T k that each token finds:
+Forward, with the letters of chunk.py; A' are the products of keys, E the errors v - S^T k that each token finds:
 
-    X = (I + A)^-1 diag(beta) (V - (K e^b) S),   E = V - (K e^b) S - A' X,   A = diag(beta) A'
+    U = (I + A' diag(beta))^-1,   E = U (V - (K e^b) S),   X = diag(beta) E
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
-Backward, a kernel walks backwards and solves for the gradient D of X: then dV = diag(beta) D and dbeta = rowsum(D E).
-What is left are gradients of reads and writes of a plain memory: it is read by k with -dV and then by q with dO, and in
-between X is written at k. That is linear attention over twice as many tokens, whose kernels do the rest.
+Backward, with W = (I + diag(beta) A')^-1, a kernel walks backwards to D = W^T (P^T dO + (K e^(b_C - b)) dS), the
+gradient of X: then dV = diag(beta) D and dbeta = rowsum(D E). What is left are gradients of reads and writes of a
+plain memory: it is read by k with -dV and then by q with dO, and in between X is written at k. That is linear attention
+over twice as many tokens, whose kernels do the rest.
+
+Segments (ops/segments.py) walk twice: first without outputs, once from nothing and once from the identity with v = 0,
+which leaves the segment's transition; its transpose is the transition of gradients.
 """
 
 import torch
@@ -15,43 +19,87 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.kernel_report import Variant
-from hf_memory.ops.linear_attention.kernels import (
-    _bounds,
-    _cumulative_decay,
-    _decay_kind,
-    _rows,
-    _scores,
-    query_and_key_gradients,
+from hf_memory.ops.kernel_report import POINTERS, Variant, variant
+from hf_memory.ops.linear_attention.kernels import _decay_kind, contiguous, or_empty, query_and_key_gradients
+from hf_memory.ops.segments import (
+    Segments,
+    boundary_states_of,
+    cut,
+    matrix_scan_constants,
+    matrix_scan_kernel,
+    segment_length,
+)
+from hf_memory.ops.tiles import (
+    cumulative_decay,
+    load_rows,
+    program,
+    read,
+    scores,
+    sequence_bounds,
+    unit_lower_inverse,
+    write,
 )
 
-CHUNK = 16  # rows of the triangular system, solved by forward substitution in registers
-TILE = 2048  # numbers of the state that one program holds; with more, the system in registers makes it spill
+TILE = 4096  # numbers of the state that one program holds
 
 
 @triton.jit
-def _unit_lower_inverse(A, C: tl.constexpr):
-    """(I + A)^-1 for strictly lower A [C, C], a row after the other."""
-    rows = tl.arange(0, C)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    for i in range(1, C):
-        here = rows == i
-        a_i = tl.sum(tl.where(here[:, None], A, 0.0), axis=0)  # [C]
-        inverse = tl.where(here[:, None], inverse - tl.sum(a_i[:, None] * inverse, axis=0)[None, :], inverse)
-    return inverse
+def _chunk_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    beta,  # [B, T, HV]
+    g,  # [B, T, HV] or [B, T, HV, K] or None
+    P,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    W,  # [B, T, HV, C] float32
+    bounds,  # [chunks + 1], or None without packed sequences
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The three matrices of one chunk and head; a row for each token."""
+    c, hv, _ = program(HV, 1)
+    h = hv // (HV // H)
+    if bounds is not None:
+        start, end = sequence_bounds(bounds, c, T)
+    else:
+        chunks = (T + C - 1) // C
+        start = c // chunks * T + c % chunks * C
+        end = tl.minimum(start + C, c // chunks * T + T)
+    rows, i_k = tl.arange(0, C), tl.arange(0, BK)
+    t, in_k = start + rows, i_k < K
+    in_t = t < end
+    q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+    k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+    beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)
+    b = 0.0
+    if DECAY > 0:
+        b, _last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+    i_c = (t[:, None] * HV + hv) * C + rows[None, :]
+    P_c = scores(q_c, k_c, b, C, DECAY, False, PRECISION)
+    tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
+    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PRECISION), 0.0)
+    tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
+    tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
 
 
 @triton.jit
 def _forward_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
+    v,  # [B, T, HV, V]; None for zeros
     beta,  # [B, T, HV]
     g,  # [B, T, HV] or [B, T, HV, K] or None
-    S0,  # [N, HV, K, V]
-    o,  # [B, T, HV, V]
-    x,  # [B, T, HV, V]: what is written
-    e,  # [B, T, HV, V] float32: errors
+    S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
+    P,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    o,  # [B, T, HV, V]; None for the state alone
+    e,  # [B, T, HV, V] float32: errors; likewise
     ST,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
     scale,
@@ -66,46 +114,47 @@ def _forward_kernel(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (i, n * HV + hv) holds S [BK, BV] for all key channels and the i-th tile of value channels."""
-    n, hv = tl.program_id(1) // HV, tl.program_id(1) % HV
+    """Holds S [BK, BV] for all key channels and a tile of value channels."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
     h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
-    start, end = _bounds(cu_seqlens, n, T)
-    i_s = tl.cast(n * HV + hv, tl.int64) * K * V + i_k[:, None] * V + i_v[None, :]
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
     in_s = in_k[:, None] & in_v[None, :]
-    S = tl.load(S0 + i_s, mask=in_s, other=0.0)
+    if S0 is not None:
+        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
+    elif v is not None:
+        S = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
     rows = tl.arange(0, C)
-    before = rows[:, None] > rows[None, :]
     for first in range(start, end, C):
         t = tl.cast(first, tl.int64) + rows
         in_t = t < end
-        q_c = _rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = _rows(k, t, in_t, h, H, i_k, in_k, K)
-        v_c = tl.cast(_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
+        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
         beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        q_in, k_in, k_out = tl.cast(q_c, tl.float32), tl.cast(k_c, tl.float32), tl.cast(k_c, tl.float32)
-        b = 0.0
+        enter, leave = 1.0, 1.0
         if DECAY > 0:
-            b, last = _cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            q_in, k_in, k_out = q_in * tl.exp(b), k_in * tl.exp(b), k_out * tl.exp(last - b)
-        A = tl.where(before, _scores(k_c, k_c, b, C, DECAY, PRECISION), 0.0)
-        P = _scores(q_c, k_c, b, C, DECAY, PRECISION)
-        S_c = tl.cast(S, q_c.dtype)
-        error = v_c - tl.dot(tl.cast(k_in, q_c.dtype), S_c, input_precision=PRECISION)
-        x_c = tl.dot(_unit_lower_inverse(beta_c * A, C), beta_c * error, input_precision="tf32x3")
-        error -= tl.dot(A, x_c, input_precision="tf32x3")
-        x_n = tl.cast(x_c, q_c.dtype)
-        o_c = tl.dot(tl.cast(q_in, q_c.dtype), S_c, input_precision=PRECISION)
-        o_c += tl.dot(tl.cast(P, q_c.dtype), x_n, input_precision=PRECISION)
-        i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-        in_o = in_t[:, None] & in_v[None, :]
-        tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
-        tl.store(x + i_o, tl.cast(x_c, x.dtype.element_ty), mask=in_o)
-        tl.store(e + i_o, error, mask=in_o)
+            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            enter, leave = tl.exp2(b), tl.exp2(last - b)
+        e_c = -read(k_c, S, enter, DECAY, PRECISION)
+        if v is not None:
+            e_c += tl.cast(load_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
+        e_c = tl.dot(U_c, e_c, input_precision=PRECISION)
+        x_c = tl.cast(beta_c * e_c, k_c.dtype)
+        if o is not None:
+            q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+            o_c = read(q_c, S, enter, DECAY, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
+            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
+            in_o = in_t[:, None] & in_v[None, :]
+            tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
+            tl.store(e + i_o, e_c, mask=in_o)
         if DECAY > 0:
-            S *= tl.trans(tl.exp(last))
-        S += tl.dot(tl.trans(tl.cast(k_out, q_c.dtype)), x_n, input_precision=PRECISION)
+            S *= tl.trans(tl.exp2(last))
+        S += write(k_c, x_c, leave, DECAY, PRECISION)
     tl.store(ST + i_s, S, mask=in_s)
 
 
@@ -115,9 +164,11 @@ def _solve_kernel(
     k,  # [B, T, H, K]
     beta,  # [B, T, HV]
     g,  # [B, T, HV] or [B, T, HV, K] or None
+    P,  # [B, T, HV, C]
+    W,  # [B, T, HV, C] float32
     do,  # [B, T, HV, V], times scale
-    dST,  # [N, HV, K, V]
-    dx,  # [B, T, HV, V] float32
+    dST,  # [N, HV, K, V]; None for zeros
+    dx,  # [B, T, HV, V] float32; None for the gradient of the state alone
     dS0,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
     T,
@@ -131,93 +182,197 @@ def _solve_kernel(
     DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (i, n * HV + hv) holds dS [BK, BV]: D = (I + A)^-T (P^T dO + (K e^(b_C - b)) dS), backwards."""
-    n, hv = tl.program_id(1) // HV, tl.program_id(1) % HV
+    """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
     h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
-    start, end = _bounds(cu_seqlens, n, T)
-    i_s = tl.cast(n * HV + hv, tl.int64) * K * V + i_k[:, None] * V + i_v[None, :]
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
     in_s = in_k[:, None] & in_v[None, :]
-    dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    dS = tl.zeros([BK, BV], tl.float32)
+    if dST is not None:
+        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
     rows = tl.arange(0, C)
-    before = rows[:, None] > rows[None, :]
     chunks = (end - start + C - 1) // C
     for back in range(chunks):
         t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + rows
         in_t = t < end
-        q_c = _rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = _rows(k, t, in_t, h, H, i_k, in_k, K)
-        do_c = _rows(do, t, in_t, hv, HV, i_v, in_v, V)
+        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+        P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+        W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
         beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        q_in, k_in, k_out = tl.cast(q_c, tl.float32), tl.cast(k_c, tl.float32), tl.cast(k_c, tl.float32)
-        b = 0.0
+        enter, leave = 1.0, 1.0
         if DECAY > 0:
-            b, last = _cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            q_in, k_in, k_out = q_in * tl.exp(b), k_in * tl.exp(b), k_out * tl.exp(last - b)
-        A = tl.where(before, _scores(k_c, k_c, b, C, DECAY, PRECISION), 0.0)
-        P = _scores(q_c, k_c, b, C, DECAY, PRECISION)
-        d_c = tl.dot(tl.trans(tl.cast(P, q_c.dtype)), do_c, input_precision=PRECISION)
-        d_c += tl.dot(tl.cast(k_out, q_c.dtype), tl.cast(dS, q_c.dtype), input_precision=PRECISION)
-        d_c = tl.dot(tl.trans(_unit_lower_inverse(beta_c * A, C)), d_c, input_precision="tf32x3")
-        i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-        tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
+            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            enter, leave = tl.exp2(b), tl.exp2(last - b)
+        d_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
+        d_c += read(k_c, dS, leave, DECAY, PRECISION)
+        d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
+        if dx is not None:
+            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
+            tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
         if DECAY > 0:
-            dS *= tl.trans(tl.exp(last))
-        dS += tl.dot(tl.trans(tl.cast(q_in, q_c.dtype)), do_c, input_precision=PRECISION)
-        dS -= tl.dot(tl.trans(tl.cast(k_in, q_c.dtype)), tl.cast(beta_c * d_c, q_c.dtype), input_precision=PRECISION)
+            dS *= tl.trans(tl.exp2(last))
+        dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        dS -= write(k_c, tl.cast(beta_c * d_c, k_c.dtype), enter, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)
 
 
-def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of both kernels."""
-    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
+    """Compile-time arguments and launch options of the kernel of chunks."""
     return {
-        "H": H, "HV": HV, "K": K, "V": V, "C": CHUNK, "DECAY": decay,
-        "BK": width_k, "BV": min(width_v, max(16, TILE // width_k)),
+        "H": H, "HV": HV, "K": K, "C": 32 if decay < 2 and dtype != torch.float32 and K <= 128 else 16,
+        "DECAY": decay, "BK": max(16, triton.next_power_of_2(K)),
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 8, "num_stages": 1,
+        "num_warps": 4 if decay == 2 else 1, "num_stages": 1,
     }  # fmt: skip
 
 
-class _DeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, beta, g, S, scale, cu_seqlens):
-        q, k, v, beta, g, S = (None if x is None else x.contiguous() for x in (q, k, v, beta, g, S))
-        (H, K), (N, HV, _, V) = q.shape[2:], S.shape
-        constants = _constants(H, HV, K, V, _decay_kind(g), q.dtype)
-        o, x, e, ST = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
-        _forward_kernel[(triton.cdiv(V, constants["BV"]), N * HV)](
-            q, k, v, beta, g, S, o, x, e, ST, cu_seqlens, scale, q.shape[1], **constants
-        )
-        ctx.save_for_backward(q, k, beta, g, S, x, e, cu_seqlens)
-        ctx.scale = scale
-        return o, ST
+def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
+    """Compile-time arguments and launch options of the kernels that walk."""
+    chunk, width_v = _chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
+    narrow = dtype != torch.float32 and chunk["BK"] <= 128
+    tile = TILE if narrow else TILE // 2
+    return {**chunk, "V": V, "BV": min(width_v, max(16, tile // chunk["BK"])), "num_warps": 4 if narrow else 8}
 
-    @staticmethod
-    def backward(ctx, do, dST):
-        q, k, beta, g, S, x, e, cu_seqlens = ctx.saved_tensors
-        (T, H, K), (N, HV, _, V) = q.shape[1:], S.shape
-        constants = _constants(H, HV, K, V, _decay_kind(g), q.dtype)
-        do, dST = (ctx.scale * do.float()).to(q.dtype).contiguous(), dST.contiguous()
-        dx, dS0 = torch.empty_like(e), torch.empty_like(S)
-        _solve_kernel[(triton.cdiv(V, constants["BV"]), N * HV)](
-            q, k, beta, g, do, dST, dx, dS0, cu_seqlens, T, **constants
+
+def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> dict:
+    return _constants(q.shape[2], HV, q.shape[3], V, _decay_kind(g), q.dtype)
+
+
+def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+    """P, U and W of every chunk."""
+    (B, T, H, K), HV = q.shape, beta.shape[2]
+    constants = _chunk_constants(H, HV, K, _decay_kind(g), q.dtype)
+    C = constants["C"]
+    P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
+    bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
+    chunks = B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
+    _chunk_kernel[(chunks * HV,)](q, k, beta, g, P, U, W, bounds, T, **constants)
+    return P, U, W
+
+
+def _walk(q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale):
+    """Launch the forward kernel; what it fills is given."""
+    (M, HV, _, V), constants = ST.shape, _constants_of(q, ST.shape[3], ST.shape[1], g)
+    _forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+        q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale, q.shape[1], **constants
+    )
+
+
+def _boundary_states(segments: Segments, q, k, v, beta, g, S, U) -> tuple[Tensor, Tensor]:
+    """The state before each segment, and transitions of segments."""
+    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
+    own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
+    for values, ST in ((v, own), (None, transition)):
+        _walk(q, k, values, beta, g, None, None, U, None, None, ST, segments.bounds, 1.0)
+    return boundary_states_of(transition, own, S, segments), transition
+
+
+@torch.library.custom_op("hf_memory::delta_rule", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    segment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state, errors, and before each segment the state and of each the transition; empty without."""
+    q, k, v, beta, g, S = contiguous(q, k, v, beta, g, S)
+    P, U, _ = _matrices(q, k, beta, g, cu_seqlens)
+    B, T = q.shape[:2]
+    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
+    if segments is not None:
+        S, transition = _boundary_states(segments, q, k, v, beta, g, S, U)
+        cu_seqlens = segments.bounds
+    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
+    _walk(q, k, v, beta, g, S, P, U, o, e, ST, cu_seqlens, scale)
+    if segments is None:
+        return or_empty(S, o, ST, e, None, None)
+    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+
+
+@_forward.register_fake
+def _(q, k, v, beta, g, S, cu_seqlens, scale, segment):
+    (N, HV, K, V), states, transition = S.shape, None, None
+    if segment:
+        M = q.shape[0] * q.shape[1] // segment + N
+        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
+    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
+
+
+@torch.library.custom_op("hf_memory::delta_rule_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    S: Tensor,
+    transition: Tensor | None,
+    e: Tensor,
+    do: Tensor,
+    dST: Tensor,
+    cu_seqlens: Tensor | None,
+    segment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment and `do` times scale."""
+    q, k, beta, g, do, dST = contiguous(q, k, beta, g, do, dST)
+    (B, T), (HV, V) = q.shape[:2], e.shape[2:]
+    constants = _constants_of(q, V, HV, g)
+    P, _, W = _matrices(q, k, beta, g, cu_seqlens)
+    segments = cut(cu_seqlens, B, T, segment, q) if segment else None
+    cu_seqlens = cu_seqlens if segments is None else segments.bounds
+    dx, dS0 = torch.empty_like(e), torch.empty_like(S)
+
+    def solve(dST, dx):
+        _solve_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
+            q, k, beta, g, P, W, do, dST, dx, dS0, cu_seqlens, T, **constants
         )
-        dv = (beta[..., None] * dx).to(q.dtype)
-        nothing = torch.zeros_like
-        twice = (
-            _in_turn(k, q),
-            _in_turn(nothing(k), k),
-            _in_turn(nothing(x), x),
-            g if g is None else _in_turn(g, nothing(g)),
-        )
-        bounds = None if cu_seqlens is None else 2 * cu_seqlens
-        dy = _in_turn(-dv, do)
-        dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, dy, None, dST, None, bounds, 1.0)
-        (dk_read, dq), dk = _apart(dq), _apart(dk)[1]
-        dbeta = (dx * e).sum(-1).to(beta.dtype)
-        return dq, dk + dk_read, dv, dbeta, None if g is None else _apart(dg)[0], dS0, None, None
+
+    if segments is not None and transition is not None:
+        solve(None, None)
+        dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
+    solve(dST, dx)
+    dv = (beta[..., None] * dx).to(q.dtype)
+    x, nothing = (beta[..., None] * e).to(q.dtype), torch.zeros_like
+    twice = _in_turn(k, q), _in_turn(nothing(k), k), _in_turn(nothing(x), x), None if g is None else _in_turn(g, g * 0)
+    bounds = None if cu_seqlens is None else 2 * cu_seqlens
+    dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, _in_turn(-dv, do), None, dST, None, bounds)
+    (dk_read, dq), dk, dg = _apart(dq), _apart(dk)[1], None if g is None else _apart(dg)[0].contiguous()
+    dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
+    return or_empty(S, dq.contiguous(), dk + dk_read, dv, (dx * e).sum(-1), dg, dS0)
+
+
+@_backward.register_fake
+def _(q, k, beta, g, S, transition, e, do, dST, cu_seqlens, segment):
+    dq, dk, dv = (q.new_empty(x.shape) for x in (q, k, e))
+    dbeta, dg, dS0 = (None if x is None else S.new_empty(x.shape) for x in (beta, g, dST))
+    return or_empty(S, dq, dk, dv, dbeta, dg, dS0)
+
+
+def _save(ctx, inputs, output):
+    q, k, _, beta, g, S, cu_seqlens, ctx.scale, ctx.segment = inputs
+    _, _, e, states, transition = output
+    S, transition = (states, transition) if ctx.segment else (S, None)
+    ctx.save_for_backward(q, k, beta, g, S, transition, e, cu_seqlens)
+
+
+def _gradients(ctx, do, dST, *_):
+    *saved, e, cu_seqlens = ctx.saved_tensors
+    q, _, beta, g, *_ = saved
+    do = (ctx.scale * do.float()).to(q.dtype)
+    dq, dk, dv, dbeta, dg, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.segment)
+    return dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dS0, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _in_turn(x: Tensor, y: Tensor) -> Tensor:
@@ -241,30 +396,32 @@ def delta_rule(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference, for K and V up to 256."""
-    return _DeltaRule.apply(q, k, v, beta, g, state, scale, cu_seqlens)
-
-
-_POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    HV, V = v.shape[2:]
+    programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)["BV"])
+    segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
+    return _forward(q, k, v, beta, g, state, cu_seqlens, scale, segment)[:2]
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: both kernels for each kind of decay at the usual sizes of a head."""
-    sizes = [(D, dtype) for D in (64, 128, 256) for dtype in _POINTERS]
-    return [variant for D, dtype in sizes for decay in (0, 1, 2) for variant in _case(D, decay, dtype)]
+    """What is compiled ahead of time: every kernel for each kind of decay at the usual sizes of a head."""
+    sizes = [(D, dtype) for D in (64, 128, 256) for dtype in POINTERS]
+    return [case for D, dtype in sizes for decay in (0, 1, 2) for case in _case(D, decay, dtype)]
 
 
 def _case(D: int, decay: int, dtype: torch.dtype) -> list[Variant]:
-    constants = _constants(8, 8, D, D, decay, dtype)
-    launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    absent = {"cu_seqlens": None} | ({} if decay else {"g": None})
-    narrow = {"q", "k", "v", "o", "x", "do"}
-    made = []
-    for kernel in (_forward_kernel, _solve_kernel):
-        signature = {
-            argument: {"scale": "fp32", "T": "i32"}.get(argument, _POINTERS[dtype] if argument in narrow else "*fp32")
-            for argument in kernel.arg_names
-            if argument not in constants and argument not in absent
-        }
-        name = f"{kernel.__name__} {('none', 'scalar', 'vector')[decay]} {D} {str(dtype)[6:]}"
-        made.append(Variant(name, kernel, signature, {**constants, **absent}, **launch))
-    return made
+    walk, chunk = _constants(8, 8, D, D, decay, dtype), _chunk_constants(8, 8, D, decay, dtype)
+    absent = {"cu_seqlens", "bounds"} | (set() if decay else {"g"})
+    alone = {"own": {"q", "P", "S0", "o", "e"}, "transition": {"q", "v", "P", "S0", "o", "e"}}
+    cases = (
+        ("", _chunk_kernel, chunk, absent),
+        ("", _forward_kernel, walk, absent),
+        *((f" {name}", _forward_kernel, walk, absent | less) for name, less in alone.items()),
+        ("", _solve_kernel, walk, absent),
+        (" own", _solve_kernel, walk, absent | {"dST", "dx"}),
+        ("", matrix_scan_kernel, {**matrix_scan_constants(8, D, D), "BACKWARDS": True}, set()),
+    )
+    name = f"{('none', 'scalar', 'vector')[decay]} {D} {str(dtype)[6:]}"
+    return [
+        variant(f"{kernel.__name__}{part} {name}", kernel, constants, less, {"q", "k", "v", "P", "o", "do"}, dtype)
+        for part, kernel, constants, less in cases
+    ]

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.delta_rule.kernels import _unit_lower_inverse
-from hf_memory.ops.kernel_report import Variant
+from hf_memory.ops.kernel_report import POINTERS, Variant, variant
+from hf_memory.ops.tiles import unit_lower_inverse
 
 BLOCK = 16  # rows of the triangular system
 
 
 @triton.jit
 def _tile(x, t, T, h, H: tl.constexpr, i, D: tl.constexpr):
-    """x[t, h, :] in float32 for rows t before T: [C, BD]."""
+    """x[t, h, :] for rows t before T: [C, BD]."""
     offset = (t[:, None] * H + h) * D + i[None, :]
-    return tl.cast(tl.load(x + offset, mask=(t[:, None] < T) & (i[None, :] < D), other=0.0), tl.float32)
+    return tl.load(x + offset, mask=(t[:, None] < T) & (i[None, :] < D), other=0.0)
 
 
 @triton.jit
@@ -54,17 +54,17 @@ def _forward_kernel(
     i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     for first in range(0, T, C):
         t = tl.cast(first, tl.int64) + rows
-        w = scale * _tile(k, t, T, h, H, i_k, K)
+        k_t = _tile(k, t, T, h, H, i_k, K)
         m, l, acc = tl.full([C], -float("inf"), tl.float32), tl.zeros([C], tl.float32), tl.zeros([C, BV], tl.float32)
         for before in range(0, first, C):
             s = tl.cast(before, tl.int64) + rows
-            X = tl.dot(w, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
+            X = scale * tl.dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
             m_new = tl.maximum(m, tl.max(X, axis=1))
             p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
             l = l * fade + tl.sum(p, axis=1)
             acc = acc * fade[:, None] + tl.dot(p, _tile(u, s, T, h, H, i_v, V), input_precision=PRECISION)
             m = m_new
-        X = tl.dot(w, tl.trans(_tile(k, t, T, h, H, i_k, K)), input_precision=PRECISION)
+        X = scale * tl.dot(k_t, tl.trans(k_t), input_precision=PRECISION)
         X = tl.where(rows[:, None] > rows[None, :], X, -float("inf"))
         m_new = tl.maximum(tl.maximum(m, tl.max(X, axis=1)), -1e30)
         p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
@@ -73,7 +73,7 @@ def _forward_kernel(
         a_t = tl.cast(tl.load(a + t * H + h, mask=t < T, other=0.0), tl.float32)
         part = tl.where(l > 0, b_t / tl.where(l > 0, l, 1.0), 0.0)
         R = a_t[:, None] * _tile(v, t, T, h, H, i_v, V) - (part * fade)[:, None] * acc
-        u_t = tl.dot(_unit_lower_inverse(part[:, None] * p, C), R, input_precision="tf32x3")
+        u_t = tl.dot(unit_lower_inverse(part[:, None] * p, C), R, input_precision=PRECISION)
         _put(u, u_t, t, T, h, H, i_v, V)
         tl.store(L + t * H + h, tl.where(l > 0, m_new + tl.log(tl.where(l > 0, l, 1.0)), float("inf")), mask=t < T)
         tl.debug_barrier()  # later blocks read u
@@ -107,38 +107,39 @@ def _backward_kernel(
     for back in range(blocks):
         last = (blocks - 1 - tl.cast(back, tl.int64)) * C
         t = last + rows
-        w = scale * _tile(k, t, T, h, H, i_k, K)
+        k_t = _tile(k, t, T, h, H, i_k, K)
         b_t = tl.cast(tl.load(beta + t * H + h, mask=t < T, other=0.0), tl.float32)
         L_t = tl.load(L + t * H + h, mask=t < T, other=float("inf"))
-        X = tl.dot(w, tl.trans(_tile(k, t, T, h, H, i_k, K)), input_precision=PRECISION)
+        X = scale * tl.dot(k_t, tl.trans(k_t), input_precision=PRECISION)
         P = tl.where(rows[:, None] > rows[None, :], tl.exp(X - L_t[:, None]), 0.0)
-        inverse = _unit_lower_inverse(b_t[:, None] * P, C)
-        g = tl.dot(tl.trans(inverse), _tile(du, t, T, h, H, i_v, V), input_precision="tf32x3")
+        inverse = unit_lower_inverse(b_t[:, None] * P, C)
+        g = tl.dot(tl.trans(inverse), _tile(du, t, T, h, H, i_v, V), input_precision=PRECISION)
         _put(du, g, t, T, h, H, i_v, V)
         Y = -tl.dot(g, tl.trans(_tile(u, t, T, h, H, i_v, V)), input_precision=PRECISION)
         r = tl.sum(P * Y, axis=1)
         for before in range(0, last, C):
             s = tl.cast(before, tl.int64) + rows
-            X = tl.dot(w, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
+            X = scale * tl.dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
             y = -tl.dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
             r += tl.sum(tl.exp(X - L_t[:, None]) * y, axis=1)
         tl.store(dbeta + t * H + h, r, mask=t < T)
         dX = b_t[:, None] * P * (Y - r[:, None])
-        dw = tl.dot(dX, _tile(k, t, T, h, H, i_k, K), input_precision=PRECISION)
-        dk_t = _tile(dk, t, T, h, H, i_k, K) + tl.dot(tl.trans(dX), w, input_precision=PRECISION)
+        dX = tl.cast(scale * dX, k_t.dtype)
+        dk_t = _tile(dk, t, T, h, H, i_k, K) + tl.dot(dX, k_t, input_precision=PRECISION)
+        dk_t += tl.dot(tl.trans(dX), k_t, input_precision=PRECISION)
         for before in range(0, last, C):
             s = tl.cast(before, tl.int64) + rows
             k_s = _tile(k, s, T, h, H, i_k, K)
-            p = tl.exp(tl.dot(w, tl.trans(k_s), input_precision=PRECISION) - L_t[:, None])
+            p = tl.exp(scale * tl.dot(k_t, tl.trans(k_s), input_precision=PRECISION) - L_t[:, None])
             y = -tl.dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
-            dX = b_t[:, None] * p * (y - r[:, None])
-            dw += tl.dot(dX, k_s, input_precision=PRECISION)
-            dk_s = _tile(dk, s, T, h, H, i_k, K) + tl.dot(tl.trans(dX), w, input_precision=PRECISION)
+            dX = tl.cast(scale * b_t[:, None] * p * (y - r[:, None]), k_t.dtype)
+            dk_t += tl.dot(dX, k_s, input_precision=PRECISION)
+            dk_s = _tile(dk, s, T, h, H, i_k, K) + tl.dot(tl.trans(dX), k_t, input_precision=PRECISION)
             _put(dk, dk_s, s, T, h, H, i_k, K)
             du_s = _tile(du, s, T, h, H, i_v, V)
             du_s -= tl.dot(tl.trans(p), b_t[:, None] * g, input_precision=PRECISION)
             _put(du, du_s, s, T, h, H, i_v, V)
-        _put(dk, dk_t + scale * dw, t, T, h, H, i_k, K)
+        _put(dk, dk_t, t, T, h, H, i_k, K)
         tl.debug_barrier()  # earlier blocks read du and dk
 
 
@@ -152,48 +153,61 @@ def _constants(H: int, K: int, V: int, dtype: torch.dtype) -> dict:
     }  # fmt: skip
 
 
-class _Write(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, k, v, a, beta, scale):
-        k, v, a, beta = (x.contiguous() for x in (k, v, a, beta))
-        (B, T, H, K), V = k.shape, v.shape[-1]
-        u, L = torch.empty_like(v, dtype=torch.float32), torch.empty_like(beta, dtype=torch.float32)
-        _forward_kernel[(B * H,)](k, v, a, beta, u, L, scale, T, **_constants(H, K, V, k.dtype))
-        ctx.save_for_backward(k, v, a, beta, u, L)
-        ctx.scale = scale
-        return u
+@torch.library.custom_op("hf_memory::corrected_values", mutates_args=())
+def _forward(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """u and the logarithms L of the rows' sums."""
+    k, v, a, beta = (x.contiguous() for x in (k, v, a, beta))
+    (B, T, H, K), V = k.shape, v.shape[-1]
+    u, L = torch.empty_like(v, dtype=torch.float32), torch.empty_like(beta, dtype=torch.float32)
+    _forward_kernel[(B * H,)](k, v, a, beta, u, L, scale, T, **_constants(H, K, V, k.dtype))
+    return u, L
 
-    @staticmethod
-    def backward(ctx, du):
-        k, v, a, beta, u, L = ctx.saved_tensors
-        (B, T, H, K), V = k.shape, v.shape[-1]
-        g, dk, dbeta = du.float().contiguous().clone(), torch.zeros_like(k, dtype=torch.float32), torch.empty_like(L)
-        _backward_kernel[(B * H,)](k, beta, u, L, g, dk, dbeta, ctx.scale, T, **_constants(H, K, V, k.dtype))
-        da = (g * v.float()).sum(-1)
-        return dk.to(k.dtype), (a[..., None] * g).to(v.dtype), da.to(a.dtype), dbeta.to(beta.dtype), None
+
+@_forward.register_fake
+def _(k, v, a, beta, scale):
+    return v.new_empty(v.shape, dtype=torch.float32), beta.new_empty(beta.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_memory::corrected_values_backward", mutates_args=())
+def _backward(k: Tensor, beta: Tensor, u: Tensor, L: Tensor, du: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dk, dbeta, and G, the gradient of the right side; float32."""
+    k, beta = k.contiguous(), beta.contiguous()
+    (B, T, H, K), V = k.shape, u.shape[-1]
+    g, dk, dbeta = du.contiguous().clone(), torch.zeros_like(k, dtype=torch.float32), torch.empty_like(L)
+    _backward_kernel[(B * H,)](k, beta, u, L, g, dk, dbeta, scale, T, **_constants(H, K, V, k.dtype))
+    return dk, dbeta, g
+
+
+@_backward.register_fake
+def _(k, beta, u, L, du, scale):
+    return u.new_empty(k.shape), u.new_empty(beta.shape), u.new_empty(u.shape)
+
+
+def _save(ctx, inputs, output):
+    k, v, a, beta, ctx.scale = inputs
+    ctx.save_for_backward(k, v, a, beta, *output)
+
+
+def _gradients(ctx, du, _):
+    k, v, a, beta, u, L = ctx.saved_tensors
+    dk, dbeta, g = _backward(k, beta, u, L, du, ctx.scale)
+    da = (g * v.float()).sum(-1)
+    return dk.to(k.dtype), (a[..., None] * g).to(v.dtype), da.to(a.dtype), dbeta.to(beta.dtype), None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def corrected_values(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float) -> Tensor:
     """u [B, T, H, V] in float32 with w = k, for k [B, T, H, K], v [B, T, H, V], a and beta [B, T, H]."""
-    return _Write.apply(k, v, a, beta, scale)
-
-
-_POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    return _forward(k, v, a, beta, scale)[0]
 
 
 def variants() -> list[Variant]:
     """What is compiled ahead of time: both kernels at the usual sizes of a head."""
     return [
-        _case(kernel, D, dtype)
+        variant(f"{k.__name__} softmax {D} {str(dtype)[6:]}", k, _constants(8, D, D, dtype), set(), {"k", "v"}, dtype)
         for D in (64, 128)
-        for dtype in _POINTERS
-        for kernel in (_forward_kernel, _backward_kernel)
+        for dtype in POINTERS
+        for k in (_forward_kernel, _backward_kernel)
     ]
-
-
-def _case(kernel, D: int, dtype: torch.dtype) -> Variant:
-    constants = _constants(8, D, D, dtype)
-    launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    others = {"scale": "fp32", "T": "i32", "k": _POINTERS[dtype], "v": _POINTERS[dtype]}
-    signature = {name: others.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
-    return Variant(f"{kernel.__name__} softmax {D} {str(dtype)[6:]}", kernel, signature, constants, **launch)

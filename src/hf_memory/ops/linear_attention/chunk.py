@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.chunks import decay_mask, split_chunks, vector_scores, whole_blocks
+from hf_memory.ops.chunks import chunk_size, decay_mask, in_segments, joined_chunks, split_chunks, vector_scores
 from hf_memory.ops.contract import in_float32, repeat_heads
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 
@@ -23,32 +23,57 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
 ) -> tuple[Tensor, Tensor | LinearState]:
     """Same function as the reference."""
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q, k, T = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), v.shape[1]
     if not isinstance(initial_state, LinearState):
-        o, state = _unnormalized(q, k, v, g, initial_state)
-        return scale * o, state
-    o, state = _unnormalized(q, k, F.pad(v, (0, 1), value=1.0), g, torch.cat(
-        [initial_state.memory, initial_state.normalizer[..., None]], dim=-1
-    ))  # fmt: skip
-    return o[..., :-1] / (o[..., -1:] + EPS), LinearState(state[..., :-1], state[..., -1])
-
-
-def _unnormalized(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    T = q.shape[1]
+        if T == 1:
+            return _one_token(scale * q, k, v, g, initial_state)
+        return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, scale=scale)
+    S = torch.cat([initial_state.memory, initial_state.normalizer[..., None]], dim=-1)
     if T == 1:
-        return _one_token(q, k, v, g, S)
-    C = min(CHUNK, whole_blocks(T))
-    q, k, v = (split_chunks(x, C) for x in (q, k, v))  # [B, H, NC, C, ...]
-    g = None if g is None else split_chunks(g, C)
-    if g is None:
-        A, decay, q_in, k_out = (q @ k.mT).tril(), None, q, k
+        o, S = _one_token(q, k, _with_ones(v), g, S)
+        o = _normalized(o)
     else:
-        b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [B, H, NC, C, K or 1]
-        A = vector_scores(q, k, b) if g.ndim == q.ndim else (q @ k.mT) * decay_mask(b[..., 0])
-        q_in, k_out, decay = q * b.exp(), k * (b[..., -1:, :] - b).exp(), b[..., -1, :, None].exp()
-    states, S = _states(k_out.mT @ v, decay, S)
-    o = q_in @ states + A @ v
-    return o.flatten(2, 3).transpose(1, 2)[:, :T], S
+        o, S = in_segments(_normalized_segment, chunk_size(T, CHUNK), S, q, k, v, g, scale=1.0)
+    return o, LinearState(S[..., :-1], S[..., -1])
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def _normalized(o: Tensor) -> Tensor:
+    return o[..., :-1] / (o[..., -1:] + EPS)
+
+
+def _normalized_segment(
+    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    o, S = _segment(C, S, q, k, _with_ones(v), g, scale)
+    return _normalized(o), S
+
+
+def _segment(
+    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    B, _, H, _ = v.shape
+    q, k, v = (split_chunks(x, C) for x in (scale * q, k, v))  # [NC, B * H, C, ...]
+    A, q_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
+    outputs, S = [], S.flatten(0, 1)
+    decays = [None] * len(v) if decay is None else decay.unbind()
+    for A_n, q_n, k_n, v_n, decay_n in zip(A.unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
+        outputs.append(torch.baddbmm(torch.bmm(A_n, v_n), q_n, S))
+        S = torch.baddbmm(S if decay_n is None else decay_n * S, k_n, v_n)
+    return joined_chunks(torch.stack(outputs), B), S.unflatten(0, (B, H))
+
+
+def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """A, the rows that meet the state (q on the way in, k on the way out), and the decay of the state."""
+    if g is None:
+        return (q @ k.mT).tril(), q, k, None
+    b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
+    A = vector_scores(q, k, b) if g.ndim == q.ndim else (q @ k.mT) * decay_mask(b[..., 0])
+    last = b[..., -1:, :]
+    return A, q * b.exp(), k * (last - b).exp(), last.mT.exp()
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,15 +82,3 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) -> 
         S = S * (g[:, 0, :, None, None] if g.ndim == 3 else g[:, 0, ..., None]).exp()
     S = S + k[..., None] * v[..., None, :]
     return (q[..., None, :] @ S).transpose(1, 2), S
-
-
-def _states(updates: Tensor, decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [B, H, NC, K, V], and after the last."""
-    if decay is None:
-        after = updates.cumsum(2) + S[:, :, None]
-        return torch.cat([S[:, :, None], after[:, :, :-1]], dim=2), after[:, :, -1]
-    before = []
-    for n in range(updates.shape[2]):
-        before.append(S)
-        S = decay[:, :, n] * S + updates[:, :, n]
-    return torch.stack(before, dim=2), S

@@ -1,0 +1,292 @@
+"""Sequences cut into segments that are walked at the same time, for calls with too few heads to fill a GPU.
+
+Between the ends of a segment a state is linear: S_end = M S_start + own. Three passes, none sequential over all tokens:
+
+    1. each segment alone, from an empty state: own, and M, which is a decay e^b of each key channel for linear
+       attention and a matrix [K, K] for the delta rule;
+    2. over the few segments of a sequence: the state before each;
+    3. the op itself, whose kernels take segments for packed sequences with known states.
+
+Gradients of states go the other way: dS_start = M^T dS_end + own. With keys of unit length and beta in [0, 2] no M is
+longer than one, so products of them are as sound as the walk itself.
+
+M is the number of segments of a call here, N of sequences; other letters are those of ops/contract.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_memory.ops.tiles import cumulative_decay, load_rows, program, sequence_bounds, write
+
+BLOCK = 64  # a segment is a multiple of it
+SHORTEST = 512  # tokens of a segment: in fewer, the states cost more than the tokens
+PROGRAMS = 264  # what fills a large GPU, two for each of some 132 multiprocessors
+
+
+class Segments(NamedTuple):
+    """Where segments lie; sequences follow one another, and what is left over is empty segments at the end."""
+
+    bounds: Tensor  # [M + 1]: tokens
+    first: Tensor  # [N + 1]: the first segment of each sequence
+
+
+def segment_length(tokens: int, sequences: int, programs: int) -> int:
+    """Tokens of a segment, or 0 where sequences had better stay whole: a function of shapes alone.
+
+    Args:
+        tokens: of the call, B * T.
+        sequences: of the call, N.
+        programs: how many walk one sequence.
+    """
+    if 2 * sequences * programs > PROGRAMS:
+        return 0
+    length = max(SHORTEST, triton.cdiv(tokens * programs, PROGRAMS * BLOCK) * BLOCK)
+    return length if length < tokens else 0
+
+
+def cut(cu_seqlens: Tensor | None, B: int, T: int, length: int, like: Tensor) -> Segments:
+    """Segments of `length` tokens, the last of a sequence shorter; a sequence of no tokens is one segment."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(B + 1, device=like.device) * T
+    ends = cu_seqlens[1:]
+    N = ends.shape[0]
+    counts = ((ends - cu_seqlens[:-1] + length - 1) // length).clamp(min=1)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    m = torch.arange(B * T // length + N, device=like.device)
+    n = torch.searchsorted(first[1:], m, right=True).clamp(max=N - 1)
+    starts = torch.minimum(cu_seqlens[n] + (m - first[n]) * length, ends[n])
+    return Segments(torch.cat([starts, ends[-1:]]), first)
+
+
+@triton.jit
+def sum_kernel(
+    x,  # [B, T, H, K]
+    y,  # [B, T, HV, V]
+    w,  # [B, T, HV], or None for ones
+    g,  # [B, T, HV] or [B, T, HV, K] or None
+    own,  # [M, HV, K, V]
+    own_z,  # [M, HV, K] or None
+    decay,  # [M, HV, K] or None
+    bounds,  # [M + 1]
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sums of x y^T and x w, decayed to the end of the segment or BACKWARDS to its start; a tile of value channels."""
+    m, hv, tile = program(HV, (V + BV - 1) // BV)
+    h = hv // (HV // H)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    start, end = sequence_bounds(bounds, m, 0)
+    S = tl.zeros([BK, BV], tl.float32)
+    z = tl.zeros([BK], tl.float32)
+    total = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)  # of g, so far
+    for begin in range(start, end, C):
+        t = tl.cast(begin, tl.int64) + tl.arange(0, C)
+        in_t = t < end
+        y_c = load_rows(y, t, in_t, hv, HV, i_v, in_v, V)
+        x_c = load_rows(x, t, in_t, h, H, i_k, in_k, K)
+        fade = 1.0
+        if DECAY > 0:
+            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            if BACKWARDS:
+                fade = tl.exp2(total + b)
+            else:
+                fade = tl.exp2(last - b)
+                S *= tl.trans(tl.exp2(last))
+                z *= tl.sum(tl.exp2(last), axis=0)
+            total += last
+        S += write(x_c, y_c, fade, DECAY, PRECISION)
+        if NORMALIZE:
+            x32 = tl.cast(x_c, tl.float32) * fade
+            if w is not None:
+                x32 *= tl.load(w + t * HV + hv, mask=in_t, other=0.0)[:, None]
+            z += tl.sum(x32, axis=0)
+    i_m = (m * HV + hv) * K
+    tl.store(own + i_m * V + i_k[:, None] * V + i_v[None, :], S, mask=in_k[:, None] & in_v[None, :])
+    if tile == 0:
+        if DECAY > 0:
+            tl.store(decay + i_m + i_k, tl.sum(tl.exp2(total), axis=0) + tl.zeros([BK], tl.float32), mask=in_k)
+        if NORMALIZE:
+            tl.store(own_z + i_m + i_k, z, mask=in_k)
+
+
+@triton.jit
+def scan_kernel(
+    own,  # [M, HV, K, V]
+    decay,  # [M, HV, K] or None
+    state,  # [N, HV, K, V]
+    boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
+    first,  # [N + 1]
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+):
+    """A tile of key channels, with all value channels, of one sequence and head."""
+    n, hv, tile = program(HV, (K + BK - 1) // BK)
+    i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
+    in_k = i_k < K
+    in_s, i_s = in_k[:, None] & (i_v < V)[None, :], i_k[:, None] * V + i_v[None, :]
+    start, end = sequence_bounds(first, n, 0)
+    S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
+    for step in range(start, end):
+        m = tl.cast(step, tl.int64)
+        if BACKWARDS:
+            m = start + end - 1 - m
+        i_m = (m * HV + hv) * K
+        tl.store(boundary + i_m * V + i_s, S, mask=in_s)
+        if decay is not None:
+            S *= tl.load(decay + i_m + i_k, mask=in_k, other=0.0)[:, None]
+        S += tl.load(own + i_m * V + i_s, mask=in_s, other=0.0)
+
+
+@triton.jit
+def matrix_scan_kernel(
+    own,  # [M, HV, K, V]
+    transition,  # [M, HV, K, K]
+    state,  # [N, HV, K, V]
+    boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
+    first,  # [N + 1]
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+):
+    """A tile of value channels of one sequence and head. States are read back in pieces: registers hold no matrix."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
+    start, end = sequence_bounds(first, n, 0)
+    S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
+    for step in range(start, end):
+        m = tl.cast(step, tl.int64)
+        if BACKWARDS:
+            m = start + end - 1 - m
+        i_m = (m * HV + hv) * K
+        tl.store(boundary + i_m * V + i_s, S, mask=in_s)
+        tl.debug_barrier()  # all of the state is read below
+        S = tl.load(own + i_m * V + i_s, mask=in_s, other=0.0)
+        for j in range(0, K, BJ):
+            i_j = j + tl.arange(0, BJ)
+            in_j = i_j < K
+            i_M = i_j[None, :] * K + i_k[:, None] if BACKWARDS else i_k[:, None] * K + i_j[None, :]
+            M_j = tl.load(transition + i_m * K + i_M, mask=in_k[:, None] & in_j[None, :], other=0.0)
+            i_S = i_m * V + i_j[:, None] * V + i_v[None, :]
+            S_j = tl.load(boundary + i_S, mask=in_j[:, None] & in_v[None, :], other=0.0)
+            S += tl.dot(M_j, S_j, input_precision="tf32x3")
+
+
+def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
+    """Compile-time arguments and launch options of `sum_kernel`."""
+    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    return {
+        "H": H, "HV": HV, "K": K, "V": V, "C": 32, "DECAY": decay,
+        "BK": width_k, "BV": min(width_v, max(16, (8192 if dtype != torch.float32 else 4096) // width_k)),
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "num_warps": 8, "num_stages": 2,
+    }  # fmt: skip
+
+
+def scan_constants(HV: int, K: int, V: int) -> dict:
+    """Likewise of `scan_kernel`."""
+    width_k, width_v = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    return {
+        "HV": HV, "K": K, "V": V, "BK": min(width_k, max(1, 1024 // width_v)), "BV": width_v,
+        "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+
+def matrix_scan_constants(HV: int, K: int, V: int) -> dict:
+    """Likewise of `matrix_scan_kernel`."""
+    return {
+        "HV": HV, "K": K, "V": V, "BK": max(16, triton.next_power_of_2(K)), "BV": 16, "BJ": 16,
+        "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+
+
+def boundary_states(
+    segments: Segments,
+    x: Tensor,
+    y: Tensor,
+    w: Tensor | None,
+    g: Tensor | None,
+    S: Tensor,
+    z: Tensor | None,
+    *,
+    backwards: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """States of linear attention before each segment, or gradients of states after each.
+
+    Args:
+        segments: M segments of N sequences.
+        x: keys [B, T, H, K], or queries for gradients.
+        y: values [B, T, HV, V], or gradients of outputs.
+        w: of the normaliser, [B, T, HV]; None for ones.
+        g: decay [B, T, HV], [B, T, HV, K] or None.
+        S: the state before each sequence or gradient after it [N, HV, K, V].
+        z: the same of the normaliser [N, HV, K], or None.
+        backwards: gradients.
+
+    Returns:
+        [M, HV, K, V], and [M, HV, K] or None.
+    """
+    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
+    own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
+    kind = 0 if g is None else g.ndim - 2
+    decay = S.new_empty(M, HV, K) if kind else None
+    constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
+    sum_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+        x, y, w, g, own, own_z, decay, segments.bounds,
+        **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
+    )  # fmt: skip
+    if z is not None and own_z is not None:
+        z = _scan(own_z[..., None], decay, z[..., None], segments, backwards)[..., 0]
+    return _scan(own, decay, S, segments, backwards), z
+
+
+def _scan(own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool) -> Tensor:
+    N, HV, K, V = state.shape
+    states, constants = torch.empty_like(own), scan_constants(HV, K, V)
+    scan_kernel[(N * HV * triton.cdiv(K, constants["BK"]),)](
+        own, decay, state, states, segments.first, **constants, BACKWARDS=backwards
+    )
+    return states
+
+
+def boundary_states_of(
+    transition: Tensor, own: Tensor, state: Tensor, segments: Segments, *, backwards: bool = False
+) -> Tensor:
+    """States [M, HV, K, V] before each segment, or gradients after each, where transitions are matrices [M, HV, K, K].
+
+    Args:
+        transition: [M, HV, K, K].
+        own: what each segment adds [M, HV, K, V].
+        state: before each sequence, or its gradient after it [N, HV, K, V].
+        segments: M segments of N sequences.
+        backwards: gradients.
+    """
+    N, HV, K, V = state.shape
+    states, constants = torch.empty_like(own), matrix_scan_constants(HV, K, V)
+    matrix_scan_kernel[(N * HV * triton.cdiv(V, constants["BV"]),)](
+        own, transition, state, states, segments.first, **constants, BACKWARDS=backwards
+    )
+    return states

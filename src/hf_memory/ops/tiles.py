@@ -1,0 +1,121 @@
+"""What kernels share: where a program is, rows of tensors, decays, scores and small triangular systems."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def program(HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Sequence (int64), head and tile of this program, of sequences * HEADS * TILES; tiles of a head lie together."""
+    i = tl.program_id(0)
+    return tl.cast(i // (HEADS * TILES), tl.int64), i // TILES % HEADS, i % TILES
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, n, T):
+    """First token of sequence n, and the one after its last, among all rows."""
+    if cu_seqlens is not None:
+        start = tl.cast(tl.load(cu_seqlens + n), tl.int64)
+        end = tl.cast(tl.load(cu_seqlens + n + 1), tl.int64)
+    else:
+        start = n * T
+        end = start + T
+    return start, end
+
+
+@triton.jit
+def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+    """x[t, h, i] of a tensor [tokens, heads, D], zero outside."""
+    return tl.load(x + (t[:, None] * heads + h) * D + i[None, :], mask=in_t[:, None] & in_i[None, :], other=0.0)
+
+
+@triton.jit
+def cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """b [C, 1] or [C, BK], for powers of two, and its last row [1, 1] or [1, BK]."""
+    if DECAY == 2:
+        g_c = tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32)
+    else:
+        g_c = tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+    g_c *= LOG2E
+    return tl.cumsum(g_c, axis=0), tl.sum(g_c, axis=0)[None, :]
+
+
+@triton.jit
+def read(x, S, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """(x fade) S [C, BV] for x [C, BK] and fade [C, 1] or [C, BK]; operands stay as loaded if they can."""
+    if DECAY == 2:
+        return tl.dot(tl.cast(x * fade, x.dtype), tl.cast(S, x.dtype), input_precision=PRECISION)
+    y = tl.dot(x, tl.cast(S, x.dtype), input_precision=PRECISION)
+    if DECAY == 1:
+        y *= fade
+    return y
+
+
+@triton.jit
+def write(x, y, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """(x fade)^T y [BK, BV] for x [C, BK], y [C, BV] of one dtype, and fade [C, 1] or [C, BK]."""
+    if DECAY == 2:
+        x = tl.cast(x * fade, x.dtype)
+    elif DECAY == 1:
+        y = tl.cast(y * fade, y.dtype)
+    return tl.dot(tl.trans(x), y, input_precision=PRECISION)
+
+
+@triton.jit
+def write_transposed(x, y, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """The same as [BV, BK]."""
+    if DECAY == 2:
+        x = tl.cast(x * fade, x.dtype)
+    elif DECAY == 1:
+        y = tl.cast(y * fade, y.dtype)
+    return tl.dot(tl.trans(y), x, input_precision=PRECISION)
+
+
+@triton.jit
+def row_of(x, here):
+    """The row of x that `here` marks, by a sum: [C, D] -> [1, D]."""
+    return tl.sum(tl.where(here[:, None], x, 0.0), axis=0)[None, :]
+
+
+@triton.jit
+def column_of(x, here):
+    """The column of x that `here` marks: [C, C] -> [C, 1]."""
+    return tl.sum(tl.where(here[None, :], x, 0.0), axis=1)[:, None]
+
+
+@triton.jit
+def scores(q, k, b, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """A [C, C] without scale; rows are queries, or OF_KEYS keys: a product is not transposed, Hopper got that wrong."""
+    rows = tl.arange(0, C)
+    if OF_KEYS:
+        x, y, b = k, q, -b
+        seen = rows[:, None] <= rows[None, :]
+    else:
+        x, y = q, k
+        seen = rows[:, None] >= rows[None, :]
+    if DECAY == 2:
+        A = tl.zeros([C, C], tl.float32)
+        x32, y32 = tl.cast(x, tl.float32), tl.cast(y, tl.float32)
+        for j in range(C):
+            here = rows == j
+            a_j = tl.sum(x32 * row_of(y32, here) * tl.exp2(tl.minimum(b - row_of(b, here), 0.0)), axis=1)
+            A = tl.where(here[None, :], a_j[:, None], A)
+    else:
+        A = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        if DECAY == 1:
+            A *= tl.exp2(tl.minimum(b - tl.trans(b), 0.0))
+    return tl.where(seen, A, 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(A, C: tl.constexpr):
+    """(I + A)^-1 for strictly lower A [C, C], a row after the other."""
+    rows = tl.arange(0, C)
+    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    for i in range(1, C):
+        here = rows == i
+        a_i = tl.sum(tl.where(here[:, None], A, 0.0), axis=0)  # [C]
+        inverse = tl.where(here[:, None], inverse - tl.sum(a_i[:, None] * inverse, axis=0)[None, :], inverse)
+    return inverse
