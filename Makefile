@@ -24,7 +24,7 @@ check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/mypy
 
 bench: $(INSTALLED)  ## the tables that fit this machine
-	$(BIN)/python benchmarks/delta_rule_cpu.py
+	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/titans.py speed
 	$(BIN)/python benchmarks/deltaformer_memory.py
 	$(BIN)/python benchmarks/decode.py

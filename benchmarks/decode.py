@@ -4,7 +4,7 @@
 
 Every model has the same width, depth and vocabulary. Contexts are not read but set: a memory gets a count of tokens,
 attention random keys and values of that length. What a token costs does not depend on the numbers.
-Medians of single tokens; writes benchmarks/results/decode.{json,png}.
+Medians of single tokens; on CUDA in bfloat16. Writes benchmarks/results/decode.{json,png}.
 """
 
 import argparse
@@ -25,35 +25,44 @@ import hf_memory
 from hf_memory.cache import MemoryLayer, state_bytes
 
 RESULTS = Path(__file__).parent / "results"
-TOKEN = torch.ones(1, 1, dtype=torch.long)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+TOKEN = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
 CONTEXTS = (1024, 4096, 16384, 32768)
 MEMORIES = {
     "linear (elu)": hf_memory.LinearTransformerConfig,
     "GLA": hf_memory.GatedLinearAttentionConfig,
     "DeltaNet": hf_memory.DeltaNetConfig,
-    "Gated DeltaNet": lambda **sizes: hf_memory.DeltaNetConfig(gate="scalar", **sizes),
+    "Gated DeltaNet": partial(hf_memory.DeltaNetConfig, gate="scalar"),
+}
+MODELS = {
+    **MEMORIES,
+    "DeltaFormer": hf_memory.DeltaFormerConfig,
+    "Titans LMM": partial(hf_memory.TitansConfig, variant="lmm"),
+    "Titans MAG": partial(hf_memory.TitansConfig, variant="mag", sliding_window=512),
 }
 
 
 def make(name: str, sizes: dict):
-    """A random model of that name in MEMORIES, or a Llama."""
+    """A random model of that name in MODELS, or a Llama."""
     torch.manual_seed(0)
     if name == "Llama":
-        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    config = MEMORIES[name](**sizes)
-    return next(f.causal_lm for f in hf_memory.FAMILIES if f.config is type(config))(config).eval()
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().to(DEVICE, DTYPE)
+    config = MODELS[name](**sizes)
+    causal_lm = next(f.causal_lm for f in hf_memory.FAMILIES if f.config is type(config))
+    return causal_lm(config).eval().to(DEVICE, DTYPE)
 
 
 def filled_cache(model, tokens: int) -> DynamicCache:
     """As if the model had read so many tokens."""
     cache = DynamicCache(config=model.config)
-    model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
+    model(TOKEN.expand(1, 2), past_key_values=cache)
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             layer.seen_tokens = tokens
         else:
             B, H, _, D = layer.keys.shape
-            layer.keys, layer.values = torch.randn(B, H, tokens, D), torch.randn(B, H, tokens, D)
+            layer.keys, layer.values = torch.randn(2, B, H, tokens, D, device=DEVICE, dtype=DTYPE)
     return cache
 
 
@@ -63,6 +72,8 @@ def milliseconds_a_token(step, repeats: int = 24) -> float:
     for _ in range(repeats + 4):
         start = time.perf_counter()
         step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         taken.append(1e3 * (time.perf_counter() - start))
     return statistics.median(taken[4:])
 
@@ -87,7 +98,7 @@ def by_way(name: str, sizes: dict) -> list[dict]:
 
     def static():
         cache = StaticCache(config=model.config, max_cache_len=256)
-        model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
+        model(TOKEN.expand(1, 2), past_key_values=cache)
         return cache
 
     compiled = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
@@ -107,7 +118,7 @@ def by_way(name: str, sizes: dict) -> list[dict]:
 def generated(model, options: dict, new: int = 64) -> float:
     """On text that repeats itself: an untrained model ends in a circle, which is read to it first."""
     options = {"do_sample": False, "pad_token_id": 0, **options}
-    text = model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    text = model.generate(TOKEN.expand(1, 4), max_new_tokens=new, do_sample=False, pad_token_id=0)
     start = time.perf_counter()
     model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=new, **options)
     return new / (time.perf_counter() - start)
@@ -146,12 +157,12 @@ def main() -> None:
     contexts = by_context(("Llama", *MEMORIES), sizes)
     ways = [row for name in ("linear (elu)", "Gated DeltaNet") for row in by_way(name, sizes)]
     machine = {
-        "cpu": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": "float32",
+        "dtype": str(DTYPE).removeprefix("torch."),
         "batch": 1,
     }
     RESULTS.mkdir(exist_ok=True)
