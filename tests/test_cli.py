@@ -110,8 +110,12 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert described["teacher"] == str(teacher)
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
-    assert (described["keep-attention"], described["length"], described["seed"]) == ("1", 32, 3)
-    assert "config" not in described
+    assert (described["keep-attention"], described["seed"]) == ("1", 3)
+    stage = {"steps": 2, "batch_size": 2, "length": 32, "warmup": 0.05}
+    assert described["transfer"] == {**stage, "learning_rate": 3e-3}
+    assert described["distillation"] == {**stage, "learning_rate": 1e-3}
+    assert described["fine-tuning"]["steps"] == 0
+    assert not {"config", "length", "transfer-steps"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
@@ -122,7 +126,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     ("content", "sentence"),
     [
         ("sede: 1", "config must have names from teacher, text, output, to, keep-attention,"),
-        ("sede: 1", ", checkpoints, got sede"),
+        ("sede: 1", ", got sede"),
         ("overwrite: true", "got overwrite"),
         ("- 1", "config must be a YAML file of names and values"),
         ("a: [", "config must be a YAML file, got"),
@@ -228,7 +232,7 @@ def test_held_out_text_is_not_in_the_training_text():
     texts = sections()
     paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n") if paragraph]
     assert len(paragraphs) == len(set(paragraphs))
-    corpus = make_corpus(300)
+    corpus = make_corpus(300, sections())
     assert 0.05 < len(corpus.held_out) / len(corpus.training) < 0.2
     assert corpus.tokenizer.decode(corpus.held_out).startswith(texts[5][:100])
 

@@ -170,6 +170,14 @@ EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gat
 every_student = pytest.mark.parametrize(("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT])
 
 
+def test_a_memory_behind_a_short_window_learns_from_the_attention_that_sees_more():
+    schedule = Schedule(steps=20, learning_rate=2e-2, batch_size=4, length=16)
+    made = convert(make_teacher(), text(), to="titans", sliding_window=4, transfer=schedule, distillation=schedule)
+    transfer = made.losses["attention transfer"]
+    assert transfer[-1]["loss"] < 0.9 * transfer[0]["loss"]
+    assert made.student.model.layers[0].mixer.gate.abs().max() > 0
+
+
 @every_student
 def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     teacher = make_teacher("qwen3")
@@ -182,7 +190,7 @@ def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == ("model.layers.0.mixer.q_norm.weight",)
     assert all(name.startswith("model.layers.0.mixer.") for name in made.weights.new)
     before, after = (agreement(student, teacher, text(), length=16).kl for student in (start, made.student))
-    if is_exact(start.config):  # nothing to learn from the teacher: it learns the text, and opens
+    if is_exact(start.config, teacher.config, 16):  # nothing to learn from the teacher: it learns the text, and opens
         mixer = made.student.model.layers[0].mixer
         assert (mixer.b_proj.weight if to == "deltaformer" else mixer.gate).abs().max() > 0
     else:
@@ -264,7 +272,8 @@ def test_a_plan_counts_what_a_conversion_makes(name, to):
     student = make_student(teacher, to, keep=(0,))
     assert ("student", f"hf_memory_{to}, {student.num_parameters():,} parameters") in rows
     assert ("attention kept", "0") in rows
-    assert (dict(rows)["attention transfer"] == "none") == is_exact(student.config)
+    exact = is_exact(student.config, teacher.config, BOTH_STAGES["transfer"].length)
+    assert (dict(rows)["attention transfer"] == "none") == exact
     assert ("", "256 tokens, 1.3 times the text") in rows
 
 
@@ -461,8 +470,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
         recipe=conversion.recipe("linear", SCHEDULE, SCHEDULE, seed=0),
         losses=made.losses,
         rows=[
-            conversion.measure("teacher", teacher, held_out, None, cache_tokens=32),
-            conversion.measure("student", made.student, held_out, teacher, cache_tokens=32),
+            conversion.measure("teacher", teacher, held_out, None, contexts=(64, 128)),
+            conversion.measure("student", made.student, held_out, teacher, contexts=(64, 128)),
         ],
     )
     with conversion.new_folder(tmp_path / "student") as folder:

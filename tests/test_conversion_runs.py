@@ -1,6 +1,8 @@
 """A conversion that is killed, goes on elsewhere than it began, or stops being finite."""
 
+import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from hf_memory.conversion.checkpoints import last_whole_checkpoint
 
 SCHEDULE = Schedule(steps=10, learning_rate=1e-2, batch_size=2, length=16)
 RUN = {"to": "gated", "keep": (1,), "transfer": SCHEDULE, "distillation": SCHEDULE, "seed": 1}
+ALL_STAGES = RUN | {"keep": "auto:1/2", "fine_tuning": SCHEDULE._replace(length=32), "lora_rank": 2}
 
 
 def make_teacher():
@@ -39,48 +42,47 @@ class Slow(TrainerCallback):
 
 
 def convert_and_save(folder, *callbacks):
-    torch.set_num_threads(1)
-    made = convert(
-        make_teacher(), text(), checkpoints=folder / "checkpoints", callbacks=callbacks, **RUN | {"keep": "auto:1/2"}
-    )
+    made = convert(make_teacher(), text(), checkpoints=folder / "checkpoints", callbacks=callbacks, **ALL_STAGES)
     made.student.save_pretrained(folder / "student")
 
 
-def start(folder):
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    code = "import sys, pathlib, test_conversion_runs as t; t.convert_and_save(pathlib.Path(sys.argv[1]), t.Slow())"
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
+def kill_and_convert(folder):
+    """Kill a conversion at random moments of its stages, each time as a process of its own; then let it end."""
+    torch.set_num_threads(1)
+    gc.freeze()  # accelerate collects garbage at each stage, which takes as long as the stage
+    moments, checkpoints = random.Random(0), folder / "killed" / "checkpoints"
+    for stage, kills in (("placement", 1), ("transfer", 3), ("distillation", 3), ("fine_tuning", 3)):
+        for step in sorted(moments.sample(range(1, SCHEDULE.steps - 1), kills)):
+            process = os.fork()  # not a new interpreter, which would take longer than its conversion
+            if not process:
+                convert_and_save(folder / "killed", Slow())
+                os._exit(1)  # too late to be killed
+            wait_for(checkpoints / stage / f"checkpoint-{step}", process)
+            time.sleep(moments.uniform(0, 0.1))  # a step and a checkpoint take longer
+            os.kill(process, signal.SIGKILL)
+            _, status = os.waitpid(process, 0)
+            assert os.WIFSIGNALED(status), f"not killed at step {step} of {stage}"
+    assert not (folder / "killed" / "student").exists()
+    convert_and_save(folder / "killed")
+    convert_and_save(folder / "whole")
 
 
-def kill_when_there_is(path, process, timeout=60):
+def wait_for(path, process, timeout=120):
     end = time.monotonic() + timeout
     while not path.exists():
-        assert process.poll() is None, process.stderr.read().decode()
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), f"the conversion ended before {path}"
         assert time.monotonic() < end, f"no {path} in {timeout} seconds"
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stderr.close()
 
 
 @pytest.mark.slow
-def test_a_killed_conversion_goes_on_to_the_same_weights(tmp_path):
-    threads = torch.get_num_threads()
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for checkpoint in (
-        "placement/checkpoint-3",
-        "transfer/checkpoint-4/model.safetensors",
-        "distillation/checkpoint-7",
-    ):
-        kill_when_there_is(killed / "checkpoints" / checkpoint, start(killed))
-    assert not (killed / "student").exists()
-    try:
-        convert_and_save(killed)
-        convert_and_save(whole)
-    finally:
-        torch.set_num_threads(threads)
-    weights, expected = (load_file(folder / "student" / "model.safetensors") for folder in (killed, whole))
+def test_a_conversion_that_is_killed_ten_times_comes_to_the_same_weights(tmp_path):
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    code = "import sys, pathlib, test_conversion_runs as t; t.kill_and_convert(pathlib.Path(sys.argv[1]))"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    weights, expected = (load_file(tmp_path / x / "student" / "model.safetensors") for x in ("killed", "whole"))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 

@@ -1,15 +1,31 @@
-"""The plans for tensor, data and pipeline parallelism, in two processes on the CPU."""
+"""Two processes on the CPU: plans for tensor, data and pipeline parallelism, conversion with FSDP2; and its options."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cases import CASES, make_model
+from cases import CASES, SIZES, make_model
+from distributed_conversion import STAGES, convert_and_save
+from hf_memory.conversion import convert
+from hf_memory.conversion.students import STUDENTS
+from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
+CONVERSION = SCRIPT.with_name("distributed_conversion.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda")
+
+
+def run(command):
+    """What a program prints, unless it fails."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -19,9 +35,64 @@ def test_a_model_in_two_processes_equals_one(way, names, tmp_path):
     for case in CASES:
         if case.name in names:
             make_model(case).save_pretrained(tmp_path / case.name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT), way]
-    done = subprocess.run([*command, *(str(tmp_path / name) for name in names)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*TORCHRUN, SCRIPT, way, *(str(tmp_path / name) for name in names)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     differences = dict(line.split() for line in done.stdout.splitlines() if line.startswith(names))
     assert set(differences) == set(names)
     assert max(map(float, differences.values())) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_conversion_in_two_processes_equals_one(tmp_path):
+    convert_and_save("one", tmp_path)
+    done = subprocess.run([*TORCHRUN, CONVERSION, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    students = {
+        name: load_file(tmp_path / name / "model.safetensors") for name in ("one", "copied", "sharded", "resumed")
+    }
+    for name, x in students["one"].items():
+        for way in ("copied", "sharded"):  # Adam makes much of the rounding of small gradients
+            assert (students[way][name] - x).abs().max() < 1e-3 * x.abs().max(), (way, name)
+        assert students["resumed"][name].equal(students["sharded"][name]), name
+
+
+def same(a, b, tolerance=0.0):
+    pairs = zip(a.student.parameters(), b.student.parameters(), strict=True)
+    return all((x - y).abs().max() <= tolerance * x.abs().max() for x, y in pairs)
+
+
+def test_checkpointing_and_accumulation_change_no_student():
+    only_distillation = {**RUN, **STAGES, "transfer": SCHEDULE._replace(steps=0)}
+    checkpointed = convert(make_teacher(), text(), **RUN | STAGES, training={"activation_checkpointing": True})
+    assert same(convert(make_teacher(), text(), **RUN | STAGES), checkpointed)
+    assert not checkpointed.student.is_activation_checkpointing
+    accumulated = convert(make_teacher(), text(), **only_distillation, training={"gradient_accumulation_steps": 2})
+    assert same(convert(make_teacher(), text(), **only_distillation), accumulated, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("to", STUDENTS)
+def test_every_student_learns_in_bfloat16(to):
+    torch.manual_seed(0)
+    teacher = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).eval()
+    once = SCHEDULE._replace(steps=1, learning_rate=1e-4)
+    exact, rounded = (
+        convert(teacher, text(), to=to, transfer=once, distillation=once, training={"bf16": bf16})
+        for bf16 in (False, True)
+    )
+    for stage, losses in exact.losses.items():
+        assert rounded.losses[stage][0]["loss"] == pytest.approx(losses[0]["loss"], rel=0.05, abs=1e-3)
+    assert {x.dtype for x in rounded.student.parameters()} == {rounded.student(text()[None]).logits.dtype}
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"bf61": True, "max_steps": 3}, "training must be arguments of .*, got bf61, max_steps$"),
+        ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3, .* got 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(training, message):
+    with pytest.raises(ValueError, match=message):
+        convert(make_teacher(), text(), **RUN | STAGES, training=training)

@@ -1,7 +1,11 @@
-"""The command line: hf-memory demo, convert, generate, chat, info."""
+"""The command line: hf-memory demo, convert, fine-tune, generate, chat, info."""
 
+import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +29,9 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_memory import conversion
+from hf_memory.conversion.checkpoints import check_room, written
 from hf_memory.conversion.report import HEADER, RESULTS, check_free, table
-from hf_memory.conversion.run_file import RUN, read_flags, write_flags
+from hf_memory.conversion.run_file import RUN, read_flags, read_schedule, write_flags
 from hf_memory.demo import PROMPTS, Demo, run_demo
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 from hf_memory.serving import Conversation, load_memory, save_memory
@@ -34,8 +39,12 @@ from hf_memory.serving import Conversation, load_memory, save_memory
 SOURCES = "text file, .jsonl or .parquet with a field text, or name[:config] of a Hub data set"
 MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
+FINE_TUNING = conversion.FINE_TUNING_SCHEDULE
+OF_BLOCKS = ("transfer_steps", "distill_steps", "batch_size", "length")  # flags that say what blocks do
+MAXIMUM = 2**18  # tokens to compare models on, however long a text is
 CONTEXTS = (1024, 8192, 32768, 131072)
-console = Console()
+IS_FIRST = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started; the others say nothing
+console, errors = Console(quiet=not IS_FIRST), Console(stderr=True, quiet=not IS_FIRST)
 commands = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Keep = Annotated[
@@ -45,7 +54,18 @@ Keep = Annotated[
 Option = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
 ]
+Texts = Annotated[list[str], typer.Option("--text", help=f"To learn on: {SOURCES}; may be repeated.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)]
+Checkpoints = Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")]
+LoraRank = Annotated[
+    int | None, typer.Option(help="Of low-rank updates that fine-tuning learns; default: all weights.")
+]
+Training = Annotated[
+    list[str] | None,
+    typer.Option("--training", "-t", help="name=value of transformers' TrainingArguments; may be repeated."),
+]
 Overwrite = Annotated[bool, typer.Option(help="Replace the result of an earlier run.")]
+DryRun = Annotated[bool, typer.Option(help="Show the plan, and whether all fits together; write nothing.")]
 Seed = Annotated[int, typer.Option(help="Of new weights, the order of the text, and sampling.")]
 
 
@@ -56,8 +76,26 @@ def app() -> None:
     try:
         commands()
     except (ValueError, OSError, StrictDataclassError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {_sentence(error)}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]Error:[/red] {_sentence(error)}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Let a YAML file give what the command line does not; the names are those of the flags."""
+    if file is not None:
+        context.default_map = read_flags(file, context.command.params)
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(is_eager=True, callback=_flags_of_file, help=f"YAML file with flags, such as {RUN} of a result."),
+]
+
+
+def _stage(name: str) -> typer.models.OptionInfo:
+    fields = ", ".join(conversion.Schedule._fields)
+    return typer.Option(help=f"name=value,... of {name}, with names from {fields}; may be repeated.")
 
 
 class StageProgress(TrainerCallback):
@@ -99,78 +137,175 @@ def demo(
     console.print(_how_to_load(output / "student"), markup=False, soft_wrap=True)
 
 
-def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Let a YAML file give what the command line does not; the names are those of the flags."""
-    if file is not None:
-        context.default_map = read_flags(file, context.command.params)
-    return file
-
-
 @commands.command()
 def convert(
     context: typer.Context,
     teacher: Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")],
-    text: Annotated[list[str], typer.Option(help=f"To learn on: {SOURCES}; may be repeated.")],
+    text: Texts,
     output: Annotated[Path, typer.Option(help="Folder for the student.")],
     to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
     keep: Keep = "none",
     option: Option = None,
-    transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer.")] = 100,
-    distill_steps: Annotated[int, typer.Option(help="Steps of logit distillation.")] = 250,
-    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)] = None,
+    transfer: Annotated[list[str] | None, _stage("attention transfer")] = None,
+    distillation: Annotated[list[str] | None, _stage("logit distillation")] = None,
+    fine_tuning: Annotated[list[str] | None, _stage("fine-tuning, of no steps by default")] = None,
+    transfer_steps: Annotated[int | None, typer.Option(help="Steps of attention transfer; default: 100.")] = None,
+    distill_steps: Annotated[int | None, typer.Option(help="Steps of logit distillation; default: 250.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows a step of these two; default: 8.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window of these two; default: 256.")] = None,
+    lora_rank: LoraRank = None,
+    max_tokens: MaxTokens = None,
     temperature: Annotated[float, typer.Option(help="Of the distillation.")] = 1.0,
-    seed: Seed = 0,
-    checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")] = None,
-    overwrite: Overwrite = False,
-    dry_run: Annotated[bool, typer.Option(help="Show the plan, and whether all fits together; write nothing.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(is_eager=True, callback=_flags_of_file, help=f"YAML file with flags, such as {RUN} of a result."),
+    teacher_bits: Annotated[
+        int | None, typer.Option(help="8 or 4: learn from a teacher in so many bits, with bitsandbytes.")
     ] = None,
+    teacher_logits: Annotated[
+        Path | None, typer.Option(help="Folder to save the teacher's likely tokens to, before distillation from them.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="How many of them at each place.")] = conversion.TOP_K,
+    seed: Seed = 0,
+    checkpoints: Checkpoints = None,
+    arguments: Training = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    config: Config = None,
 ) -> None:
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     check_free(output, overwrite=overwrite)
-    options = _options(option)
+    options, shared = _options(option), _options(arguments)
+    conversion.check_training(shared)
     tokenizer = AutoTokenizer.from_pretrained(_found(teacher))
     training, held_out = _split(conversion.read_tokens(text, tokenizer, limit=max_tokens))
-    sizes = {"batch_size": batch_size, "length": length}
-    transfer = conversion.TRANSFER_SCHEDULE._replace(steps=transfer_steps, **sizes)
-    distillation = conversion.DISTILLATION_SCHEDULE._replace(steps=distill_steps, **sizes)
-    how = {"to": to, "keep": keep, "transfer": transfer, "distillation": distillation, **options}
-    plan = conversion.plan(AutoConfig.from_pretrained(teacher), training, **how)
+    stages = _schedules(context)
+    how = {"to": to, "keep": keep, "lora_rank": lora_rank, **stages, **options}
+    saved = top_k if teacher_logits else None
+    if teacher_bits is not None:
+        conversion.check_bits(teacher_bits)
+    plan = conversion.plan(AutoConfig.from_pretrained(teacher), training, teacher_bits=teacher_bits, top_k=saved, **how)
     if dry_run:
         _print_plan(plan)
         return
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    check_room(output, model)
+    processes = conversion.processes()  # each has its own device from here on
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quantized = None if teacher_bits is None else conversion.load_quantized(teacher, teacher_bits, device)
+    model.to(device if quantized is None else "cpu")  # type: ignore[arg-type]
     with _progress() as progress:
         made = conversion.convert(
             model,
             training,
             temperature=temperature,
+            quantized=quantized,
+            teacher_logits=teacher_logits,
+            top_k=top_k,
             seed=seed,
             checkpoints=checkpoints,
             callbacks=(StageProgress(progress),),
+            training=shared,
             **how,
         )
+    processes.destroy_process_group()
+    if not processes.is_main_process:
+        return
+    del quantized
+    model.to(device)  # type: ignore[arg-type]
+    recipe: dict = {
+        "to": to,
+        "transfer": stages["transfer"],
+        "distillation": stages["distillation"],
+        conversion.FINE_TUNING: str(stages["fine_tuning"]) if stages["fine_tuning"].steps else None,
+        "lora_rank": lora_rank,
+        "teacher_bits": teacher_bits,
+        "top_k": saved,
+        "kept_layers": _kept(made, keep),
+        "seed": seed,
+    }
     results = conversion.Results(
         teacher=teacher,
         model_type=made.student.config.model_type,
-        text=", ".join(Path(source).name if Path(source).exists() else source for source in text),
-        recipe=conversion.recipe(to, transfer, distillation, kept_layers=_kept(made, keep), seed=seed, **options),
+        text=_names_of(text),
+        recipe=conversion.recipe(**{name: x for name, x in recipe.items() if x is not None}, **options, **shared),
         losses=made.losses,
         rows=[
             conversion.measure("teacher", model, held_out, None),
             conversion.measure("student", made.student, held_out, model),
         ],
     )
-    with conversion.new_folder(output, overwrite=overwrite) as folder:
+    with _result(output, overwrite, checkpoints) as folder:
         conversion.write_report(folder, made.student, tokenizer, results)
-        write_flags(folder / RUN, context.command.params, context.params)
+        blocks = {name: schedule._asdict() for name, schedule in stages.items()}
+        write_flags(folder / RUN, context.command.params, context.params | dict.fromkeys(OF_BLOCKS) | blocks)
     if made.ranking:
         _print_ranking(made)
+    _print_results(results)
+    console.print(_how_to_load(output), markup=False, soft_wrap=True)
+
+
+@commands.command()
+def fine_tune(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or Hub name of a student.")],
+    text: Texts,
+    output: Annotated[Path, typer.Option(help="Folder for the model that it becomes.")],
+    steps: Annotated[int, typer.Option(help="Of learning.")] = FINE_TUNING.steps,
+    learning_rate: Annotated[float, typer.Option(help="Highest, after a warmup.")] = FINE_TUNING.learning_rate,
+    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = FINE_TUNING.batch_size,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = FINE_TUNING.length,
+    lora_rank: LoraRank = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = 0,
+    checkpoints: Checkpoints = None,
+    arguments: Training = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    config: Config = None,
+) -> None:
+    """Teach a student the text itself, at a longer context; with LoRA the output has it merged, and in adapter/."""
+    check_free(output, overwrite=overwrite)
+    shared = _options(arguments)
+    conversion.check_training(shared)
+    tokenizer = AutoTokenizer.from_pretrained(_found(model))
+    training, held_out = _split(conversion.read_tokens(text, tokenizer, limit=max_tokens))
+    schedule = conversion.Schedule(steps, learning_rate, batch_size, length)
+    plan = conversion.plan_fine_tuning(AutoConfig.from_pretrained(model), training, schedule, lora_rank=lora_rank)
+    if dry_run:
+        _print_plan(plan)
+        return
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    check_room(output, student)
+    processes = conversion.processes()
+    student.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    before = conversion.measure("before", student, held_out, None) if processes.is_main_process else None
+    with _progress() as progress, tempfile.TemporaryDirectory() as adapter:
+        losses = conversion.fine_tune(
+            student,
+            training,
+            schedule,
+            lora_rank=lora_rank,
+            adapter=Path(adapter) if lora_rank else None,
+            seed=seed,
+            checkpoints=checkpoints,
+            callbacks=(StageProgress(progress),),
+            training=shared,
+        )
+        processes.destroy_process_group()
+        if before is None:
+            return
+        recipe = {conversion.FINE_TUNING: str(schedule), "lora_rank": lora_rank, "seed": seed, **shared}
+        results = conversion.Results(
+            teacher=model,
+            model_type=student.config.model_type,
+            text=_names_of(text),
+            recipe={name: x for name, x in recipe.items() if x is not None},
+            losses={conversion.FINE_TUNING: losses},
+            rows=[before, conversion.measure("after", student, held_out, None)],
+        )
+        with _result(output, overwrite, checkpoints) as folder:
+            conversion.write_report(folder, student, tokenizer, results)
+            if lora_rank:
+                shutil.copytree(adapter, folder / "adapter")
+            write_flags(folder / RUN, context.command.params, context.params)
     _print_results(results)
     console.print(_how_to_load(output), markup=False, soft_wrap=True)
 
@@ -228,6 +363,46 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
     console.print(_memory_table(config))
 
 
+def _schedules(context: typer.Context) -> dict[str, conversion.Schedule]:
+    """Of the stages of a conversion: a stage's block over the flags of its fields, the command line over the file."""
+    sources = (context.default_map or {}, {x: y for x, y in context.params.items() if _is_typed(context, x)})
+    both = {"batch_size": "batch_size", "length": "length"}
+    return {
+        "transfer": _schedule("transfer", conversion.TRANSFER_SCHEDULE, sources, steps="transfer_steps", **both),
+        "distillation": _schedule(
+            "distillation", conversion.DISTILLATION_SCHEDULE, sources, steps="distill_steps", **both
+        ),
+        "fine_tuning": _schedule("fine_tuning", conversion.NO_FINE_TUNING, sources),
+    }
+
+
+def _is_typed(context: typer.Context, flag: str) -> bool:
+    source = context.get_parameter_source(flag)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _schedule(stage: str, schedule: conversion.Schedule, sources: Iterable[Mapping], **flags: str):
+    for given in sources:
+        words = [f"{field}={given[flag]}" for field, flag in flags.items() if flag in given]
+        schedule = read_schedule(stage, schedule, [*words, *(given.get(stage) or [])])
+    return schedule
+
+
+@contextmanager
+def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator[Path]:
+    """A folder to write a result to, which is there whole or not at all."""
+    goes_on = f"the same command goes on from {checkpoints}" if checkpoints else "with --checkpoints it would go on"
+    with (
+        written("result", output, f"what was there is unchanged, and {goes_on}"),
+        conversion.new_folder(output, overwrite=overwrite) as folder,
+    ):
+        yield folder
+
+
+def _names_of(text: list[str]) -> str:
+    return ", ".join(Path(source).name if Path(source).exists() else source for source in text)
+
+
 def _memory_table(config: PreTrainedConfig) -> Table:
     header = "context (tokens)", "this model", "all layers attention", "ratio"
     rows = Table(*header, box=SIMPLE_HEAD, collapse_padding=True, title="memory of one sequence")
@@ -243,10 +418,11 @@ def _progress() -> Progress:
 
 
 def _split(tokens: Tensor) -> list[Tensor]:
-    """Text to learn on, and the last tenth, to compare models on."""
+    """Text to learn on, and the last tenth or what is enough, to compare models on."""
     if len(tokens) < MINIMUM:
         raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
-    return list(tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10]))
+    held_out = min(len(tokens) // 10, MAXIMUM)
+    return list(tokens.split([len(tokens) - held_out, held_out]))
 
 
 def _print_plan(plan: list[tuple[str, str]]) -> None:
@@ -257,7 +433,7 @@ def _print_plan(plan: list[tuple[str, str]]) -> None:
 
 
 def _print_results(results: conversion.Results) -> None:
-    title = f"on held-out text; cache after {results.rows[0].cache_tokens} tokens"
+    title = f"on held-out text; cache after {results.rows[0].costs[-1].context} tokens"
     rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for row in table(results):
         rows.add_row(*row)
@@ -340,3 +516,7 @@ def _sentence(error: Exception) -> str:
     """The first paragraph of a message, on one line, without the errors that it went through."""
     text = " ".join(str(error).split("\n\n")[0].split())
     return text.rpartition("Error: ")[2] or type(error).__name__
+
+
+if __name__ == "__main__":
+    app()

@@ -32,7 +32,8 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first channels of q and k, as many as cos and sin have: all, but for a `partial_rotary_factor`."""
     rotate = rotate_all_channels if cos.shape[-1] == q.shape[-1] else rotate_first_channels
-    return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    rotated = rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)  # under autocast cos and sin are wider
 
 
 class GroupRMSNorm(RMSNorm):

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
@@ -14,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
 OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # of a config, not of the model
+WORK = ("checkpoint-*", "logits-*")  # what a claimed folder may have in it, at any depth
 SAMPLES = 64  # numbers of each weight that tell models apart
 
 
@@ -27,18 +30,18 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def claim(folder: Path, description: dict[str, Any]) -> None:
-    """Write down what the checkpoints in a folder belong to, or see that it is the same as before.
+    """Write down what the work in a folder belongs to, or see that it is the same as before.
 
     Args:
-        folder: of the checkpoints; made if there is none.
-        description: of the run, by the names of its arguments. It is replaced while there are no checkpoints.
+        folder: of checkpoints or saved logits; made if there is none.
+        description: of the run, by the names of its arguments, models and tokens among them. It is replaced while
+            there is no work.
 
     Raises:
         ValueError: if the folder belongs to a run with other arguments.
     """
-    file = folder / FINGERPRINT
-    described = {name: _words(value) for name, value in description.items()}
-    if file.exists() and any(folder.glob("*/checkpoint-*")):
+    file, described = folder / FINGERPRINT, describe(description)
+    if file.exists() and any(found for pattern in WORK for found in folder.rglob(pattern)):
         before = json.loads(file.read_text(encoding="utf-8"))
         if others := sorted(name for name in described | before if described.get(name) != before.get(name)):
             raise ValueError(
@@ -49,6 +52,51 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     partial.replace(file)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a folder belongs to a run."""
+    return (folder / FINGERPRINT).exists()
+
+
+def describe(description: dict[str, Any]) -> dict[str, str]:
+    """The same in words that differ where the values do, also models and tokens."""
+    return {name: _words(value) for name, value in description.items()}
+
+
+def check_room(folder: Path, model: PreTrainedModel) -> None:
+    """Raise OSError unless a folder, which need not be there yet, can hold a model of this size."""
+    place = _place(folder)
+    size, free = sum(x.numel() * x.element_size() for x in model.parameters()), shutil.disk_usage(place).free
+    if free < size:
+        raise OSError(f"{place} must have {size / 1e6:,.1f} MB free for {folder.name}, got {free / 1e6:,.1f} MB")
+
+
+def _place(folder: Path) -> Path:
+    """The nearest folder that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+@contextmanager
+def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
+    """Say in one sentence that something could not be written, such as for want of space.
+
+    Args:
+        what: is written.
+        folder: where to.
+        otherwise: what is there then.
+
+    Raises:
+        OSError: if writing fails.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is how torch.save says it
+        free = shutil.disk_usage(_place(folder)).free / 1e6
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise OSError(
+            f"{what} could not be written to {folder}, with {free:,.1f} MB free: {reason}; {otherwise}"
+        ) from error
 
 
 def tokens_fingerprint(tokens: Tensor) -> str:
@@ -68,6 +116,10 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return tokens_fingerprint(value)
+    if isinstance(value, PreTrainedModel):
+        return model_fingerprint(value)
     return value if isinstance(value, str) else repr(list(value) if isinstance(value, Collection) else value)
 
 

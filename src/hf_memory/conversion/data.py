@@ -17,8 +17,7 @@ class TokenWindows(Dataset):
     """Windows of one long text at random places, the same at each call with the same seed."""
 
     def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0):
-        if len(tokens) < length:
-            raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
+        check_length(tokens, length)
         self.tokens, self.length = tokens, length
         places = len(tokens) - length + 1
         self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -77,8 +76,13 @@ def check_tokens(tokens: Tensor, config: PreTrainedConfig, *lengths: int) -> Non
     longest, positions = max(lengths, default=1), getattr(config, "max_position_embeddings", None)
     if positions and longest > positions:
         raise ValueError(f"length must be at most the teacher's {positions} positions, got {longest}")
-    if len(tokens) < longest:
-        raise ValueError(f"tokens must be at least one window of {longest} tokens, got {len(tokens)}")
+    check_length(tokens, longest)
+
+
+def check_length(tokens: Tensor, length: int) -> None:
+    """Raise ValueError if a text is shorter than a window."""
+    if len(tokens) < length:
+        raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
 
 
 def documents(source: Path | str) -> Iterator[str]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from hf_memory.conversion.stages import Schedule
+
 RUN = "run.yaml"
 OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # which say nothing about the result
 
@@ -44,6 +46,30 @@ def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> 
         if x.name not in OF_ONE_CALL and values.get(x.name) is not None
     }
     file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedule:
+    """A schedule with some of its fields given as name=value.
+
+    Args:
+        stage: what errors call it.
+        default: where the other fields are from.
+        pairs: of them; a later one wins, and one word may have several with commas between them.
+
+    Raises:
+        ValueError: if one is not name=value, a name is not a field, or a value is not a number.
+    """
+    given = {}
+    for pair in ",".join(pairs).split(",") if pairs else ():
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or name not in Schedule._fields:
+            fields = ", ".join(Schedule._fields)
+            raise ValueError(f"{stage} must have name=value with names from {fields}, got {pair!r}")
+        try:
+            given[name] = Schedule.__annotations__[name](value)
+        except ValueError as error:
+            raise ValueError(f"{name} of {stage} must be a number, got {value!r}") from error
+    return default._replace(**given)
 
 
 def _names(parameter) -> list[str]:

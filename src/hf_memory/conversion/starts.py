@@ -16,7 +16,14 @@ from hf_memory.mixers.titans import AttentionAndMemoryMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
 
-def start_near(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, length: int) -> CarriedWeights:
+def start_near(
+    student: MemoryForCausalLM,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    length: int,
+    *,
+    quantized: PreTrainedModel | None = None,
+) -> CarriedWeights:
     """Everything before the first step: the teacher's weights, and new ones that start near what they replace.
 
     Args:
@@ -24,10 +31,12 @@ def start_near(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Ten
         teacher: stays as it is.
         tokens: [T] of the text to learn on.
         length: tokens of a window of it.
+        quantized: the same teacher to run instead; no weights are taken from it.
     """
     weights = carry_over(student, teacher)
     start_open(student, length)
-    match_scale(student, teacher, tokens[:length][None].to(teacher.device))
+    observed = teacher if quantized is None else quantized
+    match_scale(student, observed, tokens[:length][None].to(observed.device))
     return weights
 
 
@@ -74,7 +83,7 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         teacher: stays as it is.
         input_ids: [B, T] of the text to learn on.
     """
-    if is_exact(student.config):
+    if is_exact(student.config, teacher.config, input_ids.shape[1]):
         return
     transfer = AttentionTransfer(student, teacher)
     for mixer, output, target in transfer.outputs(input_ids):

@@ -1,9 +1,10 @@
 """The memory models that a teacher can become, and the options that suit a student of each family."""
 
 import copy
+import math
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.placement import Keep, kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
@@ -24,14 +25,26 @@ PRESETS: dict[str, dict] = {
 }
 
 
-def is_exact(config: MemoryConfig) -> bool:
-    """Whether a student is its teacher before any training: its memory layers are attention and a closed gate."""
+def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bool:
+    """Whether a student is its teacher before any training: its memory layers are attention and a closed gate.
+
+    Args:
+        config: of the student.
+        teacher: its config.
+        length: tokens of the text that they read; attention over fewer is not the teacher's.
+    """
     if isinstance(config, DeltaFormerConfig):
         is_open = config.beta_activation == "sigmoid" or config.beta_mode != "erase"
         return not is_open and config.read_kernel == "softmax"
     if isinstance(config, TitansConfig) and config.num_persistent_tokens == 0:
-        return config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
+        is_closed = config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
+        return is_closed and (config.sliding_window or 0) >= min(length, _reach(teacher))
     return False
+
+
+def _reach(teacher: PreTrainedConfig) -> float:
+    """Tokens that a teacher's attention sees."""
+    return teacher.sliding_window if set(attention_types(teacher)) == {"sliding_attention"} else math.inf
 
 
 def find_student(name: str) -> Family:

@@ -1,0 +1,121 @@
+"""The last stage: a student learns the text itself, at a longer context, whole or through low-rank updates."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_memory.conversion.checkpoints import written
+from hf_memory.conversion.data import check_length, check_tokens
+from hf_memory.conversion.sharding import processes
+from hf_memory.conversion.stages import Schedule, StageTrainer, run_trainer
+from hf_memory.evaluation.plots import History
+
+FINE_TUNING = "fine-tuning"
+FINE_TUNING_SCHEDULE = Schedule(steps=100, learning_rate=1e-4, length=1024)
+
+
+def fine_tune(
+    student: PreTrainedModel,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    lora_rank: int | None = None,
+    adapter: Path | None = None,
+    seed: int = 0,
+    **run,
+) -> History:
+    """Teach a student the text itself: the mean negative log-likelihood of the next token; see `attention_transfer`.
+
+    With LoRA the weights of all linear layers but the last stay, and W + 2 B A is learned for each, A [rank, in],
+    B [out, rank]; in the end it is what W becomes, so that the student is a model like any other.
+
+    Args:
+        student: learns, in place. Windows may be longer than its positions, of which it then has as many.
+        tokens: [T] of the text to learn on.
+        schedule: how long and how fast.
+        lora_rank: of the updates; default: all weights learn.
+        adapter: folder to write the updates to, for peft and the student as it was.
+        seed: of the order of the windows, and of A.
+        **run: of `run_trainer`.
+
+    Returns:
+        The loss over the steps.
+
+    Raises:
+        ValueError: if the rank is below one, the text is too short or the windows too long, the checkpoints are of
+            other arguments, or a loss is not finite.
+        OSError: if the adapter or a checkpoint cannot be written.
+    """
+    check_fine_tuning(tokens, student.config, schedule, lora_rank)
+    if adapter and lora_rank is None:
+        raise ValueError(f"adapter must not be given without lora_rank, got {adapter}")
+    use_cache = student.config.use_cache
+    run |= {"name": FINE_TUNING, "seed": seed, "description": {"student": student, "lora_rank": lora_rank}}
+    if lora_rank is None:
+        losses = run_trainer(StageTrainer, student, tokens, schedule, **run)
+    else:
+        with lora(student, lora_rank, seed) as learner:
+            losses = run_trainer(StageTrainer, learner, tokens, schedule, **run)
+            if adapter and processes().is_main_process:
+                with written("adapter", adapter, "the student is as it was"):
+                    learner.save_pretrained(str(adapter))
+    positions = getattr(student.config, "max_position_embeddings", None)
+    if positions and positions < schedule.length:
+        student.config.max_position_embeddings = schedule.length
+    student.config.use_cache = use_cache  # the Trainer turns it off
+    return losses
+
+
+@contextmanager
+def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
+    """A model with low-rank updates that alone learn; merged into its weights when nothing went wrong."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks for an old name
+            learner = get_peft_model(model, config)
+    try:
+        yield learner  # type: ignore[misc]
+        learner.merge_and_unload()
+    except BaseException:
+        learner.unload()
+        raise
+    finally:
+        model.requires_grad_()
+
+
+def num_learned(model: PreTrainedModel, rank: int | None) -> int:
+    """How many numbers `fine_tune` learns, with low-rank updates or all."""
+    if rank is None:
+        return sum(x.numel() for x in model.parameters())
+    linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not model.get_output_embeddings()]
+    return sum(rank * (x.in_features + x.out_features) for x in linears)
+
+
+def check_fine_tuning(
+    tokens: Tensor, config: PreTrainedConfig, schedule: Schedule, lora_rank: int | None = None
+) -> None:
+    """Raise ValueError if a model of this config cannot learn a text by a schedule."""
+    schedule.check(FINE_TUNING)
+    if lora_rank is not None and lora_rank < 1:
+        raise ValueError(f"lora_rank must be at least 1, got {lora_rank}")
+    check_tokens(tokens, config)
+    if schedule.steps:
+        check_length(tokens, schedule.length)
+        _check_positions(config, schedule.length)
+
+
+def _check_positions(config: PreTrainedConfig, length: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if positions and length > positions and kind not in ("default", "linear"):
+        raise ValueError(
+            f"length must be at most the model's {positions} positions, which its RoPE of type {kind} is made for, "
+            f"got {length}"
+        )

@@ -1,0 +1,84 @@
+"""Stages in several processes: models are whole outside of a stage, and FSDP2 spreads copies of them while it runs.
+
+`accelerate launch` says how, in the environment; without FSDP, or in one process, copies are the models themselves.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def processes() -> PartialState:
+    """The processes of this run, connected by the first call; one where no launcher started it."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def is_sharded() -> bool:
+    """Whether stages spread their models over the processes."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and processes().num_processes > 1
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor, also if each process has a part of it; then all processes must ask for it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@contextmanager
+def sharded_teacher(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """A teacher that no process holds more of than its share and one layer, unless it is quantised and so is small."""
+    if not is_sharded() or getattr(teacher, "is_quantized", False):
+        yield teacher
+        return
+    with _on_cpu(teacher):
+        yield _shard(_twin(teacher))
+
+
+@contextmanager
+def sharded_learner(model: nn.Module) -> Iterator[nn.Module]:
+    """A model for the Trainer to shard; what it has learned is in `model` when the context ends."""
+    if not is_sharded():
+        yield model
+        return
+    with _on_cpu(model):
+        learner = _twin(model)
+        yield learner
+        with torch.no_grad():
+            for x, learned in zip(model.parameters(), learner.parameters(), strict=True):
+                x.copy_(whole(learned))
+
+
+@contextmanager
+def _on_cpu(model: nn.Module) -> Iterator[None]:
+    device = next(model.parameters()).device
+    model.cpu()
+    yield
+    model.to(device)
+
+
+def _twin(model: Model) -> Model:
+    """The same weights in a second model, so that the first stays whole when the second is sharded."""
+    same = {id(x): nn.Parameter(x.data, requires_grad=x.requires_grad) for x in model.parameters()}
+    return copy.deepcopy(model, same)
+
+
+def _shard(teacher: PreTrainedModel) -> PreTrainedModel:
+    state = processes()
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
+    mesh = init_device_mesh(state.device.type, (state.num_processes,))
+    for layer in teacher.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(teacher, mesh=mesh, mp_policy=policy)
+    return teacher

@@ -1,0 +1,219 @@
+"""A teacher's most likely tokens saved ahead of distillation, which then needs no teacher."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.checkpoints import FINGERPRINT, claim, describe, written
+from hf_memory.conversion.data import TokenWindows
+from hf_memory.conversion.sharding import processes
+from hf_memory.conversion.stages import (
+    DISTILLATION,
+    DistillationTrainer,
+    Schedule,
+    check_cross_entropy,
+    run_trainer,
+)
+from hf_memory.evaluation.plots import History
+from hf_memory.modeling.base import MemoryForCausalLM
+
+TOP_K = 64
+SHARD = 64  # windows of a file
+SAVED = ("top_ids", "top_log_probs", "rest_log_prob")
+
+
+def bytes_of_logits(schedule: Schedule, k: int = TOP_K) -> int:
+    """What `save_logits` writes."""
+    return schedule.steps * schedule.batch_size * schedule.length * (8 * k + 4)
+
+
+@torch.no_grad()
+def save_logits(
+    folder: Path,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    k: int = TOP_K,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """Write what a teacher predicts in the windows that a distillation will read, as shards of safetensors.
+
+    Shards that are there stay, so that a call that was stopped can be repeated. They hold, in the order of the windows,
+    `top_ids` [N, T, k], their `top_log_probs` [N, T, k] and `rest_log_prob` [N, T], that of all other tokens together.
+
+    Args:
+        folder: to write to.
+        teacher: stays as it is.
+        tokens: [T] of the text to distil on.
+        schedule: of the distillation.
+        k: most likely tokens to save at each place.
+        temperature: of the distillation.
+        seed: of the distillation.
+
+    Raises:
+        ValueError: if k is not from 1 to the teacher's vocabulary, or the folder is of other arguments.
+        OSError: if a shard cannot be written; those before it stay.
+    """
+    if not 1 <= k <= teacher.config.vocab_size:
+        raise ValueError(f"k must be from 1 to the teacher's {teacher.config.vocab_size} tokens, got {k}")
+    windows = TokenWindows(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
+    state = processes()
+    if state.is_main_process:
+        claim(folder, {**_of_windows(windows, temperature, seed), "k": k, "teacher": teacher})
+    teacher.eval()
+    for number, file in enumerate(_shards(folder, windows)):
+        if number % state.num_processes == state.process_index and not file.exists():
+            rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
+            ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)
+            found = [_top(teacher(x, use_cache=False).logits, k, temperature) for x in ids.split(schedule.batch_size)]
+            _write(file, dict(zip(SAVED, map(torch.cat, zip(*found)))))
+    state.wait_for_everyone()
+
+
+def distill_from_logits(
+    student: MemoryForCausalLM,
+    folder: Path,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    temperature: float = 1.0,
+    cross_entropy: float = 0.0,
+    seed: int = 0,
+    **run,
+) -> History:
+    """The same as `distill`, from what `save_logits` wrote: the divergence is `top_divergence`.
+
+    Args:
+        student: learns, in place.
+        folder: that `save_logits` filled with the same tokens, schedule, temperature and seed.
+        tokens: [T] of the text to learn on.
+        schedule: how long and how fast.
+        temperature: of `distill`.
+        cross_entropy: of `distill`.
+        seed: of the order of the windows.
+        **run: of `run_trainer`.
+
+    Raises:
+        ValueError: if the folder is of other arguments, or lacks a shard.
+    """
+    check_cross_entropy(cross_entropy)
+
+    def windows(*args) -> TokenWindows:
+        data = WindowsWithLogits(folder, *args)
+        check_saved(folder, data, temperature, seed)
+        return data
+
+    return run_trainer(
+        SavedDistillationTrainer,
+        student,
+        tokens,
+        schedule,
+        name=DISTILLATION,
+        seed=seed,
+        inputs=("input_ids", "labels", *SAVED),
+        windows=windows,
+        trainer_options={"teacher": None, "temperature": temperature, "cross_entropy": cross_entropy},
+        description={"student": student, "temperature": temperature, "cross_entropy": cross_entropy},
+        **run,
+    )
+
+
+def top_divergence(
+    student: Tensor, top_ids: Tensor, top_log_probs: Tensor, rest_log_prob: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """temperature^2 KL(teacher || student) where all tokens but the teacher's k most likely count as one.
+
+    KL = sum over i in top of p_i log(p_i / q_i) + p_rest log(p_rest / q_rest), p_rest = 1 - sum of p_i, q alike. It is
+    never above the KL of all tokens, equal to it at k = V, and zero only where the student gives the k tokens, and what
+    is left for the rest, the teacher's probabilities; a top that is renormalised would leave the rest to the student.
+
+    Args:
+        student: [B, T, V] logits.
+        top_ids: [B, T, k] of the teacher.
+        top_log_probs: [B, T, k] of the teacher at this temperature.
+        rest_log_prob: [B, T] of the teacher, of all other tokens together.
+        temperature: divides the logits.
+
+    Returns:
+        The mean over tokens.
+    """
+    log_q, ids = (student.float() / temperature).log_softmax(-1), top_ids.long()
+    kl = (top_log_probs.exp() * (top_log_probs - log_q.gather(-1, ids))).sum(-1)
+    if ids.shape[-1] < log_q.shape[-1]:
+        kl = kl + rest_log_prob.exp() * (rest_log_prob - _rest(log_q, ids))
+    return temperature**2 * kl.mean()
+
+
+class SavedDistillationTrainer(DistillationTrainer):
+    """Distillation from windows with what the teacher predicted there."""
+
+    def divergence(self, inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
+        """From the saved predictions."""
+        ids, top, rest = (inputs[name] for name in SAVED)
+        return top_divergence(logits, ids, top, rest, self.temperature)
+
+
+class WindowsWithLogits(TokenWindows):
+    """Windows of a text, and what `save_logits` wrote of each."""
+
+    def __init__(self, folder: Path, tokens: Tensor, length: int, count: int, seed: int = 0):
+        super().__init__(tokens, length, count, seed)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, row = divmod(index, SHARD)
+        with safe_open(_shard(self.folder, number), "pt") as shard:
+            return super().__getitem__(index) | {name: shard.get_slice(name)[row] for name in SAVED}
+
+
+def check_saved(folder: Path, windows: TokenWindows, temperature: float, seed: int) -> None:
+    """Raise ValueError unless a folder has all that was predicted in these windows."""
+    file = folder / FINGERPRINT
+    if not file.exists():
+        raise ValueError(f"folder must be one that save_logits filled, got {folder}")
+    saved, expected = json.loads(file.read_text(encoding="utf-8")), describe(_of_windows(windows, temperature, seed))
+    if others := sorted(name for name in expected if expected[name] != saved.get(name)):
+        raise ValueError(f"folder must be of the same distillation, got {folder} of another {' and '.join(others)}")
+    if missing := [shard.name for shard in _shards(folder, windows) if not shard.exists()]:
+        raise ValueError(f"folder must have all logits, got {folder} without {missing[0]}; save_logits goes on")
+
+
+def _of_windows(windows: TokenWindows, temperature: float, seed: int) -> dict:
+    size = {"windows": len(windows), "length": windows.length}
+    return {"tokens": windows.tokens, **size, "temperature": temperature, "seed": seed}
+
+
+def _shards(folder: Path, windows: TokenWindows) -> list[Path]:
+    return [_shard(folder, number) for number in range(-(-len(windows) // SHARD))]
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"logits-{number:05}.safetensors"
+
+
+def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    log_p = (logits.float() / temperature).log_softmax(-1)
+    top, ids = log_p.topk(k)
+    return ids.int(), top, _rest(log_p, ids)
+
+
+def _rest(log_p: Tensor, ids: Tensor) -> Tensor:
+    """The log-probability of all tokens but some [.., k] together, from those of all [.., V]."""
+    return log_p.scatter(-1, ids, -torch.inf).logsumexp(-1)
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    partial = file.with_suffix(".partial")
+    try:
+        with written(file.name, file.parent, "those before it stay, and the same call goes on"):
+            save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, partial)
+            partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

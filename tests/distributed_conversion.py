@@ -1,0 +1,63 @@
+"""Run in two processes on the CPU: converts and leaves students in a folder, or is the command line."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers import TrainerCallback
+
+from hf_memory import cli
+from hf_memory.conversion import convert, processes
+from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
+
+STAGES = dict.fromkeys(("transfer", "distillation"), SCHEDULE._replace(steps=6))
+
+
+class Stop(TrainerCallback):
+    """Ends the program's stage after its fifth step, as an error would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Raise."""
+        if args.run_name == "distillation" and state.global_step == 5:
+            raise InterruptedError
+
+
+def shard_on_the_cpu() -> None:
+    """Accelerate shards on accelerators alone; tell it that the processes have one, with the CPU as device."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    PartialState._reset_state()
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+def convert_and_save(name: str, folder: Path, **run) -> None:
+    """The student, from the first process."""
+    made = convert(make_teacher(), text(), **{**RUN, **STAGES, **run})
+    if processes().is_main_process:
+        made.student.save_pretrained(folder / name)
+
+
+def main() -> None:
+    """Arguments: a folder, or those of the command line."""
+    torch.set_num_threads(1)
+    if len(sys.argv) > 2:
+        shard_on_the_cpu()
+        return cli.app()
+    folder = Path(sys.argv[1])
+    convert_and_save("copied", folder)
+    shard_on_the_cpu()
+    convert_and_save("sharded", folder)
+    try:
+        convert_and_save("resumed", folder, checkpoints=folder / "checkpoints", callbacks=(Stop(),))
+    except InterruptedError:
+        convert_and_save("resumed", folder, checkpoints=folder / "checkpoints")
+    return torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""What students learn after distillation, and distillation from a teacher that is not there whole."""
+
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_memory import cli, conversion
+from hf_memory.conversion import (
+    Schedule,
+    attention_transfer,
+    convert,
+    distill,
+    distill_from_logits,
+    fine_tune,
+    make_student,
+    save_logits,
+    teacher_logits,
+    teachers,
+    train,
+)
+from hf_memory.conversion.run_file import read_schedule
+from hf_memory.conversion.stages import divergence
+from hf_memory.conversion.starts import start_near
+from hf_memory.conversion.teacher_logits import top_divergence
+from test_cli import FAST, _wide_console, run, teacher, text  # noqa: F401
+from test_conversion_runs import SCHEDULE, make_teacher
+from test_conversion_runs import text as tokens
+
+NONE = SCHEDULE._replace(steps=0)
+FEW = SCHEDULE._replace(steps=3)
+
+
+def student_of(teacher):  # noqa: F811
+    student = make_student(teacher, "gated")
+    start_near(student, teacher, tokens(), 16)
+    return student
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_fine_tuning_reaches_further_than_the_teacher():
+    teacher = make_teacher()  # noqa: F811
+    teacher.config.max_position_embeddings = 16
+    schedule = Schedule(steps=20, learning_rate=1e-2, batch_size=4, length=48)
+    made = convert(teacher, tokens(), to="gated", keep=(1,), transfer=FEW, distillation=FEW, fine_tuning=schedule)
+    losses = [x["loss"] for x in made.losses["fine-tuning"]]
+    assert losses[-1] < losses[0] - 1
+    assert made.student.config.max_position_embeddings == 48
+    assert made.student.config.use_cache
+
+
+def test_fine_tuning_of_a_conversion_is_that_of_its_student():
+    run = {"to": "gated", "transfer": FEW, "distillation": FEW, "seed": 3}  # noqa: F811
+    made = convert(make_teacher(), tokens(), fine_tuning=FEW, lora_rank=2, **run)
+    student = convert(make_teacher(), tokens(), **run).student
+    fine_tune(student, tokens(), FEW, lora_rank=2, seed=5)
+    assert same(made.student, student)
+
+
+def test_lora_learns_updates_that_become_the_weights(tmp_path):
+    teacher = make_teacher()  # noqa: F811
+    before, student = student_of(teacher), student_of(teacher)
+    fine_tune(student, tokens(), FEW, lora_rank=2, adapter=tmp_path)
+    linear = {f"{name}.weight" for name, x in before.named_modules() if isinstance(x, nn.Linear)} - {"lm_head.weight"}
+    weights = before.state_dict()
+    assert {name for name, x in student.state_dict().items() if not torch.equal(x, weights[name])} == linear
+    update = student.model.layers[0].mlp.up_proj.weight - before.model.layers[0].mlp.up_proj.weight
+    assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2
+    assert all(x.requires_grad for x in student.parameters())
+    assert same(PeftModel.from_pretrained(before, tmp_path).merge_and_unload(), student)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
+        ({"adapter": Path("a")}, "adapter must not be given without lora_rank, got a"),
+        ({"schedule": FEW._replace(length=999)}, "tokens must be at least one window of 999 tokens, got 200"),
+        ({"schedule": FEW._replace(batch_size=0)}, "batch_size of fine-tuning must be at least 1, got 0"),
+        ({"schedule": FEW._replace(steps=-1)}, "steps of fine-tuning must be at least 0, got -1"),
+    ],
+)
+def test_what_cannot_be_fine_tuned_is_explained(change, message):
+    with pytest.raises(ValueError, match=message):
+        fine_tune(student_of(make_teacher()), tokens(), **{"schedule": FEW, **change})
+
+
+def test_a_rope_that_is_made_for_its_positions_stays_within_them():
+    student = student_of(make_teacher())
+    student.config.max_position_embeddings = 16
+    student.config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ValueError, match="at most the model's 16 positions, which its RoPE of type yarn is made for"):
+        fine_tune(student, tokens(), FEW._replace(length=17))
+
+
+class Fail(TrainerCallback):
+    """Stops the run as an error would, after some steps."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """After the checkpoint."""
+        if state.global_step == self.step:
+            raise RuntimeError
+
+
+def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
+    teacher = make_teacher()  # noqa: F811
+    student, whole = student_of(teacher), student_of(teacher)
+    with pytest.raises(RuntimeError):
+        fine_tune(student, tokens(), FEW, lora_rank=2, checkpoints=tmp_path, callbacks=(Fail(2),))
+    assert same(student, whole)
+    fine_tune(student, tokens(), FEW, lora_rank=2, checkpoints=tmp_path)
+    fine_tune(whole, tokens(), FEW, lora_rank=2)
+    assert same(student, whole)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_divergence_from_the_top_is_that_of_the_definition(temperature):
+    student, teacher = torch.randn(2, 3, 5, 17)  # noqa: F811
+    p, q = (torch.softmax(x.double() / temperature, -1) for x in (teacher, student))
+    ids = p.topk(4).indices
+    lumped = [torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1) for x in (p, q)]
+    expected = temperature**2 * (lumped[0] * (lumped[0] / lumped[1]).log()).sum(-1).mean()
+    found = top_divergence(student, *teacher_logits._top(teacher, 4, temperature), temperature)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert found < divergence(student, teacher, temperature)
+    all_of_it = top_divergence(student, *teacher_logits._top(teacher, 17, temperature), temperature)
+    torch.testing.assert_close(all_of_it, divergence(student, teacher, temperature))
+
+
+def test_distillation_from_all_logits_is_distillation(tmp_path):
+    teacher, how = make_teacher(), {"temperature": 2.0, "cross_entropy": 0.25, "seed": 4}  # noqa: F811
+    order = {"temperature": 2.0, "seed": 4}
+    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=teacher.config.vocab_size, **order)
+    plain, saved = student_of(teacher), student_of(teacher)
+    losses = distill(plain, teacher, tokens(), SCHEDULE, **how)
+    for x, y in zip(losses, distill_from_logits(saved, tmp_path, tokens(), SCHEDULE, **how), strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)
+    for x, y in zip(plain.parameters(), saved.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-3)  # a fiftieth of what ten steps change
+
+
+def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher_logits, "SHARD", 8)
+    teacher = make_teacher()  # noqa: F811
+    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
+    shards = sorted(tmp_path.glob("logits-*"))
+    assert [path.name for path in shards] == [f"logits-0000{i}.safetensors" for i in range(3)]
+    content = [path.read_bytes() for path in shards]
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=r"without logits-00001.safetensors; save_logits goes on"):
+        distill_from_logits(student_of(teacher), tmp_path, tokens(), SCHEDULE)
+    times = [path.stat().st_mtime_ns for path in (shards[0], shards[2])]
+    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
+    assert [path.stat().st_mtime_ns for path in (shards[0], shards[2])] == times
+    assert [path.read_bytes() for path in shards] == content
+    for change in ({"k": 5}, {"seed": 1}, {"temperature": 2.0}):
+        with pytest.raises(ValueError, match=f"of one with another {next(iter(change))}"):
+            save_logits(tmp_path, teacher, tokens(), SCHEDULE, **{"k": 4, **change})
+    for wrong in ({"tokens": tokens().flip(0)}, {"seed": 1}):
+        with pytest.raises(ValueError, match=f"of another {next(iter(wrong))}"):
+            distill_from_logits(student_of(teacher), tmp_path, **{"tokens": tokens(), "schedule": SCHEDULE, **wrong})
+    with pytest.raises(ValueError, match="k must be from 1 to the teacher's 64 tokens, got 65"):
+        save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=65)
+    with pytest.raises(ValueError, match="folder must be one that save_logits filled"):
+        distill_from_logits(student_of(teacher), tmp_path / "no", tokens(), SCHEDULE)
+
+
+def test_a_conversion_distils_from_saved_logits_that_students_share(tmp_path):
+    run = {"transfer": NONE, "distillation": FEW, "teacher_logits": tmp_path, "top_k": 8, "seed": 2}  # noqa: F811
+    made = convert(make_teacher(), tokens(), to="gated", **run)
+    times = [path.stat().st_mtime_ns for path in tmp_path.iterdir()]
+    convert(make_teacher(), tokens(), to="linear", **run)
+    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == times
+    student = convert(make_teacher(), tokens(), to="gated", **run | {"distillation": NONE}).student
+    distill_from_logits(student, tmp_path, tokens(), FEW, seed=3)
+    assert same(made.student, student)
+
+
+def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
+    whole, rounded = make_teacher(), make_teacher()
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            weight.copy_((weight * 8).round() / 8)
+    made = convert(whole, tokens(), to="gated", keep="auto:1/2", transfer=NONE, distillation=NONE, quantized=rounded)
+    for name, names in made.weights.used.items():
+        assert torch.equal(whole.state_dict()[name], made.student.state_dict()[names[0]])
+    learned = convert(whole, tokens(), to="gated", transfer=FEW, distillation=FEW, quantized=rounded).student
+    student = make_student(whole, "gated")
+    start_near(student, whole, tokens(), 16, quantized=rounded)
+    attention_transfer(student, rounded, tokens(), FEW)
+    distill(student, rounded, tokens(), FEW, seed=1)
+    assert same(learned, student)
+
+
+def test_bits_that_cannot_be_had_are_explained(monkeypatch):
+    with pytest.raises(ValueError, match="teacher_bits must be 8 or 4, got 3"):
+        conversion.load_quantized("teacher", 3, "cpu")
+    monkeypatch.setattr(teachers, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match="a teacher in 4 bits needs bitsandbytes: pip install bitsandbytes"):
+        conversion.load_quantized("teacher", 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    [
+        (lambda teacher, **run: attention_transfer(student_of(teacher), teacher, **run), "seed"),  # noqa: F811
+        (lambda teacher, **run: distill(student_of(teacher), teacher, **run), "schedule"),  # noqa: F811
+        (lambda teacher, **run: train(student_of(teacher), **run), "tokens"),  # noqa: F811
+        (lambda teacher, **run: fine_tune(student_of(teacher), **run), "student"),  # noqa: F811
+    ],
+    ids=["attention transfer", "distillation", "training", "fine-tuning"],
+)
+def test_checkpoints_of_a_stage_are_its_own(tmp_path, stage, change):
+    run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "checkpoints": tmp_path}  # noqa: F811
+    first = stage(make_teacher(), **run)
+    assert stage(make_teacher(), **run) == first
+    teacher, others = make_teacher(), {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}  # noqa: F811
+    teacher.model.norm.weight.data[3] += float(change == "student")
+    with pytest.raises(ValueError, match=f"must be of the same run, got .* with another {change}"):
+        stage(teacher, **run | {change: others[change]} if change in others else run)
+
+
+@contextmanager
+def room_for(size):
+    """As if the disk were full: no file of this process can have more bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class FillDisk(TrainerCallback):
+    """Leaves room for files of some size from the third step on."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """After the second checkpoint."""
+        if state.global_step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("part", [0.5, 1.5], ids=["weights", "moments"])
+def test_a_full_disk_costs_no_more_than_one_checkpoint(tmp_path, part):
+    student, whole = student_of(make_teacher()), student_of(make_teacher())
+    size = int(part * 4 * student.num_parameters())
+    full = r"checkpoint-3 of fine-tuning could not be written to .*, with [\d,.]+ MB free: .*; the checkpoint before it"
+    with room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=full):
+        fine_tune(student, tokens(), FEW, checkpoints=tmp_path, callbacks=(FillDisk(size),))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-2"]
+    student = student_of(make_teacher())
+    fine_tune(student, tokens(), FEW, checkpoints=tmp_path)
+    fine_tune(whole, tokens(), FEW)
+    assert same(student, whole)
+
+
+def test_a_full_disk_stops_the_saving_of_logits_and_leaves_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher_logits, "SHARD", 8)
+    with room_for(1000), pytest.raises(OSError, match=r"logits-00000.safetensors could not be written to .* goes on"):
+        save_logits(tmp_path, make_teacher(), tokens(), SCHEDULE, k=4)
+    assert not list(tmp_path.glob("logits-*"))
+
+
+def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_path):  # noqa: F811
+    student = tmp_path / "student"
+    command = ["convert", teacher, "--text", text, "--output", student, *FAST]
+    assert run(*command)[0] == 0
+    before = {path: path.read_bytes() for path in student.iterdir()}
+    with room_for(2000):
+        code, _, err = run(*command, "--overwrite", "--seed", 5)
+    assert code == 2
+    assert err.startswith("Error: result could not be written to")
+    assert err.count("\n") == 1
+    assert {path: path.read_bytes() for path in student.iterdir()} == before
+    assert os.listdir(tmp_path) == ["student"]
+
+
+def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"must have 0.1 MB free for student, got 0.0 MB"):
+        cli.check_room(tmp_path / "no" / "student", make_teacher())
+
+
+def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa: F811
+    student, first, second = (tmp_path / name for name in ("student", "first", "second"))
+    assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
+    flags = ["--steps", 3, "--batch-size", 2, "--length", 64, "--lora-rank", 2]
+    command = ["fine-tune", student, "--text", text, "--output", first, "--checkpoints", tmp_path / "run", *flags]
+    code, out, err = run(*command, "--dry-run")
+    assert (code, err) == (0, "")
+    assert "3 steps of 2 windows of 64 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
+    assert not first.exists()
+    code, out, err = run(*command)
+    assert (code, err) == (0, "")
+    assert " before " in out
+    assert " after " in out
+    merged = AutoModelForCausalLM.from_pretrained(first)
+    base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), first / "adapter")
+    assert same(base.merge_and_unload(), merged)
+    assert f"fine-tuned from {student}" in (first / "README.md").read_text()
+    assert run("generate", first, "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
+    assert run("fine-tune", "--config", first / "run.yaml", "--output", second)[0] == 0
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    code, _, err = run("fine-tune", "--config", first / "run.yaml", "--output", tmp_path / "third", "--seed", 1)
+    assert code == 2
+    assert "with another seed" in err
+
+
+def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tmp_path):  # noqa: F811
+    file, output = tmp_path / "my.yaml", tmp_path / "student"
+    blocks = {
+        "transfer": {"steps": 1, "learning_rate": "1e-4"},
+        "distillation": {"steps": 2, "batch_size": 1, "length": 16},
+        "fine_tuning": {"steps": 2, "length": 128, "batch_size": 1},
+    }
+    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "length": 32, **blocks}))
+    typed = ["--batch-size", 2, "--distillation", "learning_rate=1e-5,steps=3", "--lora-rank", 2]
+    code, out, err = run("convert", "--config", file, "--output", output, *typed)
+    assert (code, err) == (0, "")
+    assert "fine-tuning" in (output / "README.md").read_text()
+    described = yaml.safe_load((output / "run.yaml").read_text())
+    schedules = [Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")]
+    assert schedules == [Schedule(1, 1e-4, 2, 32), Schedule(3, 1e-5, 2, 16), Schedule(2, 1e-4, 1, 128)]
+    code, out, _ = run("convert", "--config", output / "run.yaml", "--output", tmp_path / "b", "--dry-run", *typed[:2])
+    assert code == 0
+    assert "2 steps of 1 windows of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
+
+
+def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(teachers, "is_bitsandbytes_available", lambda: True)
+    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
+    code, out, _ = run(*command, "--teacher-logits", tmp_path / "logits", "--top-k", 8, "--teacher-bits", 8)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "teacher's logits 0.01 MB on disk, 8 tokens a place" in lines
+    assert any(line.startswith("teacher in 8 bits 0.01 MB, beside 0.02 MB") for line in lines)
+    assert "fine-tuning none" in lines
+
+
+def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):  # noqa: F811
+    command = ["convert", teacher, "--text", text, *FAST, "--teacher-logits", tmp_path / "logits", "--top-k", 8]
+    assert run(*command, "--output", tmp_path / "student")[0] == 0
+    shard = load_file(tmp_path / "logits" / "logits-00000.safetensors")
+    assert {name: tuple(x.shape) for name, x in shard.items()} == {
+        "top_ids": (4, 32, 8),
+        "top_log_probs": (4, 32, 8),
+        "rest_log_prob": (4, 32),
+    }
+    total = shard["top_log_probs"].exp().sum(-1) + shard["rest_log_prob"].exp()
+    torch.testing.assert_close(total, torch.ones(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("steps", "transfer must have name=value with names from steps, .*, warmup, got 'steps'"),
+        ("lr=1", "with names from steps, .*, warmup, got 'lr=1'"),
+        ("steps=many", "steps of transfer must be a number, got 'many'"),
+    ],
+)
+def test_a_wrong_block_is_explained(pair, message):
+    with pytest.raises(ValueError, match=message):
+        read_schedule("transfer", SCHEDULE, ["steps=1", pair])

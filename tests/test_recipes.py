@@ -1,0 +1,102 @@
+"""The recipes: run files that fit their teachers, the arithmetic of their cost, and a launch as it is documented."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from hf_memory import cli
+from hf_memory.conversion import make_student
+from hf_memory.conversion.stages import AttentionTransfer
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / "fsdp2.yaml"]
+SCRIPT = Path(__file__).with_name("distributed_conversion.py")
+WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
+SMALL = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(WORDS[1 + i * i % 15] for i in range(4000)))
+    return file
+
+
+def published(**sizes):
+    config = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+    return Qwen3Config(**config, **sizes)
+
+
+TEACHERS = {
+    "qwen3-0.6b": published(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": published(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_recipe_fits_its_teacher(name, tokenizer, text, tmp_path, monkeypatch, capsys):
+    for x in (TEACHERS[name], tokenizer):
+        x.save_pretrained(tmp_path)
+    recipe = ["--config", RECIPES / f"{name}.yaml", "--text", text, "--output", tmp_path / "student"]
+    monkeypatch.setattr(sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.app()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert not exit_.value.code
+    assert "100,007,936 tokens" in printed
+    assert "500,039,680 tokens" in printed
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_the_arithmetic_has_the_counts_of_the_models(name):
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    with torch.device("meta"):
+        teacher = Qwen3ForCausalLM(TEACHERS[name])
+        student = make_student(teacher, recipe["to"], keep=recipe["keep-attention"], **recipe["option"])
+    learned = AttentionTransfer(student, teacher)
+    parts = (teacher, teacher.model.layers, teacher.model.embed_tokens, student, learned)
+    counts = [f"{sum(x.numel() for x in part.parameters()):,}" for part in parts]
+    arithmetic = (RECIPES / "README.md").read_text()
+    assert [count for count in counts if f"| {count} |" not in arithmetic] == []
+
+
+@pytest.mark.slow
+def test_the_launch_writes_and_prints_once(tokenizer, text, tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3Config(**SMALL, num_attention_heads=2, num_key_value_heads=1, eos_token_id=0)
+    for x in (Qwen3ForCausalLM(config), tokenizer):
+        x.save_pretrained(tmp_path / "teacher")
+    flags = {"text": text, "output": tmp_path / "student", "checkpoints": tmp_path / "checkpoints", "to": "deltanet"}
+    sizes = {"batch-size": 4, "length": 32, "transfer-steps": 2, "distill-steps": 2}
+    command = [*LAUNCH, "--num_processes", "2", SCRIPT, "convert", tmp_path / "teacher"]
+    command += [x for name, value in (flags | sizes).items() for x in (f"--{name}", value)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Wrote") == done.stdout.count("2/2") // 2 == 1
+    assert (tmp_path / "student" / "model.safetensors").exists()
+    assert (tmp_path / "checkpoints" / "distillation" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()
