@@ -78,9 +78,8 @@ def unwrap(paragraph: str) -> str:
     return lines[0] + "".join(" " + line.strip() for line in lines[1:]) if is_prose else paragraph
 
 
-def make_corpus(vocab_size: int) -> Corpus:
-    """Hold out every tenth section, train a byte-level BPE on the others, and read both."""
-    texts = sections()
+def make_corpus(vocab_size: int, texts: list[str]) -> Corpus:
+    """Hold out every tenth text, train a byte-level BPE on the others, and read both."""
     held_out = texts[HELD_OUT // 2 :: HELD_OUT]
     training = [text for text in texts if text not in held_out]
     bpe = Tokenizer(models.BPE())
@@ -174,7 +173,7 @@ def run_demo(
         say: is told what happens between them.
         **options: of the student's config, such as `gate`.
     """
-    corpus = make_corpus(settings.vocab_size)
+    corpus = make_corpus(settings.vocab_size, sections())
     say(f"read the language reference: {len(corpus.training)} tokens to train on, {len(corpus.held_out)} held out")
     teacher = make_teacher(settings, corpus.tokenizer)
     say(f"made a Llama of {teacher.num_parameters():,} parameters")
