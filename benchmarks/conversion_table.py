@@ -37,10 +37,13 @@ RECALL = Schedule(steps=350, learning_rate=4e-3, batch_size=16, length=64)
 TRANSFER = Schedule(steps=80, learning_rate=3e-3, batch_size=4)
 DISTILLATION = Schedule(steps=160, learning_rate=1e-3, batch_size=4)
 FINE_TUNING = Schedule(steps=40, learning_rate=3e-4, batch_size=2, length=512)
-ABLATION = {  # steps of as many tokens in all; "deltanet, pure" is the one without fine-tuning
+LONG = FINE_TUNING._replace(batch_size=1, length=1024)
+ABLATION: dict[str, dict] = {  # steps of as many tokens in all; "deltanet, pure" is the one without fine-tuning
     "three stages": {"transfer": 80, "distillation": 120, "fine_tuning": 40},
     "no transfer": {"transfer": 0, "distillation": 200, "fine_tuning": 40},
     "no distillation": {"transfer": 80, "distillation": 0, "fine_tuning": 160},
+    "40 steps of distillation more": {"transfer": 80, "distillation": 200, "fine_tuning": 0},
+    "40 steps of fine-tuning at 1024 tokens more": {"transfer": 80, "distillation": 160, "long": 40},
 }
 FAMILIES: dict[str, dict] = {
     "linear": {},
@@ -104,10 +107,11 @@ def rows_to_make() -> dict[str, dict]:
     delta = {"to": "deltanet", "gate": "scalar"}
     rows |= {f"deltanet, layer {i} kept": {**delta, "keep": [i]} for i in range(SETTINGS.num_layers - 1)}
     rows["deltanet, the layer kept that auto chooses"] = {**delta, "keep": "auto"}
-    delta = {**delta, "transfer": TRANSFER, "distillation": DISTILLATION, "fine_tuning": FINE_TUNING}
-    for name, stages in ABLATION.items():
-        steps = {stage: delta[stage]._replace(steps=count) for stage, count in stages.items()}
-        rows[f"deltanet, {name}"] = delta | steps
+    schedules = {"transfer": TRANSFER, "distillation": DISTILLATION, "fine_tuning": FINE_TUNING, "long": LONG}
+    for name, steps in ABLATION.items():
+        stages = {stage: schedules[stage]._replace(steps=count) for stage, count in steps.items()}
+        stages["fine_tuning"] = stages.pop("long", stages.get("fine_tuning"))
+        rows[f"deltanet, {name}"] = delta | stages
     return rows
 
 

@@ -21,7 +21,7 @@ PRESETS: dict[str, dict] = {
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
     "deltaformer": {"beta_activation": "tanh"},  # starts closed: the student is its teacher
-    "titans": {"memory_gate": "add", "num_persistent_tokens": 0},  # the same, within its window
+    "titans": {"memory_gate": "add", "num_persistent_tokens": 0, "memory_unit_values": True},  # the same, in its window
 }
 
 

@@ -51,7 +51,7 @@ class InitialWeights(nn.Module):
 
 
 class NeuralMemoryMixer(MemoryMixer):
-    """LMM: queries, keys and values of unit length, gates for each head, the neural memory, an output norm and gate.
+    """LMM: queries and keys of unit length, values, gates for each head, the neural memory, an output norm and gate.
 
     The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size: steps of a chunk and of the momentum add up.
     """
@@ -92,7 +92,7 @@ class NeuralMemoryMixer(MemoryMixer):
         o, state = neural_memory(
             unit_length(q),
             unit_length(k),
-            v,
+            unit_length(v) if self.config.memory_unit_values else v,
             lr,
             momentum,
             decay,

@@ -35,6 +35,9 @@ class TitansConfig(MemoryHeadsConfig):
             than one matrix, if keys and values have equally many channels.
         memory_chunk_size (`int`, *optional*): tokens whose gradients are taken at the same weights. It is part of the
             function: a model must be used with the one it was trained with. Default: 1 for one matrix, else 16.
+        memory_unit_values (`bool`, defaults to `False`): give values unit length, as queries and keys have. With long
+            ones a memory of more than one matrix takes steps that its inner learning rate was not made for, and may
+            diverge; students of a Transformer, whose values may be of any length, set it.
         memory_max_lr (`float`, defaults to 1.0): the inner learning rate at an open gate, of a chunk.
         memory_gate (`str`, defaults to `"multiply"`): how MAG joins both: `"multiply"` or `"add"`.
         segment_length (`int`, defaults to 128): tokens of a segment of MAC.
@@ -50,6 +53,7 @@ class TitansConfig(MemoryHeadsConfig):
     memory_activation: str = "silu"
     memory_residual: bool | None = None
     memory_chunk_size: int | None = None
+    memory_unit_values: bool = False
     memory_max_lr: float = 1.0
     memory_gate: str = "multiply"
     segment_length: int = 128
