@@ -18,7 +18,6 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
 }
-UNIT = {"memory_unit_values": True}
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
@@ -101,7 +100,7 @@ CASES = (
         {"sliding_window": 6, "memory_depth": 1, "memory_gate": "add", "num_persistent_tokens": 0},
     ),
     Case("titans-mac", "hf_memory_titans", {"variant": "mac", "segment_length": 4, "memory_chunk_size": 3}),
-    Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4, **UNIT}),
+    Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 

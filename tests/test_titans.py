@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import CASES, make_model, random_tokens
+from hf_memory.mixers import titans
 from hf_memory.mixers.titans import AttentionAndMemoryMixer
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
@@ -20,6 +21,19 @@ def test_no_output_depends_on_a_later_input(case):
         sizes = gradient[0].abs().sum(-1)
         assert not sizes[t + 1 :].any()
         assert sizes[: t + 1].all()
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mag", "mal"])
+@torch.no_grad()
+def test_a_memory_can_be_told_values_of_unit_length(variant, monkeypatch):
+    told, learn = [], titans.neural_memory
+    monkeypatch.setattr(titans, "neural_memory", lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b))
+    model = make_model(next(case for case in TITANS if case.name == "titans-lmm"), variant=variant, sliding_window=4)
+    for model.config.memory_unit_values in (True, False):
+        model(random_tokens(1, 9))
+    with_option, without = told[0].norm(dim=-1), told[-1].norm(dim=-1)
+    torch.testing.assert_close(with_option, torch.ones_like(with_option), rtol=0, atol=0.01)
+    assert (without < 0.9).any()
 
 
 @pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
