@@ -381,10 +381,11 @@ def draw(rows: list[dict], file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
     labels = list(dict.fromkeys("x".join(str(n) for n in row["shape"].values()) for row in rows))
     for axis, direction in zip(axes, ("forward", "forward+backward")):
-        for kind in dict.fromkeys((row["form"], row["backend"]) for row in rows):
+        for number, kind in enumerate(dict.fromkeys((row["form"], row["backend"]) for row in rows)):
             mine = [r for r in rows if (r["form"], r["backend"]) == kind and r["direction"] == direction]
             at = [labels.index("x".join(str(n) for n in r["shape"].values())) for r in mine]
-            axis.plot(at, [r["of_floor"] for r in mine], marker="o", label=f"{kind[0]} ({kind[1]})")
+            style = {"marker": "o", "linestyle": "--" if number >= 10 else "-", "label": f"{kind[0]} ({kind[1]})"}
+            axis.plot(at, [r["of_floor"] for r in mine], **style)
         axis.set(title=direction, xlabel="B x T x H x D", yscale="log")
         axis.set_xticks(range(len(labels)), labels, rotation=20)
     axes[0].set_ylabel("time, of the floor")
