@@ -174,8 +174,7 @@ def convert(
     check_free(output, overwrite=overwrite)
     options, shared = _options(option), _options(arguments)
     conversion.check_training(shared)
-    tokenizer = AutoTokenizer.from_pretrained(_found(teacher))
-    training, held_out = _split(conversion.read_tokens(text, tokenizer, limit=max_tokens))
+    tokenizer, training, held_out = _read(teacher, text, max_tokens)
     stages = _schedules(context)
     how = {"to": to, "keep": keep, "lora_rank": lora_rank, **stages, **options}
     saved = top_k if teacher_logits else None
@@ -188,7 +187,7 @@ def convert(
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     check_room(output, model)
     processes = conversion.processes()  # each has its own device from here on
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     quantized = None if teacher_bits is None else conversion.load_quantized(teacher, teacher_bits, device)
     model.to(device if quantized is None else "cpu")  # type: ignore[arg-type]
     with _progress() as progress:
@@ -265,8 +264,7 @@ def fine_tune(
     check_free(output, overwrite=overwrite)
     shared = _options(arguments)
     conversion.check_training(shared)
-    tokenizer = AutoTokenizer.from_pretrained(_found(model))
-    training, held_out = _split(conversion.read_tokens(text, tokenizer, limit=max_tokens))
+    tokenizer, training, held_out = _read(model, text, max_tokens)
     schedule = conversion.Schedule(steps, learning_rate, batch_size, length)
     plan = conversion.plan_fine_tuning(AutoConfig.from_pretrained(model), training, schedule, lora_rank=lora_rank)
     if dry_run:
@@ -275,7 +273,7 @@ def fine_tune(
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     check_room(output, student)
     processes = conversion.processes()
-    student.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    student.to(_device())  # type: ignore[arg-type]
     before = conversion.measure("before", student, held_out, None) if processes.is_main_process else None
     with _progress() as progress, tempfile.TemporaryDirectory() as adapter:
         losses = conversion.fine_tune(
@@ -415,6 +413,16 @@ def _memory_table(config: PreTrainedConfig) -> Table:
 def _progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[loss]}"), console=console)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _read(model: str, text: list[str], limit: int | None) -> tuple:
+    """The tokenizer of a model, text to learn on, and text that is held out."""
+    tokenizer = AutoTokenizer.from_pretrained(_found(model))
+    return tokenizer, *_split(conversion.read_tokens(text, tokenizer, limit=limit))
 
 
 def _split(tokens: Tensor) -> list[Tensor]:

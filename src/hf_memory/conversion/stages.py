@@ -185,8 +185,9 @@ class DistillationTrainer(StageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The divergence, and with `return_outputs` the student's outputs too."""
-        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"], use_cache=False)
-        loss = self.cross_entropy * outputs.loss
+        labels = inputs["labels"] if self.cross_entropy > 0 else None  # the text's own loss costs as much as the logits
+        outputs = model(input_ids=inputs["input_ids"], labels=labels, use_cache=False)
+        loss = 0.0 if labels is None else self.cross_entropy * outputs.loss
         if self.cross_entropy < 1:
             loss = loss + (1 - self.cross_entropy) * self.divergence(inputs, outputs.logits)
         return (loss, outputs) if return_outputs else loss
