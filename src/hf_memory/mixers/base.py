@@ -100,7 +100,6 @@ class MemoryMixer(Projections, ABC):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
     conv_activation: str | None = "silu"  # after the short convolution, or after the projection where there is none
-    has_step = False  # whether there is a `step`
 
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
@@ -167,14 +166,14 @@ class MemoryMixer(Projections, ABC):
 
     def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The same as `mix` for one token, where `can_step`: kernels change the states in place."""
-        raise NotImplementedError
+        return self.mix(hidden_states, context)
 
     def can_step(self, hidden_states: Tensor, context: Context) -> bool:
         """Whether these are one token a row after a past, without gradients, on a device with kernels."""
         memory = context.states.get("memory")
         changed = (x for name, x in context.states.items() if name != "running_max")
         return (
-            self.has_step
+            type(self).step is not MemoryMixer.step
             and memory is not None
             and hidden_states.shape[:2] == (memory.shape[0], 1)
             and context.cu_seqlens is None

@@ -16,8 +16,6 @@ class DeltaNetMixer(MemoryMixer):
     https://arxiv.org/abs/2510.26692 with one by channel.
     """
 
-    has_step = True
-
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_projections(*config.memory_heads)

@@ -16,7 +16,6 @@ class GatedLinearAttentionMixer(MemoryMixer):
     """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
 
     conv_activation = None
-    has_step = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -70,8 +69,6 @@ class Mamba2Mixer(MemoryMixer):
 
     https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels that share a key.
     """
-
-    has_step = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -13,7 +13,6 @@ class LinearAttentionMixer(MemoryMixer):
     """Attention whose kernel is a product of features, so that the past fits into one matrix a head."""
 
     conv_activation = None
-    has_step = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
