@@ -128,7 +128,7 @@ def test_agreement_sees_a_difference():
 
 
 def test_only_a_model_that_recalls_has_a_copy_gain():
-    text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0)).repeat(8)
+    text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     assert copy_gain(Predictor(know_nothing), text, passage=8, gap=8) == pytest.approx(0, abs=1e-6)
     assert copy_gain(Predictor(copy_what_followed), text, passage=8, gap=8) > 2
 
@@ -136,6 +136,15 @@ def test_only_a_model_that_recalls_has_a_copy_gain():
 def test_a_copy_gain_does_not_come_from_knowing_the_text():
     knows = Predictor(lambda x: certain((x + 1) % VOCABULARY))
     assert copy_gain(knows, counting(), passage=8, gap=8) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_model_that_gives_up_with_distance_recalls_none_the_less():
+    def gives_up(input_ids):
+        logits, far = copy_what_followed(input_ids), torch.arange(input_ids.shape[1]) > 16
+        return torch.where(far[:, None], logits.clamp(max=1.0), logits)
+
+    text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    assert 0 < copy_gain(Predictor(gives_up), text, passage=8, gap=8) < 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 20])

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from hf_memory.conversion.checkpoints import FINGERPRINT, claim, describe, written
 from hf_memory.conversion.data import TokenWindows
@@ -68,7 +69,8 @@ def save_logits(
     if state.is_main_process:
         claim(folder, {**_of_windows(windows, temperature, seed), "k": k, "teacher": teacher})
     teacher.eval()
-    for number, file in enumerate(_shards(folder, windows)):
+    shards = tqdm(_shards(folder, windows), desc="Saving logits", unit="shard", disable=not state.is_main_process)
+    for number, file in enumerate(shards):
         if number % state.num_processes == state.process_index and not file.exists():
             rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
             ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)

@@ -81,10 +81,11 @@ def recall_by_distance(
 def copy_gain(
     model: PreTrainedModel, tokens: Tensor, *, passage: int = 64, gap: int = 96, trials: int = 32, batch_size: int = 8
 ) -> float:
-    """Loss on the first minus loss on the second reading of a passage, in nats a token: what the model still recalls.
+    """What it helps, in nats a token, to have read a passage before: what the model still recalls.
 
-    A row is: some text, the passage, `gap` tokens of other text, the passage again. A model that recalls nothing has
-    a gain near zero, whatever its perplexity.
+    A row is: some text, the passage, `gap` tokens of other text, the passage again. The loss on the passage at the end
+    is compared with that in a row where other text stands in place of its first reading, so that a model that recalls
+    nothing gains nothing, however well it knows the text, and however badly it reads so far into one.
 
     Args:
         model: a causal language model.
@@ -96,14 +97,16 @@ def copy_gain(
     """
     before = passage // 2
     starts = torch.linspace(0, len(tokens) - passage, trials).long()
-    other = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
-    rows = torch.stack(
-        [_repetition(tokens, start, filler, before, passage, gap) for start, filler in zip(starts, other)]
-    )
-    losses = torch.cat([token_losses(model, x) for x in rows.split(batch_size)])
-    first = losses[:, before : before + passage - 1]  # without the first token, which nothing announces
-    second = losses[:, 1 - passage :]
-    return (first - second).double().mean().item()
+    fillers = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
+    texts = tokens[starts[:, None] + torch.arange(passage)]
+    others = tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(tokens)]
+    unread = torch.cat([others, texts], dim=1)
+    read = unread.clone()
+    read[:, before : before + passage] = texts
+    losses = [
+        torch.cat([token_losses(model, x)[:, 1 - passage :] for x in rows.split(batch_size)]) for rows in (unread, read)
+    ]  # without the first token, which nothing announces
+    return (losses[0] - losses[1]).double().mean().item()
 
 
 @torch.no_grad()
@@ -127,9 +130,3 @@ def _windows(tokens: Tensor, length: int, stride: int) -> Tensor:
     if len(tokens) < length:
         raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
     return tokens.unfold(0, length, stride)
-
-
-def _repetition(tokens: Tensor, start: Tensor, filler: Tensor, before: int, passage: int, gap: int) -> Tensor:
-    text = tokens[start : start + passage]
-    other = tokens[(filler + torch.arange(before + gap)) % len(tokens)]
-    return torch.cat([other[:before], text, other[before:], text])
