@@ -35,19 +35,32 @@ def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
 def cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
     """b [C, 1] or [C, BK], for powers of two, and its last row [1, 1] or [1, BK]."""
     if DECAY == 2:
-        g_c = tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32)
+        g_c = LOG2E * tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32)
+        b, last = tl.cumsum(g_c, axis=0), tl.sum(g_c, axis=0)[None, :]
     else:
-        g_c = tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-    g_c *= LOG2E
-    return tl.cumsum(g_c, axis=0), tl.sum(g_c, axis=0)[None, :]
+        g_c = LOG2E * tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32)
+        b, last = tl.cumsum(g_c, axis=0)[:, None], tl.sum(g_c, axis=0) + tl.zeros([1, 1], tl.float32)
+    return b, last
 
 
 @triton.jit
-def read(x, S, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+def split_dot(x, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """x y for x [M, D] and y [D, N], the sum over PARTS of D that warps share instead of each reading all of D."""
+    if PARTS == 1:
+        return tl.dot(x, y, input_precision=PRECISION)
+    M: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1] // PARTS
+    N: tl.constexpr = y.shape[1]
+    parts = tl.permute(tl.reshape(x, [M, PARTS, D]), [1, 0, 2])
+    return tl.sum(tl.dot(parts, tl.reshape(y, [PARTS, D, N]), input_precision=PRECISION), axis=0)
+
+
+@triton.jit
+def read(x, S, fade, DECAY: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """(x fade) S [C, BV] for x [C, BK] and fade [C, 1] or [C, BK]; operands stay as loaded if they can."""
     if DECAY == 2:
-        return tl.dot(tl.cast(x * fade, x.dtype), tl.cast(S, x.dtype), input_precision=PRECISION)
-    y = tl.dot(x, tl.cast(S, x.dtype), input_precision=PRECISION)
+        return split_dot(tl.cast(x * fade, x.dtype), tl.cast(S, x.dtype), PARTS, PRECISION)
+    y = split_dot(x, tl.cast(S, x.dtype), PARTS, PRECISION)
     if DECAY == 1:
         y *= fade
     return y
@@ -86,7 +99,9 @@ def column_of(x, here):
 
 
 @triton.jit
-def scores(q, k, b, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+def scores(
+    q, k, b, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr
+):
     """A [C, C] without scale; rows are queries, or OF_KEYS keys: a product is not transposed, Hopper got that wrong."""
     rows = tl.arange(0, C)
     if OF_KEYS:
@@ -103,9 +118,9 @@ def scores(q, k, b, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr,
             a_j = tl.sum(x32 * row_of(y32, here) * tl.exp2(tl.minimum(b - row_of(b, here), 0.0)), axis=1)
             A = tl.where(here[None, :], a_j[:, None], A)
     else:
-        A = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+        A = split_dot(x, tl.trans(y), PARTS, PRECISION)
         if DECAY == 1:
-            A *= tl.exp2(tl.minimum(b - tl.trans(b), 0.0))
+            A *= tl.exp2(tl.minimum(b - tl.sum(b, axis=1)[None, :], 0.0))
     return tl.where(seen, A, 0.0)
 
 

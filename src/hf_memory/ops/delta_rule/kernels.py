@@ -60,6 +60,7 @@ def _chunk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The three matrices of one chunk and head; a row for each token."""
@@ -81,9 +82,9 @@ def _chunk_kernel(
     if DECAY > 0:
         b, _last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
     i_c = (t[:, None] * HV + hv) * C + rows[None, :]
-    P_c = scores(q_c, k_c, b, C, DECAY, False, PRECISION)
+    P_c = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
     tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
-    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PRECISION), 0.0)
+    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PARTS, PRECISION), 0.0)
     tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
     tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
 
@@ -112,6 +113,7 @@ def _forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Holds S [BK, BV] for all key channels and a tile of value channels."""
@@ -139,7 +141,7 @@ def _forward_kernel(
         if DECAY > 0:
             b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
             enter, leave = tl.exp2(b), tl.exp2(last - b)
-        e_c = -read(k_c, S, enter, DECAY, PRECISION)
+        e_c = -read(k_c, S, enter, DECAY, PARTS, PRECISION)
         if v is not None:
             e_c += tl.cast(load_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
         e_c = tl.dot(U_c, e_c, input_precision=PRECISION)
@@ -147,7 +149,7 @@ def _forward_kernel(
         if o is not None:
             q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
             P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-            o_c = read(q_c, S, enter, DECAY, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
+            o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
             i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
             in_o = in_t[:, None] & in_v[None, :]
             tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
@@ -180,6 +182,7 @@ def _solve_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
@@ -209,7 +212,7 @@ def _solve_kernel(
             b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
             enter, leave = tl.exp2(b), tl.exp2(last - b)
         d_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
-        d_c += read(k_c, dS, leave, DECAY, PRECISION)
+        d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
         if dx is not None:
             i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
@@ -223,11 +226,13 @@ def _solve_kernel(
 
 def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of the kernel of chunks."""
+    width = max(16, triton.next_power_of_2(K))
+    wide = dtype == torch.float32 or width > 128
     return {
-        "H": H, "HV": HV, "K": K, "C": 32 if decay < 2 and dtype != torch.float32 and K <= 128 else 16,
-        "DECAY": decay, "BK": max(16, triton.next_power_of_2(K)),
+        "H": H, "HV": HV, "K": K, "C": 32 if decay < 2 and not wide else 16,
+        "DECAY": decay, "BK": width, "PARTS": max(1, width // 32) if wide else 1,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 4 if decay == 2 else 1, "num_stages": 1,
+        "num_warps": 4 if decay == 2 or wide else 1, "num_stages": 1,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.kernel_report import POINTERS, Variant, variant
-from hf_memory.ops.tiles import unit_lower_inverse
+from hf_memory.ops.tiles import split_dot, unit_lower_inverse
 
 BLOCK = 16  # rows of the triangular system
 
@@ -45,6 +45,8 @@ def _forward_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program b * H + h."""
@@ -58,13 +60,13 @@ def _forward_kernel(
         m, l, acc = tl.full([C], -float("inf"), tl.float32), tl.zeros([C], tl.float32), tl.zeros([C, BV], tl.float32)
         for before in range(0, first, C):
             s = tl.cast(before, tl.int64) + rows
-            X = scale * tl.dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
+            X = scale * split_dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), K_PARTS, PRECISION)
             m_new = tl.maximum(m, tl.max(X, axis=1))
             p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
             l = l * fade + tl.sum(p, axis=1)
             acc = acc * fade[:, None] + tl.dot(p, _tile(u, s, T, h, H, i_v, V), input_precision=PRECISION)
             m = m_new
-        X = scale * tl.dot(k_t, tl.trans(k_t), input_precision=PRECISION)
+        X = scale * split_dot(k_t, tl.trans(k_t), K_PARTS, PRECISION)
         X = tl.where(rows[:, None] > rows[None, :], X, -float("inf"))
         m_new = tl.maximum(tl.maximum(m, tl.max(X, axis=1)), -1e30)
         p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
@@ -96,6 +98,8 @@ def _backward_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program b * H + h, from the last block to the first."""
@@ -110,17 +114,17 @@ def _backward_kernel(
         k_t = _tile(k, t, T, h, H, i_k, K)
         b_t = tl.cast(tl.load(beta + t * H + h, mask=t < T, other=0.0), tl.float32)
         L_t = tl.load(L + t * H + h, mask=t < T, other=float("inf"))
-        X = scale * tl.dot(k_t, tl.trans(k_t), input_precision=PRECISION)
+        X = scale * split_dot(k_t, tl.trans(k_t), K_PARTS, PRECISION)
         P = tl.where(rows[:, None] > rows[None, :], tl.exp(X - L_t[:, None]), 0.0)
         inverse = unit_lower_inverse(b_t[:, None] * P, C)
         g = tl.dot(tl.trans(inverse), _tile(du, t, T, h, H, i_v, V), input_precision=PRECISION)
         _put(du, g, t, T, h, H, i_v, V)
-        Y = -tl.dot(g, tl.trans(_tile(u, t, T, h, H, i_v, V)), input_precision=PRECISION)
+        Y = -split_dot(g, tl.trans(_tile(u, t, T, h, H, i_v, V)), V_PARTS, PRECISION)
         r = tl.sum(P * Y, axis=1)
         for before in range(0, last, C):
             s = tl.cast(before, tl.int64) + rows
-            X = scale * tl.dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
-            y = -tl.dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
+            X = scale * split_dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), K_PARTS, PRECISION)
+            y = -split_dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), V_PARTS, PRECISION)
             r += tl.sum(tl.exp(X - L_t[:, None]) * y, axis=1)
         tl.store(dbeta + t * H + h, r, mask=t < T)
         dX = b_t[:, None] * P * (Y - r[:, None])
@@ -130,8 +134,8 @@ def _backward_kernel(
         for before in range(0, last, C):
             s = tl.cast(before, tl.int64) + rows
             k_s = _tile(k, s, T, h, H, i_k, K)
-            p = tl.exp(scale * tl.dot(k_t, tl.trans(k_s), input_precision=PRECISION) - L_t[:, None])
-            y = -tl.dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
+            p = tl.exp(scale * split_dot(k_t, tl.trans(k_s), K_PARTS, PRECISION) - L_t[:, None])
+            y = -split_dot(g, tl.trans(_tile(u, s, T, h, H, i_v, V)), V_PARTS, PRECISION)
             dX = tl.cast(scale * b_t[:, None] * p * (y - r[:, None]), k_t.dtype)
             dk_t += tl.dot(dX, k_s, input_precision=PRECISION)
             dk_s = _tile(dk, s, T, h, H, i_k, K) + tl.dot(tl.trans(dX), k_t, input_precision=PRECISION)
@@ -145,11 +149,13 @@ def _backward_kernel(
 
 def _constants(H: int, K: int, V: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of both kernels."""
+    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    wide = max(K, V) > 64 or dtype == torch.float32
     return {
-        "H": H, "K": K, "V": V, "C": BLOCK,
-        "BK": max(16, triton.next_power_of_2(K)), "BV": max(16, triton.next_power_of_2(V)),
+        "H": H, "K": K, "V": V, "C": BLOCK, "BK": width_k, "BV": width_v,
+        "K_PARTS": max(1, width_k // 32) if wide else 1, "V_PARTS": max(1, width_v // 32) if wide else 1,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 8 if max(K, V) > 64 or dtype == torch.float32 else 4, "num_stages": 1,
+        "num_warps": 8 if wide else 4, "num_stages": 1,
     }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from hf_memory.ops.tiles import (
     row_of,
     scores,
     sequence_bounds,
+    split_dot,
     write,
     write_transposed,
 )
@@ -79,6 +80,7 @@ def _forward_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,11 +106,16 @@ def _forward_kernel(
         if DECAY > 0:
             b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
             enter, leave = tl.exp2(b), tl.exp2(last - b)
-        A = scores(q_c, k_c, b, C, DECAY, False, PRECISION)
-        o_c = read(q_c, S, enter, DECAY, PRECISION)
+        if NORMALIZE:
+            den_c = tl.sum(tl.cast(q_c, tl.float32) * enter * z[None, :], axis=1)
+            if DECAY > 0:
+                z *= tl.sum(tl.exp2(last), axis=0)
+            z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
+        A = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
+        o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION)
         o_c += tl.dot(tl.cast(A, v_c.dtype), v_c, input_precision=PRECISION)
         if NORMALIZE:
-            den_c = tl.sum(tl.cast(q_c, tl.float32) * enter * z[None, :], axis=1) + tl.sum(A, axis=1) + EPS
+            den_c += tl.sum(A, axis=1) + EPS
             o_c /= den_c[:, None]
             if tile == 0:
                 tl.store(den + t * HV + hv, den_c, mask=in_t)
@@ -119,10 +126,6 @@ def _forward_kernel(
         if DECAY > 0:
             S *= tl.trans(tl.exp2(last))
         S += write(k_c, v_c, leave, DECAY, PRECISION)
-        if NORMALIZE:
-            if DECAY > 0:
-                z *= tl.sum(tl.exp2(last), axis=0)
-            z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
     tl.store(ST + i_s, S, mask=in_s)
     if NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
         if tile == 0:
@@ -152,6 +155,7 @@ def _dq_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -176,8 +180,8 @@ def _dq_kernel(
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
         leave = 1.0
-        P = tl.dot(do_c, tl.trans(v_c), input_precision=PRECISION)
-        dq_c = tl.dot(do_c, tl.cast(S, do_c.dtype), input_precision=PRECISION)
+        P = split_dot(do_c, tl.trans(v_c), PARTS, PRECISION)
+        dq_c = split_dot(do_c, tl.cast(S, do_c.dtype), PARTS, PRECISION)
         if NORMALIZE:
             dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)[:, None]
             P += dd_c
@@ -194,7 +198,7 @@ def _dq_kernel(
                 dq_c += column_of(P, here) * tl.exp2(tl.minimum(b - row_of(b, here), 0.0)) * row_of(k32, here)
         else:
             if DECAY == 1:
-                P *= tl.exp2(tl.minimum(b - tl.trans(b), 0.0))
+                P *= tl.exp2(tl.minimum(b - tl.sum(b, axis=1)[None, :], 0.0))
             dq_c += tl.dot(tl.cast(P, k_c.dtype), k_c, input_precision=PRECISION)
         tl.store(dq + (t[:, None] * HV + hv) * K + i_k[None, :], dq_c, mask=in_t[:, None] & in_k[None, :])
         if DECAY > 0:
@@ -241,6 +245,7 @@ def _dk_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -258,10 +263,18 @@ def _dk_kernel(
         dz = tl.load(dzT + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
     rows = tl.arange(0, C)
     later = rows[:, None] <= rows[None, :]  # rows are keys, columns queries
-    tail = tl.zeros([1, BK], tl.float32)
+    tail = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)
     chunks = (end - start + C - 1) // C
     for back in range(chunks):
         done = (chunks - tl.cast(back, tl.int64)) * C  # tokens up to the end of this chunk
+        if DECAY > 0:  # noqa: SIM102  (one is known at compile time, the other is not)
+            if (done % CHUNK == 0) | (back == 0):
+                block = (slot + (done - 1) // CHUNK) * HV + hv
+                S = tl.load(states + block * V * K + i_v[:, None] * K + i_k[None, :], mask=in_s, other=0.0)
+                end_sum = tl.sum(S * dS, axis=0)[None, :]
+                if NORMALIZE:
+                    end_sum += (tl.load(normalizers + block * K + i_k, mask=in_k, other=0.0) * dz)[None, :]
+                tail = end_sum if DECAY == 2 else tl.sum(end_sum, axis=1)[:, None]
         t = start + done - C + rows
         in_t = t < end
         q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
@@ -269,8 +282,8 @@ def _dk_kernel(
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
         enter = 1.0
-        PT = tl.dot(v_c, tl.trans(do_c), input_precision=PRECISION)
-        dk_c = tl.dot(v_c, tl.cast(dS, v_c.dtype), input_precision=PRECISION)
+        PT = split_dot(v_c, tl.trans(do_c), PARTS, PRECISION)
+        dk_c = split_dot(v_c, tl.cast(dS, v_c.dtype), PARTS, PRECISION)
         if NORMALIZE:
             dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)
             PT += dd_c[None, :]
@@ -287,19 +300,15 @@ def _dk_kernel(
                 dk_c += column_of(PT, here) * tl.exp2(tl.minimum(row_of(b, here) - b, 0.0)) * row_of(q32, here)
         else:
             if DECAY == 1:
-                PT *= tl.exp2(tl.minimum(tl.trans(b) - b, 0.0))
+                PT *= tl.exp2(tl.minimum(tl.sum(b, axis=1)[None, :] - b, 0.0))
             dk_c += tl.dot(tl.cast(PT, q_c.dtype), q_c, input_precision=PRECISION)
         i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
         in_tk = in_t[:, None] & in_k[None, :]
         tl.store(dk + i_t, dk_c, mask=in_tk)
         if DECAY > 0:
-            if (done % CHUNK == 0) | (back == 0):
-                block = (slot + (done - 1) // CHUNK) * HV + hv
-                S = tl.load(states + block * V * K + i_v[:, None] * K + i_k[None, :], mask=in_s, other=0.0)
-                tail = tl.sum(S * dS, axis=0)[None, :]
-                if NORMALIZE:
-                    tail += (tl.load(normalizers + block * K + i_k, mask=in_k, other=0.0) * dz)[None, :]
             db = tl.cast(q_c, tl.float32) * tl.load(dq + i_t, mask=in_tk, other=0.0) - tl.cast(k_c, tl.float32) * dk_c
+            if DECAY == 1:
+                db = tl.sum(db, axis=1)[:, None]
             total = tl.sum(db, axis=0)[None, :]
             dg_c = total - tl.cumsum(db, axis=0) + db + tail
             tail += total
@@ -337,6 +346,7 @@ def _dv_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and the i-th tile of value channels."""
@@ -359,8 +369,8 @@ def _dv_kernel(
         if DECAY > 0:
             b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
             enter, leave = tl.exp2(b), tl.exp2(last - b)
-        A = scores(q_c, k_c, b, C, DECAY, True, PRECISION)
-        dv_c = read(k_c, dS, leave, DECAY, PRECISION)
+        A = scores(q_c, k_c, b, C, DECAY, True, PARTS, PRECISION)
+        dv_c = read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=PRECISION)
         i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
         tl.store(dv + i_o, tl.cast(dv_c, dv.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
@@ -387,9 +397,11 @@ def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) 
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
     common = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision, "num_stages": 1}
     common["num_warps"] = 8 if wide or not narrow or decay == VECTOR else 4
-    by_value = {**common, "C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
-    by_key = {**common, "C": min(rows, 32), "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
-    return by_value, by_key
+    by_value = {"C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
+    by_key = {"C": min(rows, 32), "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
+    by_value["PARTS"] = max(1, width_k // 32) if wide or not narrow else 1
+    by_key["PARTS"] = max(1, width_v // 32) if width_v > 64 or not narrow else 1
+    return {**common, **by_value}, {**common, **by_key}
 
 
 def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> tuple[dict, dict]:
