@@ -24,8 +24,10 @@ from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, 
 
 __all__ = ["NeuralMemoryState", "neural_memory"]
 
-MAX_KERNEL_CHANNELS = 128  # of a head: kernels hold rows of all of them
-MAX_KERNEL_CHUNK = 64
+MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chunk}; with more, registers spill
+    2: {64: 64, 128: 16},
+    4: {16: 64, 32: 32, 64: 16},
+}
 
 
 def neural_memory(
@@ -89,7 +91,8 @@ def neural_memory(
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where there are some, else chunk. There
             are some for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
-            forget to initial weights or zero, in chunks of up to 64 tokens.
+            forget to initial weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16
+            with 128; in float32 64 with 16 channels, 32 with 32, 16 with 64.
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
@@ -133,6 +136,8 @@ def neural_memory(
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
     """Why there is no kernel for this call, as a clause; None if there is one."""
     b, widest = rule.chunk_size, max(dims.K, dims.V)
+    limits = MAX_KERNEL_CHUNKS[min(q.dtype.itemsize, 4)]
+    chunk = next((tokens for channels, tokens in limits.items() if widest <= channels), None)
     network = len(weights) > 1 or b > 1
     reasons = (
         (norm is not None, "norm must be None"),
@@ -140,8 +145,8 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
         (network and rule.bias, "weights must be without bias"),
         (network and rule.decayed, "grad_at must be 'previous', got 'decayed'"),
         (network and rule.forget_to == "anchor", "forget_to must be 'initial' or 'zero', got 'anchor'"),
-        (b > MAX_KERNEL_CHUNK, f"chunk_size must be at most {MAX_KERNEL_CHUNK}, got {b}"),
-        (widest > MAX_KERNEL_CHANNELS, f"K and V must be at most {MAX_KERNEL_CHANNELS}, got {dims.K} and {dims.V}"),
+        (chunk is None, f"K and V must be at most {max(limits)} in {q.dtype}, got {dims.K} and {dims.V}"),
+        (b > (chunk or b), f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}"),
     )
     return next((reason for refused, reason in reasons if refused), kernel_limits(q, dims))
 

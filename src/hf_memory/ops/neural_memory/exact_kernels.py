@@ -21,9 +21,15 @@ TILE = 1024  # numbers of the weights that one program holds
 
 
 @triton.jit
+def _load(x, inside):
+    """Numbers of a tile, zero outside; by `where`, so that they are rounded before they are laid out for a product."""
+    return tl.where(inside, tl.load(x, mask=inside), 0.0)
+
+
+@triton.jit
 def _tile(x, i, R, j, D):
     """x[i, j] of a matrix [R, D], zero outside."""
-    return tl.load(x + i[:, None] * D + j[None, :], mask=(i[:, None] < R) & (j[None, :] < D), other=0.0)
+    return _load(x + i[:, None] * D + j[None, :], (i[:, None] < R) & (j[None, :] < D))
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def _put(x, value, i, R, j, D):
 @triton.jit
 def _part(x, i, R, j, D, WIDTH):
     """x[i, j] of a matrix with D of WIDTH columns."""
-    return tl.load(x + i[:, None] * WIDTH + j[None, :], mask=(i[:, None] < R) & (j[None, :] < D), other=0.0)
+    return _load(x + i[:, None] * WIDTH + j[None, :], (i[:, None] < R) & (j[None, :] < D))
 
 
 @triton.jit
@@ -147,7 +153,8 @@ def _constants(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> dict:
     width_c, width_k, width_v = (max(16, triton.next_power_of_2(D)) for D in (C, K, V))
     return {
         "K": K, "V": V, "PARTS": parts, "BC": width_c, "BK": width_k, "BV": min(width_v, max(16, TILE // width_k)),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 1,
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "num_warps": 4 if width_k <= 64 else 8, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -194,7 +201,8 @@ def walk(reads, asks, values, keys, leaves, through, back, M: Tensor, *, dtype: 
 
 def variants() -> list[Variant]:
     """Both kernels with momentum, decay and no return to the initial weights, at the usual sizes of a head."""
-    return [variant for D in (64, 128) for dtype in (torch.bfloat16, torch.float32) for variant in _case(D, dtype)]
+    cases = ((64, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16))
+    return [variant for case in cases for variant in _case(*case)]
 
 
 def _case(D: int, dtype: torch.dtype) -> list[Variant]:
