@@ -1,8 +1,9 @@
 """All ops in all forms, beside what their arithmetic needs and beside peers that compute the same.
 
-    python benchmarks/ops.py                             # some four minutes on two cores; on CUDA where there is one
+    python benchmarks/ops.py                             # some five minutes on two cores; on CUDA where there is one
     python benchmarks/ops.py --only "delta rule" --lengths 4096
 
+In float32 on the CPU, and at the largest length in bfloat16 too where a form multiplies in it; in bfloat16 on CUDA.
 Ours, the peers, a matrix product and a copy are called in turn, so that a busy machine shows in all; a ratio is the
 median over turns. On CUDA each is timed alone, by triton.testing.do_bench. A peer that does not compute the same is not
 timed, but for the neighbours of DeltaFormer.
@@ -338,6 +339,7 @@ def measure(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype
             "form": form.name,
             "shape": dict(zip("BTHD", shape)),
             "backend": backend,
+            "dtype": name_of(dtype),
             "direction": direction,
             "ms": median["ours"],
             "tokens_per_second": shape[0] * shape[1] / median["ours"] * 1e3,
@@ -369,11 +371,16 @@ def show(row: dict) -> None:
     peers = "".join(f"   {x['ours_of_theirs']:.2f} of {name}" for name, x in row["peers"].items())
     size = "x".join(str(n) for n in row["shape"].values())
     print(
-        f"{row['form']:42} {row['backend']:6} {size:16} {row['direction']:17} {row['ms']:9.2f} ms "
+        f"{row['form']:42} {row['backend']:6} {row['dtype']:8} {size:16} {row['direction']:17} {row['ms']:9.2f} ms "
         f"{row['tokens_per_second']:11.0f} tokens/s  floor {row['floor_ms']:8.2f} ms ({row['bound']}) "
         f"x {row['of_floor']:5.2f}{peers}",
         flush=True,
     )
+
+
+def kind_of(row: dict) -> str:
+    """A curve of the figure."""
+    return f"{row['form']} ({row['backend']}, {row['dtype']})"
 
 
 def draw(rows: list[dict], file: Path) -> None:
@@ -381,11 +388,11 @@ def draw(rows: list[dict], file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
     labels = list(dict.fromkeys("x".join(str(n) for n in row["shape"].values()) for row in rows))
     for axis, direction in zip(axes, ("forward", "forward+backward")):
-        for number, kind in enumerate(dict.fromkeys((row["form"], row["backend"]) for row in rows)):
-            mine = [r for r in rows if (r["form"], r["backend"]) == kind and r["direction"] == direction]
+        for number, kind in enumerate(dict.fromkeys(map(kind_of, rows))):
+            mine = [r for r in rows if kind_of(r) == kind and r["direction"] == direction]
             at = [labels.index("x".join(str(n) for n in r["shape"].values())) for r in mine]
-            style = {"marker": "o", "linestyle": "--" if number >= 10 else "-", "label": f"{kind[0]} ({kind[1]})"}
-            axis.plot(at, [r["of_floor"] for r in mine], **style)
+            style = {"marker": "s" if "bfloat16" in kind else "o", "linestyle": "--" if number >= 10 else "-"}
+            axis.plot(at, [r["of_floor"] for r in mine], **style, label=kind)
         axis.set(title=direction, xlabel="B x T x H x D", yscale="log")
         axis.set_xticks(range(len(labels)), labels, rotation=20)
     axes[0].set_ylabel("time, of the floor")
@@ -394,14 +401,13 @@ def draw(rows: list[dict], file: Path) -> None:
     plt.close(figure)
 
 
-def hardware(device: str, dtype: torch.dtype) -> dict:
+def hardware(device: str) -> dict:
     """What was measured on, and with what."""
     packages = ("triton", "fla")
     return {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **{name: getattr(import_module(name), "__version__", "?") for name in packages if find_spec(name)},
@@ -415,13 +421,20 @@ def cpu_name() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
 def work(device: str, lengths: list[int], forms: list[Form]) -> list[tuple]:
-    """(form, shape, backend), the shapes that matter most first."""
+    """(form, shape, backend, dtype), the shapes that matter most first."""
     if device == "cpu":
-        return [(form, (1, T, 8, 128), "chunk") for T in sorted(lengths) for form in forms]
+        wide = [(form, (1, T, 8, 128), "chunk", torch.float32) for T in sorted(lengths) for form in forms]
+        narrow = [form for form in forms if form.operations in (linear_operations, delta_operations)]
+        return wide + [(form, (1, max(lengths), 8, 128), "chunk", torch.bfloat16) for form in narrow]
     shapes = [shape for shape in CUDA_SHAPES if not lengths or shape[1] in lengths]
-    kernels = [(form, shape, "triton") for shape in shapes for form in forms]
-    return kernels + [(form, shape, "chunk") for shape in shapes[:2] for form in forms]
+    kernels = [(form, shape, "triton", torch.bfloat16) for shape in shapes for form in forms]
+    return kernels + [(form, shape, "chunk", torch.bfloat16) for shape in shapes[:2] for form in forms]
 
 
 def main() -> None:
@@ -435,23 +448,24 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler, which else speaks of every start
-    device, dtype = given.device, torch.float32 if given.device == "cpu" else torch.bfloat16
+    device = given.device
     forms = [form for form in FORMS if re.search(given.only, form.name)]
     lengths = given.lengths or ([1024, 4096] if device == "cpu" else [])
-    table = {**hardware(device, dtype), "rows": [], "shares": {}}
+    table = {**hardware(device), "rows": [], "shares": {}}
     print(*(f"{name} {value}" for name, value in table.items() if name not in ("rows", "shares")), sep=", ")
     whole = not (given.only or given.lengths)
     RESULTS.mkdir(exist_ok=True)
-    for form, shape, backend in work(device, lengths, forms):
+    for form, shape, backend, dtype in work(device, lengths, forms):
         try:
             for row in measure(form, shape, backend, device, dtype, given.seconds):
                 show(row)
                 table["rows"].append(row)
         except (ValueError, RuntimeError) as error:  # no kernel for it, or no room
-            print(f"{form.name:42} {backend:6} {'x'.join(map(str, shape)):16} {type(error).__name__}: {error}"[:160])
+            size = "x".join(map(str, shape))
+            print(f"{form.name:42} {backend:6} {name_of(dtype):8} {size:16} {type(error).__name__}: {error}"[:160])
             continue
         if shape[1] == max(lengths or [shape[1]]):
-            table["shares"][f"{form.name}, {backend}"] = shares(form, shape, backend, device, dtype)
+            table["shares"][f"{form.name}, {backend}, {name_of(dtype)}"] = shares(form, shape, backend, device, dtype)
         if whole:
             (RESULTS / f"ops_{device}.json").write_text(json.dumps(table, indent=1) + "\n")
             draw(table["rows"], RESULTS / f"ops_{device}.png")

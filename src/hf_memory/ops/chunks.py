@@ -2,6 +2,9 @@
 
 On the CPU temporaries that leave the cache cost as much as the products. So a sequence is read in segments of a few
 chunks each, one after the other.
+
+Operands of products may be bfloat16. A product then sums in float32 and rounds once; states, gates, inverses and what
+is added up over chunks stay float32.
 """
 
 from collections.abc import Callable
@@ -57,6 +60,16 @@ def joined_chunks(o: Tensor, B: int) -> Tensor:
     return o.unflatten(1, (B, -1)).movedim((0, 2), (1, 3))
 
 
+def decayed(x: Tensor, b: Tensor) -> Tensor:
+    """x e^b in the dtype of x."""
+    return (x * b.exp()).to(x.dtype)
+
+
+def add_product(S: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """S + a b for states [B, K, V] that may be wider than a and b, whose product is then rounded before it is added."""
+    return torch.baddbmm(S, a, b) if S.dtype == a.dtype else S + torch.bmm(a, b)
+
+
 def decay_mask(b: Tensor) -> Tensor:
     """e^(b_i - b_j) for i >= j, else 0: [..., C] -> [..., C, C]."""
     return (b[..., :, None] - b[..., None, :]).tril().exp().tril()
@@ -72,7 +85,7 @@ def vector_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     while (s := scores.shape[-1]) < q.shape[-2]:
         (_, q_late), (k_early, _), (b_early, b_late) = (_halves(x.unflatten(-2, (-1, s))) for x in (q, k, b))
         first = b_late[..., :1, :]
-        across = (q_late * (b_late - first).exp()) @ (k_early * (first - b_early).exp()).mT
+        across = decayed(q_late, b_late - first) @ decayed(k_early, first - b_early).mT
         early, late = _halves(scores)
         scores = _join(early, late, across)
     return scores[..., 0, :, :]

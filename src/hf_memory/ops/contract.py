@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
 MAX_KERNEL_DIM = 256
+CPU_MULTIPLIES_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # else PyTorch does so more slowly than in float32
 
 
 class Dims(NamedTuple):
@@ -151,13 +152,24 @@ def _triton_interprets() -> bool:
 
 def in_float32(op: Callable) -> Callable:
     """Run `op(q, ...)` in float32 (float64 if q is) and without autocast; only `o` comes back in the dtype of q."""
+    return _widened(op, lambda q: 0)
+
+
+def with_bfloat16_products(op: Callable) -> Callable:
+    """As `in_float32`, but bfloat16 q, k and v stay so where matrix units multiply them: `op` keeps all else wide."""
+    return _widened(op, lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0)
+
+
+def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
+    """`op` without autocast, all but the first `kept(q)` arguments in float32; `o` comes back in the dtype of q."""
 
     @wraps(op)
-    def wide_op(q: Tensor, *args, **kwargs):
+    def wide_op(*args, **kwargs):
+        q, n = args[0], kept(args[0])
         wide = torch.promote_types(q.dtype, torch.float32)
-        q_wide, args, kwargs = tree_map(lambda x: _widen(x, wide), (q, args, kwargs))
+        others, kwargs = tree_map(lambda x: _widen(x, wide), (args[n:], kwargs))
         with torch.autocast(q.device.type, enabled=False):
-            o, state = op(q_wide, *args, **kwargs)
+            o, state = op(*args[:n], *others, **kwargs)
         return o.to(q.dtype), state
 
     return wide_op

@@ -14,20 +14,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_memory.ops.chunks import (
+    add_product,
     chunk_size,
     decay_mask,
+    decayed,
     in_segments,
     joined_chunks,
     split_chunks,
     unit_lower_inverse,
     vector_scores,
 )
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
 
 CHUNK = 32  # fewer operations than 64
+BFLOAT16_CHUNK = 64  # a call costs more than those operations
 
 
-@in_float32
+@with_bfloat16_products
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, initial_state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -36,7 +39,8 @@ def delta_rule(
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
     if T == 1:
         return _one_token(scale * q, k, v, beta, g, initial_state)
-    return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
+    C = chunk_size(T, BFLOAT16_CHUNK if v.dtype == torch.bfloat16 else CHUNK)
+    return in_segments(_segment, C, initial_state, q, k, v, beta[..., None], g, scale=scale)
 
 
 def _segment(
@@ -50,17 +54,21 @@ def _segment(
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
-    """P, A without beta, and the rows that meet the state: q and k on the way in, k on the way out, and its decay."""
+    """P, A without beta, and the rows that meet the state: q and k on the way in, k on the way out, and its decay.
+
+    A is never made of rounded products: where keys are alike, its inverse makes much of them.
+    """
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
-        return (q @ k.mT).tril(), (k @ k.mT).tril(-1), q, k, k, None
+        return (q @ k.mT).tril(), (wide @ wide.mT).tril(-1), q, k, k, None
     b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
     if g.ndim == q.ndim:
-        P, A = vector_scores(torch.stack([q, k]), k, b)
+        P, A = vector_scores(torch.stack([q.to(wide), wide]), wide, b)
     else:
         mask = decay_mask(b[..., 0])
-        P, A = (q @ k.mT) * mask, (k @ k.mT) * mask
+        P, A = (q @ k.mT) * mask, (wide @ wide.mT) * mask
     last = b[..., -1:, :]
-    return P, A.tril(-1), q * b.exp(), k * b.exp(), k * (last - b).exp(), last.mT.exp()
+    return P.to(q.dtype), A.tril(-1), decayed(q, b), decayed(k, b), decayed(k, last - b), last.mT.exp()
 
 
 class _Pass(torch.autograd.Function):
@@ -69,14 +77,15 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, S):
         inverse = unit_lower_inverse(A)
-        solve, R, X, o, before = inverse * beta.mT, torch.empty_like(v), torch.empty_like(v), torch.empty_like(v), []
+        solve, before = (inverse * beta.mT).to(v.dtype), []
+        R, X, o = (torch.empty_like(v) for _ in range(3))
         each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve, R, X, o)))
         for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n, R_n, X_n, o_n) in enumerate(each):
-            before.append(S)
-            torch.baddbmm(v_n, k_n, S, alpha=-1, out=R_n)
+            before.append(S_n := S.to(v.dtype))
+            torch.baddbmm(v_n, k_n, S_n, alpha=-1, out=R_n)
             torch.bmm(solve_n, R_n, out=X_n)
-            torch.bmm(q_n, S, out=o_n).baddbmm_(P_n, X_n)
-            S = torch.baddbmm(S, k_out_n, X_n) if decay is None else (decay[n] * S).baddbmm_(k_out_n, X_n)
+            torch.bmm(q_n, S_n, out=o_n).baddbmm_(P_n, X_n)
+            S = add_product(S if decay is None else decay[n] * S, k_out_n, X_n)
         ctx.save_for_backward(inverse, P, q, k, k_out, beta, decay, R, X, *before)
         return o, S
 
@@ -84,20 +93,24 @@ class _Pass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, dS):
         inverse, P, q, k, k_out, beta, decay, R, X, *before = ctx.saved_tensors
-        S = torch.stack(before)
-        dS_after, W = torch.empty_like(S), torch.empty_like(R)  # W: of diag(beta) R
+        S, inverse = torch.stack(before), inverse.to(R.dtype)
+        dS_after, W, minus_dR = torch.empty_like(S), torch.empty_like(R), torch.empty_like(R)  # W: of diag(beta) R
         for n in reversed(range(len(R))):
-            dS_after[n] = dS
-            torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS), out=W[n])
-            dS = torch.baddbmm(dS if decay is None else decay[n] * dS, q[n].mT, do[n])
-            dS.baddbmm_(k[n].mT, beta[n] * W[n], alpha=-1)
-        dR, dbeta = beta * W, (W * R).sum(-1, keepdim=True)
-        ddecay = None if decay is None else (S * dS_after).sum(-1, keepdim=True).sum_to_size(decay.shape)
-        return -W @ X.mT, do @ X.mT, do @ S.mT, -dR @ S.mT, X @ dS_after.mT, dR, dbeta, ddecay, dS
+            dS_n = dS_after[n].copy_(dS)
+            torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS_n), out=W[n])
+            minus_dR[n] = -beta[n] * W[n]
+            dS = add_product(dS if decay is None else decay[n] * dS, q[n].mT, do[n])
+            dS = add_product(dS, k[n].mT, minus_dR[n])
+        dbeta = (W * R).sum(-1, keepdim=True, dtype=beta.dtype)
+        ddecay = None
+        if decay is not None:
+            ddecay = (S * dS_after).sum(-1, keepdim=True, dtype=decay.dtype).sum_to_size(decay.shape)
+        return -W @ X.mT, do @ X.mT, do @ S.mT, minus_dR @ S.mT, X @ dS_after.mT, -minus_dR, dbeta, ddecay, dS
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, beta = q[:, 0, :, None], k[:, 0, :, None], v[:, 0, :, None], beta[:, 0, :, None, None]  # [B, H, 1, D]
+    q, k, v = (x[:, 0, :, None].to(S.dtype) for x in (q, k, v))  # [B, H, 1, D]
+    beta = beta[:, 0, :, None, None]
     if g is not None:
         S = S * (g[:, 0, :, None, None] if g.ndim == 3 else g[:, 0, ..., None]).exp()
     S = S + k.mT * (beta * (v - k @ S))

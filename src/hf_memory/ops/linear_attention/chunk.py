@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.chunks import chunk_size, decay_mask, in_segments, joined_chunks, split_chunks, vector_scores
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.chunks import (
+    add_product,
+    chunk_size,
+    decay_mask,
+    decayed,
+    in_segments,
+    joined_chunks,
+    split_chunks,
+    vector_scores,
+)
+from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 
 CHUNK = 64
 
 
-@in_float32
+@with_bfloat16_products
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
 ) -> tuple[Tensor, Tensor | LinearState]:
@@ -60,9 +69,9 @@ def _segment(
     A, q_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
     outputs, S = [], S.flatten(0, 1)
     decays = [None] * len(v) if decay is None else decay.unbind()
-    for A_n, q_n, k_n, v_n, decay_n in zip(A.unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
-        outputs.append(torch.baddbmm(torch.bmm(A_n, v_n), q_n, S))
-        S = torch.baddbmm(S if decay_n is None else decay_n * S, k_n, v_n)
+    for own, q_n, k_n, v_n, decay_n in zip((A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
+        outputs.append(torch.baddbmm(own, q_n, S.to(q_n.dtype)))
+        S = add_product(S if decay_n is None else decay_n * S, k_n, v_n)
     return joined_chunks(torch.stack(outputs), B), S.unflatten(0, (B, H))
 
 
@@ -73,11 +82,11 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Te
     b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
     A = vector_scores(q, k, b) if g.ndim == q.ndim else (q @ k.mT) * decay_mask(b[..., 0])
     last = b[..., -1:, :]
-    return A, q * b.exp(), k * (last - b).exp(), last.mT.exp()
+    return A.to(q.dtype), decayed(q, b), decayed(k, last - b), last.mT.exp()
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]  # [B, H, D]
+    q, k, v = (x[:, 0].to(S.dtype) for x in (q, k, v))  # [B, H, D]
     if g is not None:
         S = S * (g[:, 0, :, None, None] if g.ndim == 3 else g[:, 0, ..., None]).exp()
     S = S + k[..., None] * v[..., None, :]
