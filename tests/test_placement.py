@@ -90,11 +90,11 @@ def test_a_ranking_measures_what_the_restored_student_does():
         assert scores[layer].recall == pytest.approx(sum(gains) / 2, abs=1e-5)
 
 
-def test_recall_decides_and_kl_where_recall_is_the_same(monkeypatch):
+def test_recall_less_kl_decides_and_recall_where_they_are_the_same(monkeypatch):
     teacher = make_teacher()
     student = start(teacher)
     student.config.num_hidden_layers = 4
-    recall, kl = [0.1, 0.301, 0.299, 0.2], [0.1, 0.6, 0.5, 0.7]
+    recall, kl = [0.1, 0.6, 0.301, 0.2], [0.1, 0.9, 0.6, 0.2]
     now = []
 
     @placement.contextmanager
@@ -108,10 +108,10 @@ def test_recall_decides_and_kl_where_recall_is_the_same(monkeypatch):
     )
     monkeypatch.setattr(placement, "agreement", lambda *_, length: Agreement(kl[now[0]], 0.5))
     ranking = rank_layers(student, teacher, random_tokens(50))
-    assert [score.layer for score in ranking] == [2, 1, 3, 0]
-    assert placement_table(ranking, (2,))[:2] == [
-        ("layer 2", "0.30", "0.500", "yes"),
-        ("layer 1", "0.30", "0.600", ""),
+    assert [score.layer for score in ranking] == [3, 0, 1, 2]
+    assert placement_table(ranking, (3,))[:2] == [
+        ("layer 3", "0.20", "0.200", "yes"),
+        ("layer 0", "0.10", "0.100", ""),
     ]
 
 

@@ -449,7 +449,7 @@ def _print_results(results: conversion.Results) -> None:
 
 
 def _print_ranking(made: conversion.Conversion) -> None:
-    title = "attention in one layer only, before distillation; recall decides"
+    title = "attention in one layer only, before distillation; recall less KL decides"
     rows = Table(*conversion.PLACEMENT_HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for row in conversion.placement_table(made.ranking, made.kept):
         rows.add_row(*row)

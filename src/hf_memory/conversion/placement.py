@@ -64,8 +64,9 @@ def rank_layers(
 ) -> list[LayerScore]:
     """Restore the teacher's attention in one layer at a time; the best layer to keep first.
 
-    Recall decides, on average over a quarter and half of a window and to a hundredth of a nat, and KL where recall is
-    the same: by KL alone the first layers seem best, and make hybrids that recall least.
+    Recall less KL decides, to a hundredth of a nat, recall on average over a quarter and half of a window: about how
+    well a student predicts what it has read before. By KL alone the first layers seem best, and make hybrids that
+    recall least; by recall alone those seem best that leave the student most to gain, because it knows least.
 
     Args:
         student: all its layers are memory, after attention transfer; the same before and after.
@@ -81,7 +82,7 @@ def rank_layers(
             kl = agreement(student, teacher, tokens, length=length).kl
             recall = recall_by_distance(student, tokens, distances, passage=length // 8, trials=64)
             scores.append(LayerScore(layer, sum(recall.values()) / len(recall), kl))
-    return sorted(scores, key=lambda score: (-round(score.recall, 2), score.kl))
+    return sorted(scores, key=lambda score: (-round(score.recall - score.kl, 2), -score.recall))
 
 
 @contextmanager
