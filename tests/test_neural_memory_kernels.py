@@ -122,7 +122,7 @@ REFUSED = {
     "weights must be without bias": {"bias": True},
     "grad_at must be 'previous', got 'decayed'": {"grad_at": "decayed"},
     "forget_to must be 'initial' or 'zero', got 'anchor'": {"forget_to": "anchor"},
-    "chunk_size must be at most 64 with 16 channels in torch.float32, got 65": {"chunk_size": 65},
+    "chunk_size must be at most 32 with 16 channels in torch.float32, got 33": {"chunk_size": 33},
     "K and V must be at most 64 in torch.float32, got 16 and 65": {"V": 65},
     "K and V must be at most 128 in torch.bfloat16, got 16 and 130": {"V": 130, "dtype": torch.bfloat16},
     "chunk_size must be at most 16 with 65 channels in torch.bfloat16, got 17": {

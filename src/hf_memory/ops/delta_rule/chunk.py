@@ -27,7 +27,6 @@ from hf_memory.ops.chunks import (
 from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
 
 CHUNK = 32  # fewer operations than 64
-BFLOAT16_CHUNK = 64  # a call costs more than those operations
 
 
 @with_bfloat16_products
@@ -39,8 +38,7 @@ def delta_rule(
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
     if T == 1:
         return _one_token(scale * q, k, v, beta, g, initial_state)
-    C = chunk_size(T, BFLOAT16_CHUNK if v.dtype == torch.bfloat16 else CHUNK)
-    return in_segments(_segment, C, initial_state, q, k, v, beta[..., None], g, scale=scale)
+    return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
 
 
 def _segment(

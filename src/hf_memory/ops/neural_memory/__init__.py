@@ -26,7 +26,7 @@ __all__ = ["NeuralMemoryState", "neural_memory"]
 
 MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chunk}; with more, registers spill
     2: {64: 64, 128: 16},
-    4: {16: 64, 32: 32, 64: 16},
+    4: {16: 32, 64: 16},
 }
 
 
@@ -92,7 +92,7 @@ def neural_memory(
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where there are some, else chunk. There
             are some for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
             forget to initial weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16
-            with 128; in float32 64 with 16 channels, 32 with 32, 16 with 64.
+            with 128; in float32 32 with 16 channels, 16 with 64.
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.

@@ -26,16 +26,17 @@ from hf_memory.ops.kernel_report import Variant
 from hf_memory.ops.neural_memory import chunk, exact, exact_kernels
 from hf_memory.ops.neural_memory.exact_kernels import _load, _put, _tile
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Rule
+from hf_memory.ops.tiles import split_dot
 
 TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # that one program reads
 
 
 @triton.jit
-def _dot(x, y, DTYPE: tl.constexpr):
+def _dot(x, y, DTYPE: tl.constexpr, PARTS: tl.constexpr = 1):
     """x y, of operands rounded to DTYPE."""
     PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else "tf32"
-    return tl.dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), input_precision=PRECISION)
+    return split_dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), PARTS, PRECISION)
 
 
 @triton.jit
@@ -346,14 +347,14 @@ def _read_backward_kernel(
         d = slope * _tile(f_c, cols, C, j, HIDDEN)
         q_t = _tile(q_c, rows, C, i_k, K)  # again, to hold it no longer
         u = _read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
-        y_t, slope, _ = _activate(u - _dot(scores_1, d, DTYPE), ACTIVATION)
+        y_t, slope, _ = _activate(u - _dot(scores_1, d, DTYPE, BC // 16), ACTIVATION)
         scores_2 += _dot(y_t, tl.trans(x), DTYPE)
         _put(y_c, y_t, rows, C, j, HIDDEN)
         dy, dbeta_t, dc_t = _back_through(
             y_t, _tile(do_c, rows, C, i_v, V), state, initial, at_2, in_2, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE
         )
         dbeta_c, dc_c = dbeta_c + dbeta_t, dc_c + dc_t
-        du_t = slope * (dy - _dot(G_2, x, DTYPE))
+        du_t = slope * (dy - _dot(G_2, x, DTYPE, BC // 16))
         G_1 += _dot(du_t, tl.trans(d), DTYPE)
         _put(du_c, du_t, rows, C, j, HIDDEN)
         dq_t, dbeta_t, dc_t = _back_through(
@@ -362,6 +363,7 @@ def _read_backward_kernel(
         dq_c, dbeta_c, dc_c = dq_c + dq_t, dbeta_c + dbeta_t, dc_c + dc_t
     _put(scores + SECOND, scores_2, rows, C, cols, C)
     _put(G, G_1, rows, C, cols, C)
+    P_c = _tile(P + at * C * C, rows, C, cols, C)  # again, to hold it no longer
     dq_c -= _dot(P_c * G_1, _tile(k_c, cols, C, i_k, K), DTYPE)
     if RESIDUAL:
         dq_c += _tile(do_c, rows, C, i_v, V)
@@ -710,8 +712,7 @@ def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
 def variants() -> list[Variant]:
     """What is compiled ahead of time: all kernels at the usual sizes of a memory, and at the largest that they take."""
     both = [(16, 64, hidden, dtype) for hidden in (128, 256) for dtype in _POINTERS]
-    largest = [(16, 128, 256, torch.bfloat16), (64, 64, 128, torch.bfloat16)]
-    largest += [(64, 16, 32, torch.float32), (32, 32, 64, torch.float32)]
+    largest = [(16, 128, 256, torch.bfloat16), (64, 64, 128, torch.bfloat16), (32, 16, 32, torch.float32)]
     return [variant for size in both + largest for variant in _case(*size)] + exact_kernels.variants()
 
 
