@@ -65,9 +65,13 @@ def decayed(x: Tensor, b: Tensor) -> Tensor:
     return (x * b.exp()).to(x.dtype)
 
 
-def add_product(S: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """S + a b for states [B, K, V] that may be wider than a and b, whose product is then rounded before it is added."""
-    return torch.baddbmm(S, a, b) if S.dtype == a.dtype else S + torch.bmm(a, b)
+def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None) -> Tensor:
+    """decay S + a b for states [B, K, V], which may be wider than a and b: their product is then rounded at once."""
+    if decay is not None:
+        S = decay * S
+    if S.dtype != a.dtype:
+        return S + torch.bmm(a, b)
+    return torch.baddbmm(S, a, b) if decay is None else S.baddbmm_(a, b)
 
 
 def decay_mask(b: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class _Pass(torch.autograd.Function):
             torch.baddbmm(v_n, k_n, S_n, alpha=-1, out=R_n)
             torch.bmm(solve_n, R_n, out=X_n)
             torch.bmm(q_n, S_n, out=o_n).baddbmm_(P_n, X_n)
-            S = add_product(S if decay is None else decay[n] * S, k_out_n, X_n)
+            S = add_product(S, k_out_n, X_n, None if decay is None else decay[n])
         ctx.save_for_backward(inverse, P, q, k, k_out, beta, decay, R, X, *before)
         return o, S
 
@@ -97,7 +97,7 @@ class _Pass(torch.autograd.Function):
             dS_n = dS_after[n].copy_(dS)
             torch.bmm(inverse[n].mT, torch.baddbmm(P[n].mT @ do[n], k_out[n], dS_n), out=W[n])
             minus_dR[n] = -beta[n] * W[n]
-            dS = add_product(dS if decay is None else decay[n] * dS, q[n].mT, do[n])
+            dS = add_product(dS, q[n].mT, do[n], None if decay is None else decay[n])
             dS = add_product(dS, k[n].mT, minus_dR[n])
         dbeta = (W * R).sum(-1, keepdim=True, dtype=beta.dtype)
         ddecay = None

@@ -71,7 +71,7 @@ def _segment(
     decays = [None] * len(v) if decay is None else decay.unbind()
     for own, q_n, k_n, v_n, decay_n in zip((A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
         outputs.append(torch.baddbmm(own, q_n, S.to(q_n.dtype)))
-        S = add_product(S if decay_n is None else decay_n * S, k_n, v_n)
+        S = add_product(S, k_n, v_n, decay_n)
     return joined_chunks(torch.stack(outputs), B), S.unflatten(0, (B, H))
 
 
