@@ -124,6 +124,22 @@ def generated(model, options: dict, new: int = 64) -> float:
     return new / (time.perf_counter() - start)
 
 
+def shares(name: str, sizes: dict) -> dict[str, float]:
+    """Where the time of an eager token goes: the part of each PyTorch operation. Products are reading of weights."""
+    model = make(name, sizes)
+    cache = filled_cache(model, 2)
+    model(TOKEN, past_key_values=cache)
+    with torch.profiler.profile() as profiled:
+        for _ in range(10):
+            model(TOKEN, past_key_values=cache)
+    key = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
+    taken = {event.key: getattr(event, key) for event in profiled.key_averages()}
+    largest = sorted(taken, key=taken.__getitem__, reverse=True)[:6]
+    found = {operation: round(taken[operation] / sum(taken.values()), 3) for operation in largest}
+    print(f"{name:16} {found}", flush=True)
+    return found
+
+
 def draw(rows: list[dict], file: Path) -> None:
     """Milliseconds a token and bytes of the cache over the context."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
@@ -156,6 +172,7 @@ def main() -> None:
     }
     contexts = by_context(("Llama", *MEMORIES), sizes)
     ways = [row for name in ("linear (elu)", "Gated DeltaNet") for row in by_way(name, sizes)]
+    profiles = {name: shares(name, sizes) for name in ("linear (elu)", "Gated DeltaNet")}
     machine = {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
@@ -166,7 +183,7 @@ def main() -> None:
         "batch": 1,
     }
     RESULTS.mkdir(exist_ok=True)
-    results = {**machine, **sizes, "by_context": contexts, "by_way": ways}
+    results = {**machine, **sizes, "by_context": contexts, "by_way": ways, "profile": profiles}
     (RESULTS / "decode.json").write_text(json.dumps(results, indent=1))
     draw(contexts, RESULTS / "decode.png")
 
