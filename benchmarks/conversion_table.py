@@ -44,7 +44,10 @@ DISTILLATION = Schedule(steps=160, learning_rate=1e-3, batch_size=4)
 FINE_TUNING = Schedule(steps=40, learning_rate=3e-4, batch_size=4, length=1024)
 MORE_DISTILLATION = FINE_TUNING._replace(batch_size=16, length=256)  # as many tokens
 ABLATION: dict[str, dict] = {  # as many steps in all as the pure student has
-    "no transfer": {"transfer": TRANSFER._replace(steps=0), "distillation": DISTILLATION._replace(steps=240)},
+    "no transfer": {
+        "transfer": TRANSFER._replace(steps=0),
+        "distillation": DISTILLATION._replace(steps=TRANSFER.steps + DISTILLATION.steps),
+    },
     "no distillation": {
         "distillation": DISTILLATION._replace(steps=0),
         "fine_tuning": DISTILLATION._replace(learning_rate=3e-4),
@@ -67,7 +70,12 @@ def library_sections() -> list[str]:
     text = "".join(demo.sections())
     for file in sorted(folder.glob("*.py")):
         text += file.read_text(errors="ignore") if len(text) < BYTES else ""
-    return [text[i : i + demo.SECTION] for i in range(0, BYTES, demo.SECTION)]
+    return cut(text[:BYTES])
+
+
+def cut(text: str) -> list[str]:
+    """In sections that are held out, or not, together."""
+    return [text[i : i + demo.SECTION] for i in range(0, len(text), demo.SECTION)]
 
 
 def new_text(tokenizer) -> tuple[Tensor, Tensor]:
@@ -76,7 +84,7 @@ def new_text(tokenizer) -> tuple[Tensor, Tensor]:
     text = "".join(
         file.read_text(errors="ignore") for name in PACKAGES for file in sorted((folder / name).rglob("*.py"))
     )
-    sections = [text[i : i + demo.SECTION] for i in range(0, len(text), demo.SECTION)]
+    sections = cut(text)
     held_out = sections[demo.HELD_OUT // 2 :: demo.HELD_OUT]
     del sections[demo.HELD_OUT // 2 :: demo.HELD_OUT]
     training, held_out = (torch.tensor(tokenizer.encode("".join(part))) for part in (sections, held_out))

@@ -23,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import hf_memory
 from hf_memory.cache import MemoryLayer, state_bytes
+from ops import shares_of
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,15 +128,9 @@ def generated(model, options: dict, new: int = 64) -> float:
 def shares(name: str, sizes: dict) -> dict[str, float]:
     """Where the time of an eager token goes: the part of each PyTorch operation. Products are reading of weights."""
     model = make(name, sizes)
-    cache = filled_cache(model, 2)
-    model(TOKEN, past_key_values=cache)
-    with torch.profiler.profile() as profiled:
-        for _ in range(10):
-            model(TOKEN, past_key_values=cache)
-    key = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
-    taken = {event.key: getattr(event, key) for event in profiled.key_averages()}
-    largest = sorted(taken, key=taken.__getitem__, reverse=True)[:6]
-    found = {operation: round(taken[operation] / sum(taken.values()), 3) for operation in largest}
+    step = partial(model, TOKEN, past_key_values=filled_cache(model, 2))
+    step()
+    found = shares_of(lambda: [step() for _ in range(10)], DEVICE.type, largest=6)
     print(f"{name:16} {found}", flush=True)
     return found
 

@@ -355,15 +355,20 @@ def measure(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype
 
 
 def shares(form: Form, shape: tuple[int, ...], backend: str, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Where the time of a forward goes: the part of each PyTorch operation or kernel."""
+    """Where the time of a forward goes."""
     call = directions(lambda x: form.run(x, backend), make_arguments(form, shape, device, dtype))["forward"]
     call()
+    return shares_of(call, device)
+
+
+def shares_of(call: Callable, device: str, largest: int = 8) -> dict[str, float]:
+    """The part of each PyTorch operation or kernel in the time of a call, the largest first."""
     with profile() as profiled:
         call()
     key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
     taken = {event.key: getattr(event, key) for event in profiled.key_averages()}
-    largest = sorted(taken, key=taken.__getitem__, reverse=True)[:8]
-    return {name: round(taken[name] / max(sum(taken.values()), 1e-9), 3) for name in largest}
+    first = sorted(taken, key=taken.__getitem__, reverse=True)[:largest]
+    return {name: round(taken[name] / max(sum(taken.values()), 1e-9), 3) for name in first}
 
 
 def show(row: dict) -> None:
