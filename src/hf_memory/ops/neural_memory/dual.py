@@ -7,9 +7,12 @@ to what leaves it, and rows Y_l that enter it when the memory is read:
     U_l = beta .* Y_{l-1} W_l + c .* Y_{l-1} S_l - (P .* Y_{l-1} X_{l-1}^T) D_l,   Y_l = s(U_l)
     W_l <- beta_n W_l + c_n S_l - (P_n .* X_{l-1})^T D_l,   S_l <- H S_l - (m .* X_{l-1})^T D_l
 
+Where forgetting leads to weights I, (1 - beta) times them is added to what beta multiplies. A layer's weights and
+momentum are kept on top of each other as M, so that both are read, and written, by one product.
 The backward is written out. It keeps the state before every group of chunks, and goes through a group again.
 """
 
+from collections.abc import Iterator
 from math import isqrt
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_memory.ops.neural_memory.network import Norm, Rule
-from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Rows, add
+from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Rows, Stacks
 
 
 def run(q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
@@ -39,11 +42,22 @@ def run(q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm 
         o [NC, N, C, V] and the state.
     """
     W, S, A = state
-    none = [None] * len(W)
-    tensors = (q, k, v, *coefficients, *(norm or (None, None)), *W, *(S or none), *(A or none), *initial)
-    o, *layers = _Pass.apply(rule, closed if A else [True, *closed[1:]], len(W), *tensors)
-    after = [tuple(layers[i : i + len(W)]) for i in range(0, 3 * len(W), len(W))]
-    return o, (after[0], after[1] if S else (), after[2] if A else ())
+    L, none = len(W), [None] * len(W)
+    M = [torch.cat(layers, dim=1) for layers in zip(W, S)] if S else W
+    tensors = (*_rows(q, k, v, coefficients, rule), *(norm or (None, None)), *M, *(A or none), *initial)
+    o, *layers = _Pass.apply(rule, closed if A else [True, *closed[1:]], L, *tensors)
+    stacks = [m.chunk(2 if S else 1, dim=1) for m in layers[:L]]
+    return o, (*(tuple(x) for x in zip(*stacks)), *(() if S else ((),)), tuple(layers[L:]) if A else ())
+
+
+def _rows(q, k, v, coefficients, rule: Rule) -> Rows:
+    """All rows, with the coefficients of weights and momentum side by side."""
+    P, beta, c, m, H = coefficients
+    rest = None if beta is None or rule.forget_to == "zero" else 1 - beta
+    if c is None:
+        return Rows(q, k, v, P, beta, rest, P[..., -1, :, None], None)
+    enters = torch.cat([torch.ones_like(c) if beta is None else beta, c], dim=-1)
+    return Rows(q, k, v, P, enters, rest, torch.cat([P[..., -1, :, None], m], dim=-1), H)
 
 
 class _Pass(torch.autograd.Function):
@@ -51,62 +65,63 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule, closed, L, *tensors):
-        rows, norm, (W, S, A, I) = _group(tensors, L)
-        has_anchor, NC, kept = bool(A), rows.q.shape[0], []
-        ctx.rule, ctx.closed, ctx.L, ctx.size = rule, closed, L, max(1, isqrt(NC))
-        o = torch.empty_like(rows.v)
-        for n in range(NC):
-            A = _pick(closed[n], W, A)
+        rows, norm, (M, A, I) = _group(tensors, L)
+        M, has_anchor, outputs, kept = tuple(m.clone() for m in M), bool(A), [], []
+        ctx.rule, ctx.closed, ctx.L, ctx.size = rule, closed, L, max(1, isqrt(len(rows.q)))
+        for n, row in enumerate(_each(rows)):
+            A = _pick(closed[n], _weights(M, I), A)
             if n % ctx.size == 0:
-                kept += _layers(W, S, A, L)
-            chunk = Chunk(rule, _rows_of(rows, n), norm, W, S, A, I)
-            o[n] = chunk.read()
-            W, S, A = chunk.after(closed[n + 1] is not True)
-        A = _pick(closed[NC], W, A)
+                kept += [*(m.clone() for m in M), *(A if closed[n] is not True else [None] * L)]
+            chunk = Chunk(rule, row, norm, M, A, I)
+            outputs.append(chunk.read())
+            A = () if closed[n + 1] is True else chunk.anchor_after()
+            chunk.write(M)
+        A = _pick(closed[-1], _weights(M, I), A)
         ctx.save_for_backward(*tensors, *kept)
-        return o, *_layers(W, S, tuple(x.clone() for x in A) if has_anchor else (), L)
+        return torch.stack(outputs), *M, *(tuple(x.clone() for x in A) if has_anchor else ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, *d_layers):
-        L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 4 * ctx.L
+        L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 3 * ctx.L
         saved = ctx.saved_tensors  # once: checkpointing gives each tensor a single time
         tensors, kept = saved[:count], saved[count:]
         rows, norm, (*_, I) = _group(tensors, L)
-        dW, dS, dA = (list(d_layers[i : i + L]) for i in range(0, 3 * L, L))
+        dM, dA = [d.clone() for d in d_layers[:L]], list(d_layers[L:]) or [None] * L
         dI, d_norm, d_rows = [None] * L, [None, None], [None if x is None else torch.empty_like(x) for x in rows]
-        dW, dA = _unpick(closed[-1], dW, dA)
-        for start in reversed(range(0, rows.q.shape[0], ctx.size)):
-            first = start // ctx.size * 3 * L
-            chunks = _again(ctx, rows, norm, [_some(kept[first + i : first + i + L]) for i in (0, L, 2 * L)], I, start)
+        dA = _unpick(closed[-1], dM, dA)
+        for start in reversed(range(0, len(rows.q), ctx.size)):
+            first = start // ctx.size * 2 * L
+            chunks = _again(ctx, rows, norm, kept[first : first + L], _some(kept[first + L : first + 2 * L]), I, start)
             for n in reversed(range(start, start + len(chunks))):
-                chunk = chunks.pop()
-                given, dW, dS, dA = chunk.backward(do[n], dW, dS, dA, dI, d_norm)
+                given, dM, dA = chunks.pop().backward(do[n], dM, dA, dI, d_norm)
                 for whole, part in zip(d_rows, given):
                     if whole is not None:
                         whole[n] = part
-                dW, dA = _unpick(closed[n], dW, dA)
-        return None, None, None, *d_rows, *d_norm, *dW, *dS, *dA, *dI
+                dA = _unpick(closed[n], dM, dA)
+        return None, None, None, *d_rows, *d_norm, *dM, *dA, *dI
 
 
-def _again(ctx, rows: Rows, norm, state, I: Layers, start: int) -> list:
-    """The chunks of a group, from the state before its first one."""
-    W, S, A = state
-    chunks = []
-    for n in range(start, min(start + ctx.size, rows.q.shape[0])):
-        A = A if n == start else _pick(ctx.closed[n], W, A)
-        chunks.append(Chunk(ctx.rule, _rows_of(rows, n), norm, W, S, A, I))
+def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -> list:
+    """The chunks of a group, from the state before its first one; no anchor is that of weights."""
+    chunks: list[Chunk] = []
+    for n in range(start, min(start + ctx.size, len(rows.q))):
+        if chunks:
+            A = () if ctx.closed[n] is True else chunks[-1].anchor_after()
+            M = tuple(m.clone() for m in M)
+            chunks[-1].write(M)
+            A = _pick(ctx.closed[n], _weights(M, I), A)
+        row: Any = (None if x is None else x[n] for x in rows)
+        chunks.append(Chunk(ctx.rule, Rows(*row), norm, M, A or _weights(M, I), I))
         chunks[-1].read()
-        if n + 1 < min(start + ctx.size, rows.q.shape[0]):
-            W, S, A = chunks[-1].after(ctx.closed[n + 1] is not True)
     return chunks
 
 
 def _group(tensors, L: int):
-    """Flat arguments -> rows, norm, and the layers of W, S, A and I, empty where there are none."""
+    """Flat arguments -> rows, norm, and the layers of M, A and I, empty where there are none."""
     n = len(Rows._fields)
     norm, layers = tensors[n : n + 2], tensors[n + 2 :]
-    parts = [_some(layers[i : i + L]) for i in range(0, 4 * L, L)]
+    parts = [_some(layers[i : i + L]) for i in range(0, 3 * L, L)]
     return Rows(*tensors[:n]), None if norm[0] is None else norm, parts
 
 
@@ -114,13 +129,15 @@ def _some(layers) -> Layers:
     return () if layers[0] is None else tuple(layers)
 
 
-def _layers(W: Layers, S: Layers, A: Layers, L: int) -> list:
-    return [x for layers in (W, S, A) for x in (layers or [None] * L)]
+def _each(rows: Rows) -> Iterator[Rows]:
+    """The rows of each chunk."""
+    none = [None] * len(rows.q)
+    return (Rows(*parts) for parts in zip(*(none if x is None else x.unbind() for x in rows)))
 
 
-def _rows_of(rows: Rows, n: int) -> Rows:
-    parts: Any = (None if x is None else x[n] for x in rows)
-    return Rows(*parts)
+def _weights(M: Stacks, I: Layers) -> Layers:
+    """The part of each stack that is weights, which changes with it."""
+    return tuple(m[:, : initial.shape[1]] for m, initial in zip(M, I))
 
 
 def _pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
@@ -130,12 +147,11 @@ def _pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
     return tuple(torch.where(closed, w, a) for w, a in zip(W, A))
 
 
-def _unpick(closed: bool | Tensor, dW: list, dA: list) -> tuple[list, list]:
-    """Gradients of W and A before `_pick` from those of W and of what was picked; None is zero."""
+def _unpick(closed: bool | Tensor, dM: list, dA: list) -> list:
+    """The gradient of A before `_pick` from that of what was picked, None for zero; that of W is added to dM."""
     if closed is False:
-        return dW, dA
-    if closed is True:
-        return [add(w, a) for w, a in zip(dW, dA)], [None] * len(dA)
-    picked = [None if a is None else torch.where(closed, a, 0.0) for a in dA]
-    kept = [None if a is None else torch.where(closed, 0.0, a) for a in dA]
-    return [add(w, a) for w, a in zip(dW, picked)], kept
+        return dA
+    for m, a in zip(dM, dA):
+        if a is not None:
+            m[:, : a.shape[1]] += a if closed is True else torch.where(closed, a, 0.0)
+    return [None if a is None or closed is True else torch.where(closed, 0.0, a) for a in dA]

@@ -583,7 +583,7 @@ def _of_keys(given: dict) -> Tensor:
     A = states[:, :, 0]
     if given["ANCHOR"]:
         A = torch.where(given["closed"][..., None] != 0, A, states[:, :, -1])
-    d = given["f"] * ACTIVATIONS[given["ACTIVATION"]](given["z"])[1]
+    d = ACTIVATIONS[given["ACTIVATION"]].backward(given["f"], given["z"])
     dk = given["dz"] @ _first(A, given).mT - (given["P"][:, :, -1, :, None] * d) @ _first(after[:, :, 0], given).mT
     if given["MOMENTUM"]:
         dk -= (given["m"] * d) @ _first(after[:, :, 1], given).mT

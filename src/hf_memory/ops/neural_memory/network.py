@@ -4,6 +4,8 @@ A memory of depth L maps a row x to x_L, plus x itself with `residual`, where x_
 layer has no s but an optional layer norm. With `bias` every matrix has one more row, which a constant 1 reads.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import pi, sqrt
 from typing import NamedTuple
 
@@ -55,7 +57,7 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     """What the memory says to rows x [..., n, K]; weights [..., d_in, d_out]."""
     z = lift(x, rule) @ weights[0]
     for W in weights[1:]:
-        z = lift(ACTIVATIONS[rule.activation](z)[0], rule) @ W
+        z = lift(ACTIVATIONS[rule.activation].value(z), rule) @ W
     return output(z, x, rule, norm)
 
 
@@ -70,31 +72,42 @@ def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Ten
     return rstd * (e - e.mean(-1, keepdim=True) - z_hat * (e * z_hat).mean(-1, keepdim=True))
 
 
-def silu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x sigmoid(x) and its first and second derivative."""
+class Activation(NamedTuple):
+    """s, and what its derivatives are needed for."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]  # g, x -> g s'(x)
+    second: Callable[[Tensor], Tensor]  # s''(x)
+
+
+def _silu_second(x: Tensor) -> Tensor:
+    """Of x sigmoid(x)."""
     s = x.sigmoid()
-    rest = s * (1 - s)
-    return x * s, s + x * rest, rest * (2 + x * (1 - 2 * s))
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
-def gelu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x Phi(x) and its first and second derivative."""
-    Phi = 0.5 * (1 + torch.erf(x / sqrt(2)))
-    density = (-0.5 * x.square()).exp() / sqrt(2 * pi)
-    return x * Phi, Phi + x * density, density * (2 - x.square())
+def _gelu_second(x: Tensor) -> Tensor:
+    """Of x Phi(x)."""
+    return (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
 
 
-def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The approximation of gelu by tanh, and its first and second derivative."""
+def _gelu_tanh_second(x: Tensor) -> Tensor:
+    """Of the approximation of gelu by tanh."""
     c, a = sqrt(2 / pi), 0.044715
     t = torch.tanh(c * (x + a * x**3))
     du, ddu = c * (1 + 3 * a * x.square()), c * 6 * a * x
     dt = (1 - t.square()) * du
-    ddt = (1 - t.square()) * ddu - 2 * t * dt * du
-    return 0.5 * x * (1 + t), 0.5 * (1 + t + x * dt), dt + 0.5 * x * ddt
+    return dt + 0.5 * x * ((1 - t.square()) * ddu - 2 * t * dt * du)
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+aten = torch.ops.aten
+ACTIVATIONS = {
+    "silu": Activation(F.silu, aten.silu_backward, _silu_second),
+    "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_second),
+    "gelu_tanh": Activation(
+        partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_second
+    ),
+}
 
 
 def unpack(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """One chunk of the dual form: what is read and written, and the gradients of that, written out.
 
-Names of rows as in `dual`. Each summand of Z, F, U and the new weights is rows times scale times matrix: a Term.
+Names of rows as in `dual`. Rows go through matrices that stand on top of each other, each with a scale of its own, in
+one product: [r_1 x, r_2 x] [M_1; M_2] = r_1 x M_1 + r_2 x M_2. That is a Term.
 """
 
 from collections.abc import Iterable
@@ -8,24 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, output
 
 Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
+Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) it below them
 
 
 class Rows(NamedTuple):
-    """What a chunk is given [N, C, ...], or all chunks [NC, N, C, ...]; the fields after v as `chunk.Coefficients`."""
+    """What a chunk is given [N, C, ...], or all chunks [NC, N, C, ...]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     P: Tensor
-    beta: Tensor | None
-    c: Tensor | None
-    m: Any
-    H: Any
+    enters: Any  # [..., C, R]: beta and c; None if both are constant
+    rest: Tensor | None  # [..., C, 1]: 1 - beta, where forgetting leads somewhere
+    leaves: Tensor  # [..., C, R]: last row of P, and m
+    H: Any  # [..., 1, 1], or None
 
 
 def add(x: Any, y: Any) -> Any:
@@ -41,94 +42,92 @@ def total(summands: Iterable) -> Any:
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """The sum of x y over all but the first dimension: [N, 1, 1]."""
-    return x.flatten(1)[:, None] @ y.flatten(1)[:, :, None]
+    return (x * y).sum((1, 2), keepdim=True)
+
+
+def spread(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x [N, C, d] times each column of scale [N, C, R], side by side [N, C, R d]; None is one column of ones."""
+    if scale is None or scale.shape[-1] == 1:
+        return x if scale is None else scale * x
+    return (scale[..., None] * x[:, :, None]).flatten(-2)
+
+
+def spread_backward(x: Tensor, scale: Tensor | None, g: Tensor) -> tuple[Tensor, Any]:
+    """Gradients of x and scale, None for the latter if it is, from g, the gradient of spread(x, scale)."""
+    if scale is None:
+        return g, None
+    if scale.shape[-1] == 1:
+        return scale * g, (x * g).sum(-1, keepdim=True)
+    g = g.unflatten(-1, (scale.shape[-1], -1))
+    return (scale[..., None] * g).sum(-2), (x[:, :, None] * g).sum(-1)
 
 
 class Term:
-    """Rows times scale * matrix, and the gradients of both, gathered from every use."""
+    """Rows, spread by a scale, times matrices; and the gradients of both, gathered from every use."""
 
-    def __init__(self, matrices: Layers, scale: Tensor | None, *, remainder: bool = False):
-        """Args: matrices [N, d_in, d_out] of each layer; scale [N, C, 1], None for 1; remainder: use 1 - scale."""
-        self.matrices, self.remainder = matrices, remainder
-        self.scale: Any = 1 - scale if remainder and scale is not None else scale
+    def __init__(self, matrices: Layers, scale: Tensor | None):
+        """Args: matrices [N, R d_in, d_out] of each layer; scale [N, C, R] or None."""
+        self.matrices = matrices
+        self.scale: Any = scale
         self.d_matrices: list = [None] * len(matrices)
-        self.d_scale: Any = 0.0
+        self.d_scale: Any = None
 
     def apply(self, x: Tensor, layer: int) -> Tensor:
         """Rows through a layer's matrix."""
-        return self._scaled(x @ self.matrices[layer])
+        return spread(x, self.scale) @ self.matrices[layer]
 
     def apply_transposed(self, x: Tensor, layer: int) -> Tensor:
-        """Rows back through a layer's matrix."""
-        return self._scaled(x @ self.matrices[layer].mT)
-
-    def add_last(self, M: Tensor | None, layer: int) -> Tensor:
-        """The matrix times the last row's scale, added to M."""
-        if self.scale is None:
-            return add(M, self.matrices[layer])
-        last = self.scale[:, -1:]
-        return last * self.matrices[layer] if M is None else torch.addcmul(M, last, self.matrices[layer])
+        """Rows back through a layer's matrix, if there is one alone."""
+        return spread(x @ self.matrices[layer].mT, self.scale)
 
     def backward(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply(x)."""
-        dx = g @ self.matrices[layer].mT
-        self._gather(layer, x, self._scaled(g), (x, dx))
-        return self._scaled(dx)
+        self._gather(layer, spread(x, self.scale), g)
+        return self._through_spread(x, g @ self.matrices[layer].mT)
 
     def backward_transposed(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply_transposed(x)."""
-        dx = g @ self.matrices[layer]
-        self._gather(layer, g, self._scaled(x), (x, dx))
-        return self._scaled(dx)
+        self._gather(layer, spread(g, self.scale), x)
+        return self._through_spread(x, g @ self.matrices[layer])
 
-    def backward_last(self, g: Tensor, layer: int) -> None:
-        """Takes g, the gradient of add_last(); after another use of the layer."""
-        if self.scale is None:
-            self.d_matrices[layer] += g
-        else:
-            self.d_matrices[layer].addcmul_(self.scale[:, -1:], g)
-            d_last = inner(g, self.matrices[layer])
-            self.d_scale = self.d_scale + F.pad(d_last, (0, 0, self.scale.shape[1] - 1, 0))
+    def _through_spread(self, x: Tensor, g: Tensor) -> Tensor:
+        dx, d_scale = spread_backward(x, self.scale, g)
+        self.d_scale = add(self.d_scale, d_scale)
+        return dx
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.scale is None else self.scale * x
-
-    def _gather(self, layer: int, rows: Tensor, g: Tensor, of_scale: tuple[Tensor, Tensor]) -> None:
+    def _gather(self, layer: int, rows: Tensor, g: Tensor) -> None:
         if self.d_matrices[layer] is None:
             self.d_matrices[layer] = rows.mT @ g
         else:
             self.d_matrices[layer].baddbmm_(rows.mT, g)
-        if self.scale is not None:
-            self.d_scale = self.d_scale + (of_scale[0] * of_scale[1]).sum(-1, keepdim=True)
 
 
 class Chunk:
-    """One chunk from weights W, momentum S, anchor A and initial weights I; S is empty without momentum."""
+    """One chunk from stacks M, the anchor A and initial weights I."""
 
-    def __init__(self, rule: Rule, rows: Rows, norm: Norm | None, W: Layers, S: Layers, A: Layers, I: Layers):
+    def __init__(self, rule: Rule, rows: Rows, norm: Norm | None, M: Stacks, A: Layers, I: Layers):
         """Learns: X, Z, F and D are known then."""
-        self.rule, self.rows, self.norm, self.S = rule, rows, norm, S
-        self.L, self.act = len(W), ACTIVATIONS[rule.activation]
-        targets = {"initial": [I], "anchor": [A], "zero": []}[rule.forget_to]
-        returns = targets if rows.beta is not None else []
-        self.kept = [Term(W, rows.beta), *(Term(I, rows.beta, remainder=True) for I in returns)]
-        self.slope = [Term(S, rows.c)] if S else []
-        self.reads = self.kept + self.slope
-        self.anchor = [Term(A, rows.beta if rule.decayed else None)]
-        self.anchor += [Term(I, rows.beta, remainder=True) for I in returns if rule.decayed]
+        self.rule, self.rows, self.norm = rule, rows, norm
+        self.L, self.R, self.act = len(M), rows.leaves.shape[-1], ACTIVATIONS[rule.activation]
+        decayed = rule.decayed and rows.enters is not None
+        self.stack = Term(M, rows.enters)
+        self.anchor = Term(A, rows.enters[..., :1] if decayed else None)
+        returns = [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
+        self.reads, self.anchors = [self.stack, *returns], [self.anchor, *(returns if decayed else [])]
+        self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)  # beta and c after the chunk
         self._learn()
 
     def _learn(self) -> None:
         self.X, self.Z = [lift(self.rows.k, self.rule)], []
         for layer in range(self.L):
-            self.Z.append(total(term.apply(self.X[layer], layer) for term in self.anchor))
+            self.Z.append(total(term.apply(self.X[layer], layer) for term in self.anchors))
             if layer < self.L - 1:
-                self.X.append(lift(self.act(self.Z[layer])[0], self.rule))
+                self.X.append(lift(self.act.value(self.Z[layer]), self.rule))
         self.F: dict = {}
         self.D = {self.L - 1: error(self.Z[-1], self.rows.k, self.rows.v, self.rule, self.norm)}
         for layer in reversed(range(1, self.L)):
-            self.F[layer] = self._drop(total(term.apply_transposed(self.D[layer], layer) for term in self.anchor))
-            self.D[layer - 1] = self.F[layer] * self.act(self.Z[layer - 1])[1]
+            self.F[layer] = self._drop(total(term.apply_transposed(self.D[layer], layer) for term in self.anchors))
+            self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
 
     def read(self) -> Tensor:
         """O [N, C, V]; keeps Y, U and the scores Y X^T."""
@@ -136,37 +135,50 @@ class Chunk:
         for layer in range(self.L):
             self.scores.append(self.Y[layer] @ self.X[layer].mT)
             past = total(term.apply(self.Y[layer], layer) for term in self.reads)
-            self.U.append(torch.baddbmm(past, self.rows.P * self.scores[layer], self.D[layer], alpha=-1))
+            self.U.append(past.baddbmm_(self.rows.P * self.scores[layer], self.D[layer], alpha=-1))
             if layer < self.L - 1:
-                self.Y.append(lift(self.act(self.U[layer])[0], self.rule))
+                self.Y.append(lift(self.act.value(self.U[layer]), self.rule))
         return output(self.U[-1], self.rows.q, self.rule, self.norm)
 
-    def after(self, anchor: bool) -> tuple[Layers, Layers, Layers]:
-        """Weights and momentum after the chunk, and with `anchor` the anchor, if it goes on."""
-        W, S, w, m, H = [], [], self.rows.P[:, -1, :, None], self.rows.m, self.rows.H
-        for layer, X in enumerate(self.X):
-            past = _last(self.reads, layer)
-            W.append(torch.baddbmm(past, (w * X).mT, self.D[layer], alpha=-1))
-            if self.S:
-                S.append(torch.baddbmm(H * self.S[layer], (m * X).mT, self.D[layer], alpha=-1))
-        A = (_last(self.anchor, layer) for layer in range(self.L))
-        return tuple(W), tuple(S), tuple(A) if anchor else ()
+    def write(self, M: Stacks) -> None:
+        """Turn M, the stacks before the chunk, into those after it, in place."""
+        for layer, m in enumerate(M):
+            W, *S = m.chunk(self.R, dim=1)
+            self._forget(W, layer, out=W)
+            for slope, c in zip(S, self._last[1:]):
+                W.addcmul_(c, slope)
+                slope.mul_(self.rows.H)
+            m.baddbmm_(spread(self.X[layer], self.rows.leaves).mT, self.D[layer], alpha=-1)
 
-    def backward(self, do: Tensor, dW: list, dS: list, dA: list, dI: list, d_norm: list):
-        """Gradients of rows, W, S and A before the chunk from those after it; dI and d_norm are added to in place."""
+    def anchor_after(self) -> Layers:
+        """The anchor, if it goes on: where gradients are taken at the decayed memory, it decays."""
+        A = self.anchor.matrices
+        return tuple(x.clone() if self.anchor.scale is None else self._forget(x, i) for i, x in enumerate(A))
+
+    def _forget(self, W: Tensor, layer: int, out: Tensor | None = None) -> Tensor:
+        """Weights, less what is forgotten over the chunk."""
+        if not self._last:
+            return W
+        if len(self.reads) == 1:
+            return torch.mul(W, self._last[0], out=out)
+        return torch.lerp(self.reads[1].matrices[layer], W, self._last[0], out=out)
+
+    def backward(self, do: Tensor, dM: list, dA: list, dI: list, d_norm: list):
+        """Gradients of rows, M and A before the chunk from those after it; dI and d_norm are added to in place."""
         self.dX: dict = {}
         self.dD: dict = {}
         self.dP, self.d_norm = torch.zeros_like(self.rows.P), d_norm
-        terms, dA_before = self.kept + self.anchor, self.anchor[0].d_matrices
-        for term in (term for term in terms if term.remainder):  # these gather in one place
-            term.d_matrices = dA_before if self.rule.forget_to == "anchor" else dI
+        for term in self.reads[1:]:
+            term.d_matrices = self.anchor.d_matrices if self.rule.forget_to == "anchor" else dI
         dq = self._backward_read(do)
-        self._backward_weights(dW)
-        dS, dc, dm, dH = self._backward_momentum(dS) if self.S else (dS, None, None, None)
+        d_leaves, dH = self._backward_write(dM)
         dk, dv = self._backward_learn()
         self._backward_anchor(dA)
-        dbeta = total(-term.d_scale if term.remainder else term.d_scale for term in terms)
-        return (dq, dk, dv, self.dP, dbeta, dc, dm, dH), self.kept[0].d_matrices, dS, dA_before
+        d_enters, d_rest = self.stack.d_scale, self.reads[1].d_scale if self.reads[1:] else None
+        if self.anchor.scale is not None:
+            d_enters[..., :1] += self.anchor.d_scale
+        rows = Rows(dq, dk, dv, self.dP, d_enters, d_rest, d_leaves, dH)
+        return rows, self.stack.d_matrices, self.anchor.d_matrices
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""
@@ -175,56 +187,64 @@ class Chunk:
             X, Y, P, scores = self.X[layer], self.Y[layer], self.rows.P, self.scores[layer]
             G = dU @ self.D[layer].mT
             past = total(term.backward(Y, dU, layer) for term in self.reads)
-            dY = self._drop(torch.baddbmm(past, P * G, X, alpha=-1))
+            dY = self._drop(past.baddbmm(P * G, X, alpha=-1))
             self.dX[layer] = -(P * G).mT @ Y
             self.dD[layer] = -(P * scores).mT @ dU
             self.dP -= scores * G
-            dU = dY * self.act(self.U[layer - 1])[1] if layer else dY
+            dU = self.act.backward(dY, self.U[layer - 1]) if layer else dY
         return add(dU, direct)
 
-    def _backward_weights(self, dW: list) -> None:
-        """Through the weights after the chunk."""
-        w = self.rows.P[:, -1, :, None]
-        for layer, d in enumerate(dW):
-            for term in self.reads:
-                term.backward_last(d, layer)
-            self.dP[:, -1] += self._backward_write(w, d, layer)[..., 0]
+    def _backward_write(self, dM: list) -> tuple[Tensor, Any]:
+        """Through the stacks after the chunk: the gradients of `leaves` and H."""
+        d_leaves, dH = torch.zeros_like(self.rows.leaves), None
+        for layer, d in enumerate(dM):
+            X, D, leaves = self.X[layer], self.D[layer], self.rows.leaves
+            self.dD[layer] -= spread(X, leaves) @ d
+            dX, d_scale = spread_backward(X, leaves, D @ d.mT)
+            self.dX[layer] -= dX
+            d_leaves -= d_scale
+            (dW, *dS), (W, *S) = (x.chunk(self.R, dim=1) for x in (d, self.stack.matrices[layer]))
+            before, *slopes = self.stack.d_matrices[layer].chunk(self.R, dim=1)
+            before += self._backward_forget(dW, W, self.stack, layer)
+            for slope, x, dx, c in zip(slopes, S, dS, self._last[1:]):
+                slope.addcmul_(c, dW).addcmul_(self.rows.H, dx)
+                self.stack.d_scale[:, -1:, 1:] += inner(dW, x)
+                dH = add(dH, inner(dx, x))
+        return d_leaves, dH
 
-    def _backward_momentum(self, dS: list) -> tuple[list, Tensor, Tensor, Tensor]:
-        """Through the momentum after the chunk: the gradients of the one before it, and of c, m and H."""
-        (slope,) = self.slope
-        dm = total(self._backward_write(self.rows.m, d, layer) for layer, d in enumerate(dS))
-        dH = total(inner(d, S) for d, S in zip(dS, self.S))
-        before = [torch.addcmul(x, self.rows.H, d) for x, d in zip(slope.d_matrices, dS)]
-        return before, slope.d_scale, dm, dH
+    def _backward_forget(self, g: Tensor, W: Tensor, term: Term, layer: int) -> Tensor:
+        """The gradient of W from g, that of what `_forget` left of it; that of beta goes to the term."""
+        if not self._last:
+            return g
+        term.d_scale[:, -1:, :1] += inner(g, W)
+        for back in self.reads[1:]:
+            rest = back.scale[:, -1:]
+            back.d_matrices[layer] = add(back.d_matrices[layer], rest * g)
+            back.d_scale[:, -1:] += inner(g, back.matrices[layer])
+        return self._last[0] * g
 
     def _backward_anchor(self, dA: list) -> None:
         """Through the anchor after the chunk, None if it did not go on."""
-        for layer, d in enumerate(dA):
-            for term in self.anchor if d is not None else ():
-                term.backward_last(d, layer)
-
-    def _backward_write(self, scale: Any, d: Tensor, layer: int) -> Tensor:
-        """Through -(scale .* X)^T D, whose gradient is d; returns the gradient of the scale."""
-        D, into = self.D[layer], self.X[layer] @ d
-        self.dD[layer] -= scale * into
-        self.dX[layer] -= scale * (D @ d.mT)
-        return -(into * D).sum(-1, keepdim=True)
+        for layer, g in enumerate(dA):
+            if g is not None and self.anchor.scale is not None:
+                g = self._backward_forget(g, self.anchor.matrices[layer], self.anchor, layer)
+            if g is not None:
+                self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
 
     def _backward_learn(self) -> tuple[Tensor, Tensor]:
         """The gradients of k and v: up through D, then down through Z."""
         dZ: dict = {}
         for layer in range(1, self.L):
-            _, first, second = self.act(self.Z[layer - 1])
-            dF = lift(self.dD[layer - 1] * first, self.rule, 0.0)
-            dZ[layer - 1] = self.dD[layer - 1] * self.F[layer] * second
-            self.dD[layer] += total(term.backward_transposed(self.D[layer], dF, layer) for term in self.anchor)
+            Z = self.Z[layer - 1]
+            dF = lift(self.act.backward(self.dD[layer - 1], Z), self.rule, 0.0)
+            dZ[layer - 1] = self.dD[layer - 1] * self.F[layer] * self.act.second(Z)
+            self.dD[layer] += total(term.backward_transposed(self.D[layer], dF, layer) for term in self.anchors)
         dE, k, v = self.dD[self.L - 1], self.rows.k, self.rows.v
         dZ[self.L - 1], direct, dv = self._through_norm(error, dE, self.Z[-1], k, v)
         for layer in reversed(range(self.L)):
-            self.dX[layer] += total(term.backward(self.X[layer], dZ[layer], layer) for term in self.anchor)
+            self.dX[layer] += total(term.backward(self.X[layer], dZ[layer], layer) for term in self.anchors)
             if layer:
-                dZ[layer - 1] += self._drop(self.dX[layer]) * self.act(self.Z[layer - 1])[1]
+                dZ[layer - 1] += self.act.backward(self._drop(self.dX[layer]), self.Z[layer - 1])
         return add(self._drop(self.dX[0]), direct), dv
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -241,10 +261,3 @@ class Chunk:
         if norm is not None:
             self.d_norm[:] = map(add, self.d_norm, grads[-2:])
         return grads[: len(inputs)]
-
-
-def _last(terms: list[Term], layer: int) -> Any:
-    M = None
-    for term in terms:
-        M = term.add_last(M, layer)
-    return M
