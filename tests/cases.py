@@ -91,15 +91,23 @@ CASES = (
         "hf_memory_deltaformer",
         {"write_kernel": "linear", "read_kernel": "relu", "beta_activation": "tanh"},
     ),
-    Case("titans-lmm", "hf_memory_titans", {"variant": "lmm", "memory_chunk_size": 4, "num_persistent_tokens": 3}),
+    Case(
+        "titans-lmm-rope",
+        "hf_memory_titans",
+        {"variant": "lmm", "memory_chunk_size": 4, "num_persistent_tokens": 3, "memory_rope": True},
+    ),
     Case("titans-lmm-linear-full", "hf_memory_titans", {**FULL_HYBRID, "variant": "lmm", "memory_depth": 1}),
     Case("titans-mag", "hf_memory_titans", {"sliding_window": 4, "memory_chunk_size": 3, "num_persistent_tokens": 2}),
     Case(
         "titans-mag-add",
         "hf_memory_titans",
-        {"sliding_window": 6, "memory_depth": 1, "memory_gate": "add", "num_persistent_tokens": 0},
+        {"sliding_window": 6, "memory_depth": 1, "memory_gate": "add", "num_persistent_tokens": 0, "memory_rope": True},
     ),
-    Case("titans-mac", "hf_memory_titans", {"variant": "mac", "segment_length": 4, "memory_chunk_size": 3}),
+    Case(
+        "titans-mac",
+        "hf_memory_titans",
+        {"variant": "mac", "segment_length": 4, "memory_chunk_size": 3, "memory_rope": True},
+    ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )

@@ -210,6 +210,23 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
             torch.testing.assert_close(*sizes, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+def test_a_memory_starts_as_large_as_what_its_window_leaves_out(variant):
+    teacher, tokens = make_teacher(), text()[None]
+    student = make_student(teacher, "titans", variant=variant, sliding_window=4)
+    start_near(student, teacher, text(), tokens.shape[1])
+    transfer = AttentionTransfer(student, teacher)
+    gates = [layer.mixer.gate.clone() for layer in student.model.layers]
+    for layer in student.model.layers:
+        layer.mixer.gate.data.zero_()
+    closed = [(output, target) for _, output, target in transfer.outputs(tokens)]
+    for layer in student.model.layers:
+        layer.mixer.gate.data.fill_(1)
+    for gate, (output, target), (_, opened, _) in zip(gates, closed, transfer.outputs(tokens)):
+        assert 0 < gate.min() == gate.max()
+        torch.testing.assert_close(gate[0] * (opened - output).norm(), (target - output).norm())
+
+
 @pytest.mark.parametrize(("to", "gate"), [("gated", "scalar"), ("gated", "vector"), ("deltanet", "scalar")])
 def test_an_open_gate_forgets_half_in_its_half_life(to, gate):
     student = make_student(make_teacher(), to, gate=gate)

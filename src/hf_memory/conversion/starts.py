@@ -78,6 +78,8 @@ def _start_as_attention(mixer: AttentionAndMemoryMixer) -> None:
 def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids: Tensor) -> None:
     """Scale the output norms so that each memory layer's first output is as large as its attention layer's.
 
+    A memory beside attention over a window is gated instead, to be as large as what the window leaves out.
+
     Args:
         student: carries the teacher's weights already.
         teacher: stays as it is.
@@ -91,6 +93,20 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
         for norm in _output_norms(mixer):
             norm.weight.mul_(sizes[0] / sizes[1])
+    _open_gates(transfer, input_ids)
+
+
+def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
+    gates = [mixer.get_parameter("gate") for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
+    if not gates:
+        return
+    for gate in gates:
+        gate.fill_(1)
+    opened = [output for _, output, _ in transfer.outputs(input_ids)]
+    for gate in gates:
+        gate.zero_()
+    for gate, output, (_, closed, target) in zip(gates, opened, transfer.outputs(input_ids)):
+        gate.fill_((target - closed).norm() / (output - closed).norm())
 
 
 def _output_norms(mixer: nn.Module) -> list[RMSNorm]:

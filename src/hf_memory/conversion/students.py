@@ -21,7 +21,13 @@ PRESETS: dict[str, dict] = {
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
     "deltaformer": {"beta_activation": "tanh"},  # starts closed: the student is its teacher
-    "titans": {"memory_gate": "add", "num_persistent_tokens": 0, "memory_unit_values": True},  # the same, in its window
+    "titans": {  # the same, in its window; behind it, a matrix learns faster than a deeper memory
+        "memory_gate": "add",
+        "memory_depth": 1,
+        "memory_unit_values": True,
+        "num_persistent_tokens": 0,
+        "output_gate": "sigmoid",
+    },
 }
 
 

@@ -101,6 +101,11 @@ class MemoryMixer(Projections, ABC):
 
     conv_activation: str | None = "silu"  # after the short convolution, or after the projection where there is none
 
+    @property
+    def sees_positions(self) -> bool:
+        """Whether anything in it is rotated by position."""
+        return self.config.memory_rope
+
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
         self.has_convolutions = kernel_size > 0
@@ -122,7 +127,7 @@ class MemoryMixer(Projections, ABC):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            position_embeddings: (cos, sin) [1 or B, T, head_dim]; used if the config has `memory_rope`.
+            position_embeddings: (cos, sin) [1 or B, T, head_dim]; used if it `sees_positions`.
             attention_mask: [B, T], zero at padding, or None. A padded token leaves the memory as it is.
             past_key_values: states are read from and written to its layer `layer_idx`.
             cu_seqlens: boundaries [N + 1] of sequences packed into the B * T tokens, or None.
@@ -132,7 +137,7 @@ class MemoryMixer(Projections, ABC):
             ([B, T, hidden_size], None): a memory has no attention weights to show.
         """
         B, T = hidden_states.shape[:2]
-        if not self.config.memory_rope:
+        if not self.sees_positions:
             position_embeddings = None
         if cu_seqlens is not None and B > 1:
             hidden_states, position_embeddings = _one_row(hidden_states, position_embeddings)

@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from hf_memory.cache import States
 from hf_memory.layers import RMSNorm, real_tokens_first, unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, repeat_heads
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, Positions, repeat_heads
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
@@ -74,11 +74,12 @@ class NeuralMemoryMixer(MemoryMixer):
         if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
 
-    def recall(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
+    def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
         initial = self.initial_weights()
-        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q = repeat_heads(unit_length(F.silu(q)), self.num_output_heads).transpose(1, 2).float()
+        q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+        q, _ = self.rotate(q, q, positions)
+        q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).float()
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
         rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, "initial")
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
@@ -136,7 +137,12 @@ class NeuralMemoryMixer(MemoryMixer):
             mask = torch.cat([mask.new_ones(B, P), mask], 1)
         if cu_seqlens is not None:
             cu_seqlens = (cu_seqlens + F.pad(before + P, (1, 0))).to(cu_seqlens.dtype)
-        return hidden_states, context._replace(attention_mask=mask, cu_seqlens=cu_seqlens), real
+        positions = context.position_embeddings
+        if positions is not None:  # persistent tokens have none
+            turned = zip(positions, (1.0, 0.0))
+            positions = tuple(F.pad(x, (0, 0, 0, len(before) * P), value=value)[:, order] for x, value in turned)
+        context = context._replace(position_embeddings=positions, attention_mask=mask, cu_seqlens=cu_seqlens)
+        return hidden_states, context, real
 
 
 def _memory_state(states: States) -> NeuralMemoryState | None:
@@ -159,6 +165,11 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """Persistent tokens as small as embeddings."""
         if self.config.num_persistent_tokens:
             init.normal_(self.persistent, std=self.config.initializer_range)
+
+    @property
+    def sees_positions(self) -> bool:
+        """Attention always does."""
+        return True
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""
@@ -186,8 +197,11 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The memory's output [B, T, hidden_size], and its states."""
-        own = context._replace(states=_part(context.states, "memory_"), position_embeddings=None)
+        own = context._replace(states=_part(context.states, "memory_"), position_embeddings=self._of_memory(context))
         return self.memory.mix(hidden_states, own)
+
+    def _of_memory(self, context: Context) -> Positions | None:
+        return context.position_embeddings if self.memory.sees_positions else None
 
 
 def _part(states: States, prefix: str) -> States:
@@ -316,7 +330,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
         places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # C: of padding, which is dropped
-        heads, keys, values = self._attend_pairs(x, self.memory.recall(x, then), places, context)
+        heads, keys, values = self._attend_pairs(x, self.memory.recall(x, then, self._of_memory(context)), places, context)
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))
         remembered, memory = self.remember(y, context)
         output = y * self.memory_norm(remembered).sigmoid()

@@ -70,7 +70,6 @@ class TitansConfig(MemoryHeadsConfig):
         self.linear_value_head_dim = self.linear_value_head_dim or head_dim
         self.linear_conv_kernel_dim = 4 if self.linear_conv_kernel_dim is None else self.linear_conv_kernel_dim
         self.output_gate = self.output_gate or "silu"
-        self.memory_rope = self.variant != "lmm"  # for attention; the memory has no positions
         if self.sliding_window is None and self.variant in ("mag", "mal"):
             self.sliding_window = 512
         if self.memory_residual is None:

@@ -144,7 +144,7 @@ class Chunk:
         """Turn M, the stacks before the chunk, into those after it, in place."""
         for layer, m in enumerate(M):
             W, *S = m.chunk(self.R, dim=1)
-            self._forget(W, layer, out=W)
+            self._forget(W, layer)
             for slope, c in zip(S, self._last[1:]):
                 W.addcmul_(c, slope)
                 slope.mul_(self.rows.H)
@@ -152,16 +152,17 @@ class Chunk:
 
     def anchor_after(self) -> Layers:
         """The anchor, if it goes on: where gradients are taken at the decayed memory, it decays."""
-        A = self.anchor.matrices
-        return tuple(x.clone() if self.anchor.scale is None else self._forget(x, i) for i, x in enumerate(A))
+        A = tuple(x.clone() for x in self.anchor.matrices)
+        for layer, x in enumerate(A if self.anchor.scale is not None else ()):
+            self._forget(x, layer)
+        return A
 
-    def _forget(self, W: Tensor, layer: int, out: Tensor | None = None) -> Tensor:
-        """Weights, less what is forgotten over the chunk."""
-        if not self._last:
-            return W
-        if len(self.reads) == 1:
-            return torch.mul(W, self._last[0], out=out)
-        return torch.lerp(self.reads[1].matrices[layer], W, self._last[0], out=out)
+    def _forget(self, W: Tensor, layer: int) -> None:
+        """Take from weights, in place, what is forgotten over the chunk."""
+        if len(self.reads) > 1:
+            W.lerp_(self.reads[1].matrices[layer], self.reads[1].scale[:, -1:])
+        elif self._last:
+            W.mul_(self._last[0])
 
     def backward(self, do: Tensor, dM: list, dA: list, dI: list, d_norm: list):
         """Gradients of rows, M and A before the chunk from those after it; dI and d_norm are added to in place."""
