@@ -106,7 +106,13 @@ CASES = (
     Case(
         "titans-mac",
         "hf_memory_titans",
-        {"variant": "mac", "segment_length": 4, "memory_chunk_size": 3, "memory_rope": True},
+        {
+            "variant": "mac",
+            "segment_length": 4,
+            "memory_chunk_size": 3,
+            "memory_rope": True,
+            "memory_unit_values": True,  # else inputs 1e-6 apart give logits 1e-3 apart
+        },
     ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),

@@ -28,7 +28,9 @@ def test_no_output_depends_on_a_later_input(case):
 def test_a_memory_can_be_told_values_of_unit_length(variant, monkeypatch):
     told, learn = [], titans.neural_memory
     monkeypatch.setattr(titans, "neural_memory", lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b))
-    model = make_model(next(case for case in TITANS if case.name == "titans-lmm-rope"), variant=variant, sliding_window=4)
+    model = make_model(
+        next(case for case in TITANS if case.name == "titans-lmm-rope"), variant=variant, sliding_window=4
+    )
     for model.config.memory_unit_values in (True, False):
         model(random_tokens(1, 9))
     with_option, without = told[0].norm(dim=-1), told[-1].norm(dim=-1)

@@ -139,8 +139,8 @@ class NeuralMemoryMixer(MemoryMixer):
             cu_seqlens = (cu_seqlens + F.pad(before + P, (1, 0))).to(cu_seqlens.dtype)
         positions = context.position_embeddings
         if positions is not None:  # persistent tokens have none
-            turned = zip(positions, (1.0, 0.0))
-            positions = tuple(F.pad(x, (0, 0, 0, len(before) * P), value=value)[:, order] for x, value in turned)
+            cos, sin = (F.pad(x, (0, 0, 0, len(before) * P), value=y) for x, y in zip(positions, (1.0, 0.0)))
+            positions = cos[:, order], sin[:, order]
         context = context._replace(position_embeddings=positions, attention_mask=mask, cu_seqlens=cu_seqlens)
         return hidden_states, context, real
 
@@ -330,7 +330,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
         places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # C: of padding, which is dropped
-        heads, keys, values = self._attend_pairs(x, self.memory.recall(x, then, self._of_memory(context)), places, context)
+        recalled = self.memory.recall(x, then, self._of_memory(context))
+        heads, keys, values = self._attend_pairs(x, recalled, places, context)
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))
         remembered, memory = self.remember(y, context)
         output = y * self.memory_norm(remembered).sigmoid()
