@@ -48,20 +48,19 @@ ABLATION: dict[str, dict] = {  # as many steps in all as the pure student has
         "transfer": TRANSFER._replace(steps=0),
         "distillation": DISTILLATION._replace(steps=TRANSFER.steps + DISTILLATION.steps),
     },
-    "no distillation": {
-        "distillation": DISTILLATION._replace(steps=0),
-        "fine_tuning": DISTILLATION._replace(learning_rate=3e-4),
-    },
+    "distilled from the teacher alone": {"cross_entropy": 0.0},
+    "no distillation": {"cross_entropy": 1.0},  # the text alone
 }
+MIX = 0.5  # part of the text's own loss in distillation
 FAMILIES: dict[str, dict] = {
-    "linear": {},
-    "gated": {"gate": "vector"},
-    "deltanet": {"gate": "scalar"},
-    "deltaformer": {},
+    "linear": {"cross_entropy": MIX},
+    "gated": {"gate": "vector", "cross_entropy": MIX},
+    "deltanet": {"gate": "scalar", "cross_entropy": MIX},
+    "deltaformer": {},  # starts as its teacher, and learns the text alone
     "titans": {"variant": "mag"},
 }
 DELTANET = {"to": "deltanet", **FAMILIES["deltanet"]}
-WINDOW = {"to": "titans", "variant": "mag", "sliding_window": 32}
+WINDOW = {"to": "titans", "variant": "mag", "sliding_window": 32, "cross_entropy": MIX}
 
 
 def library_sections() -> list[str]:
@@ -197,7 +196,7 @@ def main() -> None:
     about = {
         "teacher": str(SETTINGS.teacher),
         "transfer": str(TRANSFER),
-        "distillation": str(DISTILLATION),
+        "distillation": f"{DISTILLATION}, {MIX} of the loss the text's own",
         "fine_tuning": str(FINE_TUNING),
         "teacher_parameters": teacher.num_parameters(),
         "training_tokens": len(training),
