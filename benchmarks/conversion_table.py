@@ -1,4 +1,4 @@
-"""Students of one teacher: by family, pure and with attention kept; which layer to keep; what each stage is worth.
+"""Students of one teacher: by family, pure and with attention kept; and what each stage is worth.
 
     python benchmarks/conversion_table.py      # over an hour on two cores; goes on where it was stopped
 
@@ -43,12 +43,19 @@ TRANSFER = Schedule(steps=160, learning_rate=3e-3, batch_size=4)
 DISTILLATION = Schedule(steps=320, learning_rate=1e-3, batch_size=4)
 FINE_TUNING = Schedule(steps=40, learning_rate=3e-4, batch_size=4, length=1024)
 MORE_DISTILLATION = FINE_TUNING._replace(batch_size=16, length=256)  # as many tokens
+SHORT = 40  # steps of transfer, those saved spent on distillation
+NO_TRANSFER, SHORT_TRANSFER = (
+    {
+        "transfer": TRANSFER._replace(steps=steps),
+        "distillation": DISTILLATION._replace(steps=DISTILLATION.steps + TRANSFER.steps - steps),
+    }
+    for steps in (0, SHORT)
+)
 ABLATION: dict[str, dict] = {  # as many steps in all as the pure student has
-    "no transfer": {
-        "transfer": TRANSFER._replace(steps=0),
-        "distillation": DISTILLATION._replace(steps=TRANSFER.steps + DISTILLATION.steps),
-    },
+    "no transfer": NO_TRANSFER,
+    "short transfer": SHORT_TRANSFER,
     "distilled from the teacher alone": {"cross_entropy": 0.0},
+    "distilled from the teacher alone, no transfer": {"cross_entropy": 0.0, **NO_TRANSFER},
     "no distillation": {"cross_entropy": 1.0},  # the text alone
 }
 MIX = 0.5  # part of the text's own loss in distillation
@@ -133,7 +140,6 @@ def students() -> dict[str, dict]:
         rows[f"{to}, a quarter kept"] = {"to": to, "keep": "1/4" if exact else "auto", **options}
     rows["titans with a window of 32, pure"] = WINDOW
     rows["titans with a window of 32, a quarter kept"] = {**WINDOW, "keep": "auto"}
-    rows |= {f"deltanet, layer {i} kept": {**DELTANET, "keep": [i]} for i in range(SETTINGS.num_layers)}
     return rows | {f"deltanet, {name}": {**DELTANET, **stages} for name, stages in ABLATION.items()}
 
 

@@ -63,7 +63,8 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
 
 def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
-    e = rule.factor * (output(z, k, rule, norm) - v)
+    e = output(z, k, rule, norm) - v
+    e = e if rule.factor == 1 else rule.factor * e
     if norm is None:
         return e
     e, centered = e * norm[0], z - z.mean(-1, keepdim=True)

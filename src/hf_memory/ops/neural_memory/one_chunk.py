@@ -74,11 +74,11 @@ class Term:
 
     def apply(self, x: Tensor, layer: int) -> Tensor:
         """Rows through a layer's matrix."""
-        return spread(x, self.scale) @ self.matrices[layer]
+        return torch.bmm(spread(x, self.scale), self.matrices[layer])
 
     def apply_transposed(self, x: Tensor, layer: int) -> Tensor:
         """Rows back through a layer's matrix, if there is one alone."""
-        return spread(x @ self.matrices[layer].mT, self.scale)
+        return spread(torch.bmm(x, self.matrices[layer].mT), self.scale)
 
     def backward(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
         """Gradient of x from g, the gradient of apply(x)."""
@@ -115,6 +115,7 @@ class Chunk:
         returns = [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
         self.reads, self.anchors = [self.stack, *returns], [self.anchor, *(returns if decayed else [])]
         self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)  # beta and c after the chunk
+        self._back = None if rows.rest is None else rows.rest[:, -1:]
         self._learn()
 
     def _learn(self) -> None:
@@ -133,7 +134,7 @@ class Chunk:
         """O [N, C, V]; keeps Y, U and the scores Y X^T."""
         self.Y, self.U, self.scores = [lift(self.rows.q, self.rule)], [], []
         for layer in range(self.L):
-            self.scores.append(self.Y[layer] @ self.X[layer].mT)
+            self.scores.append(torch.bmm(self.Y[layer], self.X[layer].mT))
             past = total(term.apply(self.Y[layer], layer) for term in self.reads)
             self.U.append(past.baddbmm_(self.rows.P * self.scores[layer], self.D[layer], alpha=-1))
             if layer < self.L - 1:
@@ -159,8 +160,8 @@ class Chunk:
 
     def _forget(self, W: Tensor, layer: int) -> None:
         """Take from weights, in place, what is forgotten over the chunk."""
-        if len(self.reads) > 1:
-            W.lerp_(self.reads[1].matrices[layer], self.reads[1].scale[:, -1:])
+        if self._back is not None:
+            W.lerp_(self.reads[1].matrices[layer], self._back)
         elif self._last:
             W.mul_(self._last[0])
 
@@ -219,8 +220,7 @@ class Chunk:
             return g
         term.d_scale[:, -1:, :1] += inner(g, W)
         for back in self.reads[1:]:
-            rest = back.scale[:, -1:]
-            back.d_matrices[layer] = add(back.d_matrices[layer], rest * g)
+            back.d_matrices[layer] = add(back.d_matrices[layer], self._back * g)
             back.d_scale[:, -1:] += inner(g, back.matrices[layer])
         return self._last[0] * g
 
