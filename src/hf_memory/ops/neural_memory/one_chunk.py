@@ -115,7 +115,7 @@ class Chunk:
         returns = [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
         self.reads, self.anchors = [self.stack, *returns], [self.anchor, *(returns if decayed else [])]
         self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)  # beta and c after the chunk
-        self._back = None if rows.rest is None else rows.rest[:, -1:]
+        self._back: Any = None if rows.rest is None else rows.rest[:, -1:]
         self._learn()
 
     def _learn(self) -> None:
