@@ -1,5 +1,6 @@
 """The commands as a user types them."""
 
+import json
 import re
 import sys
 from functools import partial
@@ -96,11 +97,15 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     code, out, err = run(*command, "--length", "4096")
     assert (code, out) == (2, "")
     assert "length must be at most the teacher's 2048 positions, got 4096" in err
+    code, out, err = run(*command, "--cross-entropy", "2")
+    assert (code, out) == (2, "")
+    assert "cross_entropy must be from 0 to 1, got 2" in err
 
 
 def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):
     file, first, second = (tmp_path / name for name in ("my.yaml", "first", "second"))
     flags = {"to": "gated", "keep-attention": [1], "transfer-steps": 2, "distill_steps": 2, "batch-size": 2}
+    flags["cross-entropy"] = 0.5
     options = {"gate": "scalar", "memory_rope": False}
     file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "option": options, **flags}))
     code, _, err = run("convert", "--config", file, "--output", first, "--length", 32, "--seed", 3)
@@ -110,7 +115,8 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert described["teacher"] == str(teacher)
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
-    assert (described["keep-attention"], described["seed"]) == ("1", 3)
+    assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == ("1", 3, 0.5)
+    assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     stage = {"steps": 2, "batch_size": 2, "length": 32, "warmup": 0.05}
     assert described["transfer"] == {**stage, "learning_rate": 3e-3}
     assert described["distillation"] == {**stage, "learning_rate": 1e-3}

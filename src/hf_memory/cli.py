@@ -156,6 +156,9 @@ def convert(
     lora_rank: LoraRank = None,
     max_tokens: MaxTokens = None,
     temperature: Annotated[float, typer.Option(help="Of the distillation.")] = 1.0,
+    cross_entropy: Annotated[
+        float | None, typer.Option(help="Part of the distillation's loss that is the text's own, 0 to 1; default: 0.")
+    ] = None,
     teacher_bits: Annotated[
         int | None, typer.Option(help="8 or 4: learn from a teacher in so many bits, with bitsandbytes.")
     ] = None,
@@ -174,6 +177,7 @@ def convert(
     check_free(output, overwrite=overwrite)
     options, shared = _options(option), _options(arguments)
     conversion.check_training(shared)
+    conversion.check_cross_entropy(cross_entropy or 0)
     tokenizer, training, held_out = _read(teacher, text, max_tokens)
     stages = _schedules(context)
     how = {"to": to, "keep": keep, "lora_rank": lora_rank, **stages, **options}
@@ -195,6 +199,7 @@ def convert(
             model,
             training,
             temperature=temperature,
+            cross_entropy=cross_entropy,
             quantized=quantized,
             teacher_logits=teacher_logits,
             top_k=top_k,
@@ -214,6 +219,7 @@ def convert(
         "transfer": stages["transfer"],
         "distillation": stages["distillation"],
         conversion.FINE_TUNING: str(stages["fine_tuning"]) if stages["fine_tuning"].steps else None,
+        "cross_entropy": cross_entropy,
         "lora_rank": lora_rank,
         "teacher_bits": teacher_bits,
         "top_k": saved,

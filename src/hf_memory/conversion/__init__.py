@@ -26,7 +26,14 @@ from hf_memory.conversion.placement import (
 from hf_memory.conversion.plan import plan, plan_fine_tuning
 from hf_memory.conversion.report import ModelResult, Results, measure, new_folder, recipe, write_report
 from hf_memory.conversion.sharding import processes
-from hf_memory.conversion.stages import Schedule, attention_transfer, check_training, distill, train
+from hf_memory.conversion.stages import (
+    Schedule,
+    attention_transfer,
+    check_cross_entropy,
+    check_training,
+    distill,
+    train,
+)
 from hf_memory.conversion.students import make_student
 from hf_memory.conversion.teacher_logits import TOP_K, distill_from_logits, save_logits
 from hf_memory.conversion.teachers import TEACHERS, Teacher, check_bits, load_quantized
@@ -53,6 +60,7 @@ __all__ = [
     "attention_transfer",
     "carry_over",
     "check_bits",
+    "check_cross_entropy",
     "check_training",
     "convert",
     "distill",

@@ -23,6 +23,7 @@ from hf_memory.conversion.stages import (
     TRANSFER,
     Schedule,
     attention_transfer,
+    check_cross_entropy,
     check_training,
     distill,
 )
@@ -114,6 +115,7 @@ def convert(
     if count:
         check_rankable(student, teacher.config, transfer)
     check_stages(tokens, teacher.config, transfer, distillation, fine_tuning, lora_rank)
+    check_cross_entropy(cross_entropy or 0)
     if checkpoints and processes().is_main_process:
         how: dict = {"to": to, "keep": keep, "transfer": transfer, "distillation": distillation, "seed": seed}
         how |= {"fine_tuning": fine_tuning, "lora_rank": lora_rank, "quantized": quantized, "top_k": top_k}
