@@ -211,20 +211,25 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])
-def test_a_memory_starts_as_large_as_what_its_window_leaves_out(variant):
+def test_a_memory_starts_as_large_as_what_it_must_learn(variant):
+    """Beside a window all of attention, and the window small; before it, what the window leaves out."""
     teacher, tokens = make_teacher(), text()[None]
     student = make_student(teacher, "titans", variant=variant, sliding_window=4)
     start_near(student, teacher, text(), tokens.shape[1])
-    transfer = AttentionTransfer(student, teacher)
-    gates = [layer.mixer.gate.clone() for layer in student.model.layers]
-    for layer in student.model.layers:
-        layer.mixer.gate.data.zero_()
-    closed = [(output, target) for _, output, target in transfer.outputs(tokens)]
-    for layer in student.model.layers:
-        layer.mixer.gate.data.fill_(1)
-    for gate, (output, target), (_, opened, _) in zip(gates, closed, transfer.outputs(tokens)):
+    transfer, mixers = AttentionTransfer(student, teacher), [layer.mixer for layer in student.model.layers]
+    share = 0.1 if variant == "mag" else 1.0
+    for mixer, layer in zip(mixers, teacher.model.layers):
+        torch.testing.assert_close(mixer.o_proj.weight, share * layer.self_attn.o_proj.weight)
+        mixer.o_proj.weight.data /= share
+    gates, outputs = [mixer.gate.clone() for mixer in mixers], []
+    for value in (0, 1):
+        for mixer in mixers:
+            mixer.gate.data.fill_(value)
+        outputs.append(list(transfer.outputs(tokens)))
+    for gate, (_, closed, target), (_, opened, _) in zip(gates, *outputs):
         assert 0 < gate.min() == gate.max()
-        torch.testing.assert_close(gate[0] * (opened - output).norm(), (target - output).norm())
+        missing = target if variant == "mag" else target - closed
+        torch.testing.assert_close(gate[0] * (opened - closed).norm(), missing.norm())
 
 
 @pytest.mark.parametrize(("to", "gate"), [("gated", "scalar"), ("gated", "vector"), ("deltanet", "scalar")])

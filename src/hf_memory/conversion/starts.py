@@ -12,8 +12,10 @@ from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.base import OutputGate
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
-from hf_memory.mixers.titans import AttentionAndMemoryMixer
+from hf_memory.mixers.titans import AttentionAndMemoryMixer, MemoryAsGateMixer
 from hf_memory.modeling.base import MemoryForCausalLM
+
+WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further
 
 
 def start_near(
@@ -78,7 +80,7 @@ def _start_as_attention(mixer: AttentionAndMemoryMixer) -> None:
 def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids: Tensor) -> None:
     """Scale the output norms so that each memory layer's first output is as large as its attention layer's.
 
-    A memory beside attention over a window is gated instead, to be as large as what the window leaves out.
+    A memory beside attention over a window is gated instead, to be as large, and the window starts small.
 
     Args:
         student: carries the teacher's weights already.
@@ -97,16 +99,20 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
 
 
 def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
-    gates = [mixer.get_parameter("gate") for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
-    if not gates:
-        return
-    for gate in gates:
-        gate.fill_(1)
-    opened = [output for _, output, _ in transfer.outputs(input_ids)]
-    for gate in gates:
-        gate.zero_()
-    for gate, output, (_, closed, target) in zip(gates, opened, transfer.outputs(input_ids)):
-        gate.fill_((target - closed).norm() / (output - closed).norm())
+    """Beside a window that starts small a memory learns all of attention; before one, what the window leaves out."""
+    mixers = [mixer for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
+    opened: list = []
+    closed: list = []
+    for value, outputs in ((1, opened), (0, closed)) if mixers else ():
+        for mixer in mixers:
+            mixer.get_parameter("gate").fill_(value)
+        outputs += transfer.outputs(input_ids)
+    for (mixer, output, target), (_, without, _) in zip(opened, closed):
+        beside = isinstance(mixer, MemoryAsGateMixer)
+        size = (target if beside else target - without).norm()
+        mixer.get_parameter("gate").fill_(size / (output - without).norm())
+        if beside:
+            mixer.get_submodule("o_proj").weight.mul_(WINDOW)
 
 
 def _output_norms(mixer: nn.Module) -> list[RMSNorm]:
