@@ -5,15 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import MemoryLayer, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution, apply_rotary_pos_emb
-from hf_memory.ops import decoding
-from hf_memory.ops.contract import choose_backend
-from hf_memory.ops.decoding import Activation, Convolution, Output
 
 Positions = tuple[Tensor, Tensor]
 
@@ -160,51 +156,13 @@ class MemoryMixer(Projections, ABC):
             return self.mix(hidden_states[:, :tokens], context.of(slice(tokens), states))[1]
 
         context = context._replace(states=layer.read())
-        read = self.step if self.can_step(hidden_states, context) else self.mix
-        output, new_states = read(hidden_states, context)
+        output, new_states = self.mix(hidden_states, context)
         layer.write(T, new_states, again)
         return output
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output [B, T, hidden_size] and the states after it."""
-
-    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The same as `mix` for one token, where `can_step`: kernels change the states in place."""
-        return self.mix(hidden_states, context)
-
-    def can_step(self, hidden_states: Tensor, context: Context) -> bool:
-        """Whether these are one token a row after a past, without gradients, on a device with kernels."""
-        memory = context.states.get("memory")
-        changed = (x for name, x in context.states.items() if name != "running_max")
-        return (
-            type(self).step is not MemoryMixer.step
-            and memory is not None
-            and hidden_states.shape[:2] == (memory.shape[0], 1)
-            and context.cu_seqlens is None
-            and not torch.is_grad_enabled()
-            and not any(isinstance(x, DTensor) for x in self.parameters())
-            and decoding.takes(memory)
-            and all(x.is_contiguous() for x in changed)
-            and choose_backend(self.config.mixer_backend, hidden_states, None) == "triton"
-        )
-
-    def project_token(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Activation]:
-        """q [B, heads, K], k and v of a token x [B, hidden_size], and the activation that they still need."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.has_convolutions:
-            layers = {"q_conv": self.q_conv1d, "k_conv": self.k_conv1d, "v_conv": self.v_conv1d}
-            convolutions = tuple(Convolution(c.weight, c.bias, context.states[name]) for name, c in layers.items())
-            q, k, v = decoding.convolution_step(q, k, v, convolutions, mask_of_token(context))
-        needs_rotation = self.rotates and context.position_embeddings is not None
-        if not self.config.use_qk_norm and not needs_rotation and self.conv_activation in (None, "silu"):
-            activation: Activation = "none" if self.conv_activation is None else "silu"
-            return *self.split_heads(q, k, v), activation
-        if self.conv_activation is not None:
-            q, k, v = (ACT2FN[self.conv_activation](x) for x in (q, k, v))
-        q, k, v = self.split_heads(q[:, None], k[:, None], v[:, None])
-        q, k = self.normalize_and_rotate(q, k, context.position_embeddings)
-        return q[:, 0], k[:, 0], v[:, 0], "none"
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q [B, T, H, K], k [B, T, H, K], v [B, T, HV, V] and the states of the convolutions, HV a multiple of H."""
@@ -237,20 +195,10 @@ class OutputGate(nn.Module):
         o = self.norm(o).flatten(-2)
         return o if self.activation == "none" else o * ACT2FN[self.activation](self.proj(hidden_states))
 
-    def step(self, hidden_states: Tensor) -> Output:
-        """The same for one token [B, hidden_size], not computed yet."""
-        gate = None if self.activation == "none" else self.proj(hidden_states)
-        return Output(norm=self.norm.weight, eps=self.norm.variance_epsilon, gate=gate, activation=self.activation)
-
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, H, D] -> [B, T, heads, D]: what a group of heads shares, once for each; more heads than that stay."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
-def mask_of_token(context: Context) -> Tensor | None:
-    """[B] bool, false at padding, where each row has one token."""
-    return None if context.attention_mask is None else context.attention_mask[:, 0].bool()
 
 
 def mask_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -3,10 +3,9 @@
 from torch import Tensor, nn
 
 from hf_memory.layers import unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_of_token, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.ops import delta_rule
-from hf_memory.ops.decoding import NO_DECAY, memory_step
 
 
 class DeltaNetMixer(MemoryMixer):
@@ -46,22 +45,3 @@ class DeltaNetMixer(MemoryMixer):
             backend=self.config.mixer_backend,
         )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states
-
-    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """As `mix`, in place."""
-        x = hidden_states[:, 0]
-        q, k, v, activation = self.project_token(x, context)
-        o = memory_step(
-            q,
-            k,
-            v,
-            context.states["memory"],
-            beta=self.b_proj(x),
-            strength=2.0 if self.config.allow_negative_eigenvalues else 1.0,
-            decay=self.decay.step(x) if self.config.gate != "none" else NO_DECAY,
-            output=self.output_gate.step(x),
-            mask=mask_of_token(context),
-            activation=activation,
-            unit_length=True,
-        )
-        return self.o_proj(o.flatten(-2))[:, None], context.states

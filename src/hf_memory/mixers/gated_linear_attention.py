@@ -6,10 +6,9 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_of_token, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
 from hf_memory.ops import linear_attention
-from hf_memory.ops.decoding import Output, memory_step
 
 
 class GatedLinearAttentionMixer(MemoryMixer):
@@ -46,22 +45,6 @@ class GatedLinearAttentionMixer(MemoryMixer):
             backend=self.config.mixer_backend,
         )
         return self.o_proj(self.output_gate(o, hidden_states)), new_states
-
-    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """As `mix`, in place."""
-        x = hidden_states[:, 0]
-        q, k, v, activation = self.project_token(x, context)
-        o = memory_step(
-            q,
-            k,
-            v,
-            context.states["memory"],
-            decay=self.decay.step(x),
-            output=self.output_gate.step(x),
-            mask=mask_of_token(context),
-            activation=activation,
-        )
-        return self.o_proj(o.flatten(-2))[:, None], context.states
 
 
 class Mamba2Mixer(MemoryMixer):
@@ -103,20 +86,3 @@ class Mamba2Mixer(MemoryMixer):
         )
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
         return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states
-
-    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """As `mix`, in place."""
-        x = hidden_states[:, 0]
-        q, k, v, activation = self.project_token(x, context)
-        o = memory_step(
-            q,
-            k,
-            v,
-            context.states["memory"],
-            decay=self.decay.step(x),
-            output=Output(skip=self.D, gate=self.g_proj(x), activation="silu"),
-            mask=mask_of_token(context),
-            activation=activation,
-            scale=1.0,
-        )
-        return self.o_proj(self.o_norm(o.flatten(-2)))[:, None], context.states

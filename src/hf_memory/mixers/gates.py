@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.ops.decoding import Decay
-
 
 def _low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
     """A projection down to `rank` channels, or nothing, and how many channels come out."""
@@ -27,10 +25,6 @@ class FixedDecay(nn.Module):
         heads = torch.arange(self.heads, device=hidden_states.device, dtype=torch.float32)
         return torch.log1p(-(2.0 ** (-5 - heads))).expand(*hidden_states.shape[:2], -1)
 
-    def step(self, hidden_states: Tensor) -> Decay:
-        """The same for one token [B, hidden_size], not computed yet."""
-        return Decay("fixed")
-
 
 class SigmoidDecay(nn.Module):
     """log sigmoid(W x) / temperature, by head, or with a low rank by channel of each head.
@@ -48,12 +42,6 @@ class SigmoidDecay(nn.Module):
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
         g = F.logsigmoid(self.proj(self.down(hidden_states)).float()) / self.temperature
         return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
-
-    def step(self, hidden_states: Tensor) -> Decay:
-        """The same for one token [B, hidden_size], not computed yet."""
-        gate = self.proj(self.down(hidden_states))
-        gate = gate if self.channels is None else gate.unflatten(-1, (-1, self.channels))
-        return Decay("sigmoid", gate, self.temperature)
 
 
 class SoftplusDecay(nn.Module):
@@ -90,9 +78,3 @@ class SoftplusDecay(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
         return self.decay(self.steps(hidden_states))
-
-    def step(self, hidden_states: Tensor) -> Decay:
-        """The same for one token [B, hidden_size], not computed yet."""
-        gate = self.proj(self.down(hidden_states))
-        gate = gate if self.channels is None else gate.unflatten(-1, (-1, self.channels))
-        return Decay("softplus", gate, A_log=self.A_log, dt_bias=self.dt_bias)

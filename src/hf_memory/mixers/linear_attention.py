@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from hf_memory.layers import RMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, States, mask_of_token, repeat_heads
+from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.mixers.feature_map import FeatureMap
 from hf_memory.ops import LinearState, linear_attention
-from hf_memory.ops.decoding import AS_READ, NO_DECAY, Activation, Decay, Output, memory_step
 
 
 class LinearAttentionMixer(MemoryMixer):
@@ -45,29 +44,3 @@ class LinearAttentionMixer(MemoryMixer):
         if not states:
             return None
         return LinearState(states["memory"], states["normalizer"]) if self.config.normalize else states["memory"]
-
-    def step(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """As `mix`, in place."""
-        states = context.states
-        q, k, v, _ = self.project_token(hidden_states[:, 0], context)
-        activation: Activation = "elu" if self.feature_map.name == "elu" else "none"
-        decay, new_states = NO_DECAY, {}
-        if activation == "none":
-            k = repeat_heads(k[:, None], q.shape[1])
-            q, k, g, new_states = self.feature_map(q[:, None], k, context)
-            q, k, decay = q[:, 0], k[:, 0], NO_DECAY if g is None else Decay("log", g[:, 0])
-        output = AS_READ
-        if self.config.output_norm:
-            output = Output(norm=self.o_norm.weight, eps=self.o_norm.variance_epsilon)
-        o = memory_step(
-            q,
-            k,
-            v,
-            states["memory"],
-            normalizer=states["normalizer"] if self.config.normalize else None,
-            decay=decay,
-            output=output,
-            mask=mask_of_token(context),
-            activation=activation,
-        )
-        return self.o_proj(o.flatten(-2))[:, None], {**states, **new_states}

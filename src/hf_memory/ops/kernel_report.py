@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer", "neural_memory", "decoding")
+OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer", "neural_memory")
 
 
 class Limits(NamedTuple):
@@ -36,7 +36,6 @@ RESERVED_BYTES = 1024  # of shared memory, for each block
 REGISTER_UNIT = 256  # registers are given to a warp in such pieces
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 OTHERS = {"scale": "fp32", "T": "i32", "tokens": "i32", "bounds": "*i64", "first": "*i64"}
-OTHERS |= dict.fromkeys(("temperature", "eps", "strength"), "fp32")
 
 
 class Variant(NamedTuple):
