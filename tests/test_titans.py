@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import CASES, make_model, random_tokens
-from hf_memory.mixers import titans
-from hf_memory.mixers.titans import AttentionAndMemoryMixer
+from hf_memory.mixers import neural_memory
+from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
 
@@ -26,8 +26,10 @@ def test_no_output_depends_on_a_later_input(case):
 @pytest.mark.parametrize("variant", ["lmm", "mag", "mal"])
 @torch.no_grad()
 def test_a_memory_can_be_told_values_of_unit_length(variant, monkeypatch):
-    told, learn = [], titans.neural_memory
-    monkeypatch.setattr(titans, "neural_memory", lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b))
+    told, learn = [], neural_memory.neural_memory
+    monkeypatch.setattr(
+        neural_memory, "neural_memory", lambda q, k, v, *a, **b: told.append(v) or learn(q, k, v, *a, **b)
+    )
     model = make_model(
         next(case for case in TITANS if case.name == "titans-lmm-rope"), variant=variant, sliding_window=4
     )

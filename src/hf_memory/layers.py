@@ -6,9 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all_channels
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, also in part
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_first_channels
 
 __all__ = [
     "GroupRMSNorm",
@@ -16,7 +14,6 @@ __all__ = [
     "RotaryEmbedding",
     "ShortConvolution",
     "SwiGLU",
-    "apply_rotary_pos_emb",
     "unit_length",
 ]
 
@@ -25,15 +22,6 @@ def unit_length(x: Tensor) -> Tensor:
     """x / |x| over the last dimension, in float32; 1e-6 under the root keeps zero at zero."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def apply_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Rotate the first channels of q and k, as many as cos and sin have: all, but for a `partial_rotary_factor`."""
-    rotate = rotate_all_channels if cos.shape[-1] == q.shape[-1] else rotate_first_channels
-    rotated = rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)  # under autocast cos and sin are wider
 
 
 class GroupRMSNorm(RMSNorm):

@@ -10,9 +10,9 @@ from hf_memory.conversion.stages import AttentionTransfer
 from hf_memory.conversion.students import is_exact
 from hf_memory.conversion.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm, ShortConvolution
+from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer, MemoryAsGateMixer
 from hf_memory.mixers.base import OutputGate
 from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
-from hf_memory.mixers.titans import AttentionAndMemoryMixer, MemoryAsGateMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
 WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further

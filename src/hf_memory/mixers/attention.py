@@ -6,6 +6,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, with soft caps
 
 from hf_memory.mixers.base import Projections
+from hf_memory.mixers.positions import Positions
 
 
 class AttentionMixer(Projections):
@@ -29,7 +30,7 @@ class AttentionMixer(Projections):
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); the mask says what is packed."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k = self.normalize_and_rotate(q, k, position_embeddings)
+        q, k = self.normalize_and_rotate(q, k, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)

@@ -9,24 +9,23 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import MemoryLayer, States, memory_layer
-from hf_memory.layers import RMSNorm, ShortConvolution, apply_rotary_pos_emb
-
-Positions = tuple[Tensor, Tensor]
+from hf_memory.layers import RMSNorm, ShortConvolution
+from hf_memory.mixers.positions import Positions
 
 
 class Context(NamedTuple):
     """What a memory must know of the tokens beside their hidden states; see `MemoryMixer.forward`."""
 
-    position_embeddings: Positions | None  # [1 or B, T, head_dim] each
+    positions: Positions | None
     attention_mask: Tensor | None  # [B, T]
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; empty means an empty memory
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The same for some of the tokens, not packed, that are read after `states`."""
-        positions, mask = self.position_embeddings, self.attention_mask
+        positions, mask = self.positions, self.attention_mask
         return self._replace(
-            position_embeddings=positions and (positions[0][:, tokens], positions[1][:, tokens]),
+            positions=None if positions is None else positions.of(tokens),
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
@@ -74,22 +73,18 @@ class Projections(nn.Module):
             v.unflatten(-1, (-1, self.value_dim)),
         )
 
-    def normalize_and_rotate(
-        self, q: Tensor, k: Tensor, position_embeddings: Positions | None
-    ) -> tuple[Tensor, Tensor]:
+    def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norm where the config has it, and positions where they are given and wanted, to [B, T, H, D]."""
         dtype = q.dtype  # weights of norms are wider under autocast
         if self.config.use_qk_norm and self.config.qk_norm_whole_width:
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         elif self.config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.rotate(q.to(dtype), k.to(dtype), position_embeddings)
+        return self.rotate(q.to(dtype), k.to(dtype), positions)
 
-    def rotate(self, q: Tensor, k: Tensor, position_embeddings: Positions | None) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Positions for [B, T, H, D], where they are given and this layer has them."""
-        if position_embeddings is None or not self.rotates:
-            return q, k
-        return apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+        return (q, k) if positions is None or not self.rotates else positions.rotate(q, k)
 
 
 class MemoryMixer(Projections, ABC):
@@ -113,7 +108,7 @@ class MemoryMixer(Projections, ABC):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Positions | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
@@ -133,12 +128,14 @@ class MemoryMixer(Projections, ABC):
             ([B, T, hidden_size], None): a memory has no attention weights to show.
         """
         B, T = hidden_states.shape[:2]
-        if not self.sees_positions:
-            position_embeddings = None
-        if cu_seqlens is not None and B > 1:
-            hidden_states, position_embeddings = _one_row(hidden_states, position_embeddings)
+        positions = None
+        if position_embeddings is not None and self.sees_positions:
+            positions = Positions(*position_embeddings)
+        if cu_seqlens is not None and B > 1:  # packed sequences never cross a row, so rows are packed sequences too
+            hidden_states = hidden_states.flatten(0, 1)[None]
+            positions = None if positions is None else positions.one_row(B)
         layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
-        context = Context(position_embeddings, attention_mask, cu_seqlens, {})
+        context = Context(positions, attention_mask, cu_seqlens, {})
         if layer is None:
             output, _ = self.mix(hidden_states, context)
         else:
@@ -176,7 +173,7 @@ class MemoryMixer(Projections, ABC):
         if self.conv_activation is not None:
             q, k, v = (ACT2FN[self.conv_activation](x) for x in (q, k, v))
         q, k, v = self.split_heads(q, k, v)
-        q, k = self.normalize_and_rotate(q, k, context.position_embeddings)
+        q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
 
 
@@ -206,12 +203,3 @@ def mask_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return x
     return x * attention_mask.to(x.dtype).view(*attention_mask.shape, *(1 for _ in x.shape[2:]))
-
-
-def _one_row(hidden_states: Tensor, position_embeddings: Positions | None):
-    """[B, T, ...] -> [1, B * T, ...]: packed sequences never cross a row, so rows are packed sequences too."""
-    B, T, _ = hidden_states.shape
-    if position_embeddings is not None:
-        cos, sin = (x.expand(B, T, -1).reshape(1, B * T, -1) for x in position_embeddings)
-        position_embeddings = cos, sin
-    return hidden_states.reshape(1, B * T, -1), position_embeddings

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 
 from hf_memory.layers import unit_length
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops.deltaformer import Past, corrected_values, read
 
 
@@ -63,7 +64,7 @@ class DeltaFormerMixer(AttentionMixer):
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); see `AttentionMixer`."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k_written = self.normalize_and_rotate(q, k, None)
-        q, k = self.rotate(q, k_written, position_embeddings)
+        q, k = self.rotate(q, k_written, Positions(*position_embeddings))
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
         beta = self.b_proj(hidden_states) if self.config.beta_mode != "none" else None
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]

@@ -3,12 +3,9 @@
 from huggingface_hub.dataclasses import strict
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
-from hf_memory.mixers.titans import (
-    MemoryAsContextMixer,
-    MemoryAsGateMixer,
-    MemoryAsLayerMixer,
-    NeuralMemoryMixer,
-)
+from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
+from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 

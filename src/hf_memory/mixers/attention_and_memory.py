@@ -1,0 +1,130 @@
+"""Titans' mixers of attention over a window and a memory: side by side (MAG), or the memory before it (MAL).
+
+https://arxiv.org/abs/2501.00663. Persistent tokens stand before every sequence: a memory reads them once, attention
+always sees them.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_memory.cache import States
+from hf_memory.layers import RMSNorm
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.window_attention import window_attention
+
+
+class AttentionAndMemoryMixer(MemoryMixer):
+    """What MAC, MAG and MAL share: attention with the weights of a Transformer, and a memory."""
+
+    memory_reads_persistent = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.has_convolutions, self.conv_activation = False, None
+        self.memory = NeuralMemoryMixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
+        if config.num_persistent_tokens:
+            self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+
+    def init_own_parameters(self) -> None:
+        """Persistent tokens as small as embeddings."""
+        if self.config.num_persistent_tokens:
+            init.normal_(self.persistent, std=self.config.initializer_range)
+
+    @property
+    def sees_positions(self) -> bool:
+        """Attention always does."""
+        return True
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        q, k = self.normalize_and_rotate(q, k, context.positions)
+        return window_attention(
+            q,
+            k,
+            v,
+            window=self.config.sliding_window,
+            scaling=self.scaling,
+            states=_part(context.states, "attention_"),
+            always=self.always(hidden_states.dtype),
+            attention_mask=context.attention_mask,
+            cu_seqlens=context.cu_seqlens,
+        )
+
+    def always(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [P, H, D] of the persistent tokens, which have no positions."""
+        if not self.config.num_persistent_tokens:
+            return None
+        tokens = self.persistent.to(dtype)[None]
+        q, k, v = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
+        return self.normalize_and_rotate(q, k, None)[1][0], v[0]
+
+    def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The memory's output [B, T, hidden_size], and its states."""
+        own = context._replace(states=_part(context.states, "memory_"), positions=self._of_memory(context))
+        return self.memory.mix(hidden_states, own)
+
+    def _of_memory(self, context: Context) -> Positions | None:
+        return context.positions if self.memory.sees_positions else None
+
+
+def _part(states: States, prefix: str) -> States:
+    return {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
+
+
+def _joined(attention: States, memory: States) -> States:
+    return {f"attention_{n}": x for n, x in attention.items()} | {f"memory_{n}": x for n, x in memory.items()}
+
+
+class MemoryAsGateMixer(AttentionAndMemoryMixer):
+    """MAG: attention over a window and the memory side by side.
+
+    With `memory_gate="multiply"` the norms of both are multiplied, the memory's through a sigmoid, before the output
+    projection; with `"add"` the output is attention's plus `gate` times the memory's. A gate of zero leaves attention.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.memory_gate == "add":
+            self.gate = nn.Parameter(torch.empty(config.hidden_size))
+        else:
+            self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+
+    def init_own_parameters(self) -> None:
+        """Open gates."""
+        super().init_own_parameters()
+        if self.config.memory_gate == "add":
+            init.ones_(self.gate)
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of the memory and of the window."""
+        heads, window = self.attend(hidden_states, context)
+        remembered, memory = self.remember(hidden_states, context)
+        attended = self.o_proj(heads.flatten(-2))
+        if self.config.memory_gate == "add":
+            output = attended + self.gate * remembered
+        else:
+            output = self.attention_norm(attended) * self.memory_norm(remembered).sigmoid()
+        return output, _joined(window, memory)
+
+
+class MemoryAsLayerMixer(AttentionAndMemoryMixer):
+    """MAL: attention over a window reads x + gate * memory(x). A gate of zero leaves attention."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.gate = nn.Parameter(torch.empty(config.hidden_size))
+
+    def init_own_parameters(self) -> None:
+        """An open gate."""
+        super().init_own_parameters()
+        init.ones_(self.gate)
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of the memory and of the window."""
+        remembered, memory = self.remember(hidden_states, context)
+        heads, window = self.attend(hidden_states + self.gate * remembered, context)
+        return self.o_proj(heads.flatten(-2)), _joined(window, memory)

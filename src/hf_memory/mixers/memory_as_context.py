@@ -1,0 +1,111 @@
+"""Titans' third mixer: what the memory says is context for attention. https://arxiv.org/abs/2501.00663."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.cache import States
+from hf_memory.layers import RMSNorm, real_tokens_first
+from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
+from hf_memory.mixers.base import Context
+
+
+class MemoryAsContextMixer(AttentionAndMemoryMixer):
+    """MAC: attention within segments, over the tokens and what the memory says to them.
+
+        h_t = M(x_t), M as it was when the segment began
+        y_t = norm of attention over persistent tokens and the pairs (h_i, x_i), i <= t, of the segment
+        M reads y_t, and then is asked about it:   o_t = y_t sigmoid(norm(M_t(y_t)))
+
+    The paper's mask lets a token see h_i of later tokens, and its last line reads a memory that has seen the whole
+    segment; both would show the future. Here nothing after t is seen.
+    """
+
+    memory_reads_persistent = False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their
+        keys and values, and those of what the memory said, [N, segment, 2, H, D]."""
+        if context.cu_seqlens is not None:
+            return self._each_sequence(hidden_states, context), {}
+        if context.states:  # rows may be anywhere in their segments: a token at a time
+            return self._pieces(hidden_states, context, 1)
+        mask, order = context.attention_mask, None
+        if mask is None:
+            return self._pieces(hidden_states, context, self.config.segment_length)
+        hidden_states, order = real_tokens_first(hidden_states, mask)
+        positions = context.positions
+        context = context._replace(
+            attention_mask=mask.gather(1, order), positions=None if positions is None else positions.gather(order)
+        )
+        output, states = self._pieces(hidden_states, context, self.config.segment_length)
+        return torch.zeros_like(output).scatter(1, order[..., None].expand_as(output), output), states
+
+    def _each_sequence(self, hidden_states: Tensor, context: Context) -> Tensor:
+        bounds = context.cu_seqlens.tolist()  # type: ignore[union-attr]
+        alone = context._replace(cu_seqlens=None)
+        parts = [slice(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
+        return torch.cat([self.mix(hidden_states[:, x], alone.of(x, {}))[0] for x in parts], dim=1)
+
+    def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
+        states, outputs = context.states or self._empty(hidden_states), []
+        for start in range(0, hidden_states.shape[1], length):
+            tokens = slice(start, start + length)
+            output, states = self._piece(hidden_states[:, tokens], context.of(tokens, states))
+            outputs.append(output)
+        return torch.cat(outputs, dim=1), states
+
+    def _empty(self, hidden_states: Tensor) -> States:
+        B, C = hidden_states.shape[0], self.config.segment_length
+        heads = self.k_proj.out_features // self.head_dim
+        pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
+        then = hidden_states.new_zeros(B, self.memory.num_output_heads, self.memory.initial_weights.size)
+        offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
+        return {"then": then.float(), "offset": offset, "keys": pairs, "values": pairs}
+
+    def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
+        """Tokens that end no later than the segment of any row."""
+        states, C = context.states, self.config.segment_length
+        real = torch.ones(x.shape[:2], device=x.device) if context.attention_mask is None else context.attention_mask
+        real = real.bool()
+        begins = (states["offset"] == C) & real.any(1)
+        now = states.get("memory_weights", states["then"])
+        then = torch.where(begins[:, None, None], now, states["then"])
+        offset = torch.where(begins, 0, states["offset"])
+        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # C: of padding, which is dropped
+        recalled = self.memory.recall(x, then, self._of_memory(context))
+        heads, keys, values = self._attend_pairs(x, recalled, places, context)
+        y = self.attention_norm(self.o_proj(heads.flatten(-2)))
+        remembered, memory = self.remember(y, context)
+        output = y * self.memory_norm(remembered).sigmoid()
+        own = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
+        return output, own | {f"memory_{name}": state for name, state in memory.items()}
+
+    def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [B, T, H, D] of tokens at places [B, T] of their segments, and its keys and values with theirs."""
+        q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k = self.normalize_and_rotate(q, k, context.positions)
+        k_h, v_h = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.k_proj(h), self.v_proj(h)))
+        k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
+        keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
+        values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
+        seen = torch.arange(keys.shape[1], device=x.device) <= places[..., None].clamp(max=keys.shape[1] - 1)
+        seen = seen.repeat_interleave(2, -1)[:, None]  # [B, 1, T, 2 * segment]
+        k, v = (pairs.flatten(1, 2).transpose(1, 2).to(q.dtype) for pairs in (keys, values))
+        always = self.always(x.dtype)
+        if always is not None:
+            first = (tokens.transpose(0, 1).expand(len(x), -1, -1, -1) for tokens in always)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))
+            seen = F.pad(seen, (len(always[0]), 0), value=True)
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=self.scaling, enable_gqa=True)
+        return o.transpose(1, 2), keys, values
+
+
+def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    """[B, C, 2, H, D] with pairs [B, T, 2, H, D] at places [B, T]; those at C are dropped."""
+    index = places[:, :, None, None, None].expand_as(pairs)
+    return F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, 1)).scatter(1, index, pairs.to(buffer.dtype))[:, :-1]

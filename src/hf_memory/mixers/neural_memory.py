@@ -1,0 +1,144 @@
+"""Titans' memory, which learns while it reads. https://arxiv.org/abs/2501.00663."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import States
+from hf_memory.layers import unit_length
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, repeat_heads
+from hf_memory.mixers.positions import Positions
+from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory.network import Rule, network, unpack
+
+
+class Gate(nn.Linear):
+    """One number a head, that starts at a bias."""
+
+    def __init__(self, hidden_size: int, heads: int, start: float):
+        super().__init__(hidden_size, heads)
+        self.start = start
+
+    def init_own_parameters(self) -> None:
+        """The bias alone; the weight is initialised as any other."""
+        init.constant_(self.bias, self.start)
+
+
+class InitialWeights(nn.Module):
+    """Matrices [H, d_in, d_out] of a memory that has read nothing; the last says little at first."""
+
+    def __init__(self, heads: int, sizes: list[int]):
+        super().__init__()
+        self.depth = len(sizes) - 1
+        self.size = sum(d_in * d_out for d_in, d_out in zip(sizes, sizes[1:]))  # numbers of a head
+        for i, (d_in, d_out) in enumerate(zip(sizes, sizes[1:])):
+            self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """In float32."""
+        return tuple(self.get_parameter(f"layer_{i}").float() for i in range(self.depth))
+
+    def init_own_parameters(self) -> None:
+        """Products of the size of their inputs, and of a tenth of it in the last."""
+        for i in range(self.depth):
+            weights = self.get_parameter(f"layer_{i}")
+            init.normal_(weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5)
+
+
+class NeuralMemoryMixer(MemoryMixer):
+    """LMM: queries and keys of unit length, values, gates for each head, the neural memory, an output norm and gate.
+
+    The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size: steps of a chunk and of the momentum add up.
+    """
+
+    def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
+        super().__init__(config, layer_idx)
+        self.make_projections(*config.memory_heads)
+        self.make_convolutions(config.linear_conv_kernel_dim)
+        self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
+        heads, width = self.num_output_heads, config.hidden_size
+        self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
+        inner = [config.memory_expansion * self.head_dim] * (config.memory_depth - 1)
+        self.initial_weights = InitialWeights(heads, [self.head_dim, *inner, self.value_dim])
+        if self.num_persistent:
+            self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
+        self.output_gate = OutputGate(width, heads, self.value_dim, config)
+
+    def init_own_parameters(self) -> None:
+        """Persistent tokens as small as embeddings."""
+        if self.num_persistent:
+            init.normal_(self.persistent, std=self.config.initializer_range)
+
+    def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
+        """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
+        initial = self.initial_weights()
+        q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+        q, _ = self.rotate(q, q, positions)
+        q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).float()
+        moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
+        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, "initial")
+        o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
+        return self.o_proj(self.output_gate(o, hidden_states))
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
+        hidden_states, context, real = self._after_persistent(hidden_states, context)
+        q, k, v, new_states = self.project(hidden_states, context)
+        lr, momentum, decay = self._gates(hidden_states)
+        o, state = neural_memory(
+            unit_length(q),
+            unit_length(k),
+            unit_length(v) if self.config.memory_unit_values else v,
+            lr,
+            momentum,
+            decay,
+            self.initial_weights(),
+            chunk_size=self.config.memory_chunk_size,
+            activation=self.config.memory_activation,
+            residual=self.config.memory_residual,
+            mask=None if context.attention_mask is None else context.attention_mask.bool(),
+            initial_state=_memory_state(context.states),
+            output_final_state=True,
+            cu_seqlens=context.cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        output = self.o_proj(self.output_gate(o, hidden_states))
+        own = state._asdict()  # type: ignore[union-attr]
+        return (output if real is None else output[:, real]), new_states | own
+
+    def _gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """lr, log eta and log a [B, T, HV] in float32."""
+        eta = self.momentum_proj(hidden_states).float()
+        momentum, decay = F.logsigmoid(eta), F.logsigmoid(-self.decay_proj(hidden_states).float())
+        scale = self.config.memory_max_lr / self.config.memory_chunk_size
+        return scale * self.lr_proj(hidden_states).float().sigmoid() * (-eta).sigmoid(), momentum, decay
+
+    def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
+        """Persistent tokens before every sequence that begins here, and where the real ones are then."""
+        P = self.num_persistent
+        if not P or context.states:
+            return hidden_states, context, None
+        B, T, device = *hidden_states.shape[:2], hidden_states.device
+        bounds = context.cu_seqlens
+        starts = torch.zeros(1, dtype=torch.long, device=device) if bounds is None else bounds[:-1]
+        before = P * torch.arange(len(starts), device=device)  # persistent tokens before each sequence
+        tokens = torch.arange(T, device=device)
+        real = tokens + P * (tokens[:, None] >= starts).sum(1)
+        order = torch.cat([real, ((starts + before)[:, None] + torch.arange(P, device=device)).flatten()]).argsort()
+        wide = self.persistent.to(hidden_states.dtype).repeat(len(starts), 1).expand(B, -1, -1)
+        hidden_states = torch.cat([hidden_states, wide], 1)[:, order]
+        mask, cu_seqlens = context.attention_mask, context.cu_seqlens
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(B, P), mask], 1)
+        if cu_seqlens is not None:
+            cu_seqlens = (cu_seqlens + F.pad(before + P, (1, 0))).to(cu_seqlens.dtype)
+        positions = context.positions
+        if positions is not None:
+            positions = positions.pad(len(before) * P).gather(order[None])
+        context = context._replace(positions=positions, attention_mask=mask, cu_seqlens=cu_seqlens)
+        return hidden_states, context, real
+
+
+def _memory_state(states: States) -> NeuralMemoryState | None:
+    return NeuralMemoryState(*(states[name] for name in NeuralMemoryState._fields)) if states else None

@@ -1,0 +1,40 @@
+"""Where tokens are, as the angles by which queries and keys are rotated."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all_channels
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_first_channels
+
+
+class Positions(NamedTuple):
+    """Cosines and sines of T tokens; transformers passes the same two as `position_embeddings`."""
+
+    cos: Tensor  # [1 or B, T, channels that rotate]
+    sin: Tensor
+
+    def of(self, tokens: slice) -> "Positions":
+        """Of some of the tokens."""
+        return Positions(self.cos[:, tokens], self.sin[:, tokens])
+
+    def gather(self, order: Tensor) -> "Positions":
+        """Of the tokens at these places, [1 or B, T]."""
+        B = max(len(order), len(self.cos))
+        index = order[..., None].expand(B, -1, self.cos.shape[-1])
+        return Positions(*(x.expand(B, -1, -1).gather(1, index) for x in self))
+
+    def pad(self, tokens: int) -> "Positions":
+        """With so many tokens at the end that have no position: nothing rotates them."""
+        cos, sin = (F.pad(x, (0, 0, 0, tokens), value=none) for x, none in zip(self, (1.0, 0.0)))
+        return Positions(cos, sin)
+
+    def one_row(self, B: int) -> "Positions":
+        """Of the B * T tokens of B rows in one: [1, B * T, channels]."""
+        return Positions(*(x.expand(B, -1, -1).flatten(0, 1)[None] for x in self))
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the first channels of q and k [B, T, H, D], as many as there are angles; all but in a few models."""
+        rotate = rotate_all_channels if self.cos.shape[-1] == q.shape[-1] else rotate_first_channels
+        rotated = rotate(q, k, self.cos, self.sin, unsqueeze_dim=2)
+        return rotated[0].to(q.dtype), rotated[1].to(k.dtype)  # under autocast cos and sin are wider
