@@ -74,7 +74,12 @@ CASES = (
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
         },
     ),
-    Case("kda", "hf_memory_deltanet", {"gate": "vector"}),
+    Case("kda", "hf_memory_deltanet", {"gate": "vector", "output_gate_low_rank_dim": 8}),
+    Case(
+        "gated-deltanet-without-its-attentions-norm",
+        "hf_memory_deltanet",
+        {**FULL_HYBRID, "gate": "scalar", "use_qk_norm": True, "memory_qk_norm": False},
+    ),
     Case("deltaformer", "hf_memory_deltaformer", {}),
     Case(
         "deltaformer-full-norope",

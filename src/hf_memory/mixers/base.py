@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import MemoryLayer, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution
+from hf_memory.mixers.gates import low_rank
 from hf_memory.mixers.positions import Positions
 
 
@@ -61,9 +62,14 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, value_heads * self.value_dim, bias=bias)
         self.o_proj = nn.Linear(self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias)
-        if config.use_qk_norm:
+        if self.normalizes:
             heads = (query_heads, key_heads) if config.qk_norm_whole_width else (1, 1)
             self.q_norm, self.k_norm = (RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether queries and keys have a norm of their own."""
+        return self.config.use_qk_norm
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
@@ -76,9 +82,9 @@ class Projections(nn.Module):
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norm where the config has it, and positions where they are given and wanted, to [B, T, H, D]."""
         dtype = q.dtype  # weights of norms are wider under autocast
-        if self.config.use_qk_norm and self.config.qk_norm_whole_width:
+        if self.normalizes and self.config.qk_norm_whole_width:
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        elif self.config.use_qk_norm:
+        elif self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.rotate(q.to(dtype), k.to(dtype), positions)
 
@@ -96,6 +102,11 @@ class MemoryMixer(Projections, ABC):
     def sees_positions(self) -> bool:
         """Whether anything in it is rotated by position."""
         return self.config.memory_rope
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether queries and keys have a norm of their own."""
+        return self.config.has_memory_qk_norm
 
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
@@ -180,17 +191,18 @@ class MemoryMixer(Projections, ABC):
 class OutputGate(nn.Module):
     """RMSNorm(o) by head, times an activation of a projection of the hidden states where the config names one."""
 
-    def __init__(self, hidden_size: int, heads: int, value_dim: int, config):
+    def __init__(self, hidden_size: int, heads: int, value_dim: int, config, rank: int | None = None):
         super().__init__()
         self.norm = RMSNorm(value_dim, eps=config.output_norm_eps or config.rms_norm_eps)
         self.activation = config.output_gate
         if self.activation != "none":
-            self.proj = nn.Linear(hidden_size, heads * value_dim, bias=False)
+            self.down, width = low_rank(hidden_size, rank)
+            self.proj = nn.Linear(width, heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)
-        return o if self.activation == "none" else o * ACT2FN[self.activation](self.proj(hidden_states))
+        return o if self.activation == "none" else o * ACT2FN[self.activation](self.proj(self.down(hidden_states)))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

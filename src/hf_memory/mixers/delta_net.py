@@ -24,7 +24,8 @@ class DeltaNetMixer(MemoryMixer):
         if config.gate != "none":
             channels = self.head_dim if config.gate == "vector" else None
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
-        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config)
+        rank = config.output_gate_low_rank_dim
+        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""

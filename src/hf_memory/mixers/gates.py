@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 
-def _low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
+def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
     """A projection down to `rank` channels, or nothing, and how many channels come out."""
     return (nn.Identity(), hidden_size) if rank is None else (nn.Linear(hidden_size, rank, bias=False), rank)
 
@@ -35,7 +35,7 @@ class SigmoidDecay(nn.Module):
     def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
         super().__init__()
         self.channels, self.temperature = channels, temperature
-        self.down, width = _low_rank(hidden_size, None if channels is None else rank)
+        self.down, width = low_rank(hidden_size, None if channels is None else rank)
         self.proj = nn.Linear(width, heads * (channels or 1))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class SoftplusDecay(nn.Module):
         self.channels = channels
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * (channels or 1)))
-        self.down, width = _low_rank(hidden_size, channels)
+        self.down, width = low_rank(hidden_size, channels)
         self.proj = nn.Linear(width, heads * (channels or 1), bias=False)
 
     def init_own_parameters(self) -> None:

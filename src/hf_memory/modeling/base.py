@@ -139,6 +139,11 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def has_memory_qk_norm(self) -> bool:
+        """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
+        return self.use_qk_norm
+
+    @property
     def mixer_types(self) -> list[str]:
         """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""
         return self.layer_types

@@ -18,7 +18,11 @@ class MemoryHeadsConfig(MemoryConfig):
         linear_value_head_dim (`int`, *optional*): channels of a value.
         linear_conv_kernel_dim (`int`, *optional*): tokens that the short convolutions on q, k and v see; 0 for none.
         output_gate (`str`, *optional*): what multiplies the normed output: `"silu"`, `"sigmoid"` or `"none"`.
+        output_gate_low_rank_dim (`int`, *optional*): rank of the projection to that gate, as in Kimi Linear; default:
+            full.
         output_norm_eps (`float`, *optional*): of the output's norm; default: `rms_norm_eps`.
+        memory_qk_norm (`bool`, *optional*): RMS norm of each head's queries and keys in memory layers; default:
+            `use_qk_norm`, which is then that of attention alone.
     """
 
     base_model_tp_plan = {
@@ -40,7 +44,14 @@ class MemoryHeadsConfig(MemoryConfig):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
     output_gate: str | None = None
+    output_gate_low_rank_dim: int | None = None
     output_norm_eps: float | None = None
+    memory_qk_norm: bool | None = None
+
+    @property
+    def has_memory_qk_norm(self) -> bool:
+        """Whether queries and keys of memory layers have a norm."""
+        return self.use_qk_norm if self.memory_qk_norm is None else self.memory_qk_norm
 
     @property
     def memory_heads(self) -> tuple[int, int, int, int, int]:
