@@ -9,19 +9,22 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from hf_memory import cli
+from hf_memory.cli.info import CONTEXTS
+from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
-FAST = ["--transfer-steps", "2", "--distill-steps", "2", "--batch-size", "2", "--length", "32"]
+SHORT = "steps=2,batch_size=2,length=32"
+FAST = ["--transfer", SHORT, "--distillation", SHORT]
 
 
 @pytest.fixture(autouse=True)
 def _wide_console(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setattr(console, "width", 200)
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
     assert run(*command, "--keep", "auto")[0] == 0
     assert list(tmp_path.iterdir()) == []
-    code, out, err = run(*command, "--length", "4096")
+    code, out, err = run(*command, "--transfer", "length=4096")
     assert (code, out) == (2, "")
     assert "length must be at most the teacher's 2048 positions, got 4096" in err
     code, out, err = run(*command, "--cross-entropy", "2")
@@ -104,13 +107,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
 
 def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tmp_path):
     file, first, second = (tmp_path / name for name in ("my.yaml", "first", "second"))
-    flags = {"to": "gated", "keep-attention": [1], "transfer-steps": 2, "distill_steps": 2, "batch-size": 2}
-    flags["cross-entropy"] = 0.5
+    flags = {"to": "gated", "keep-attention": [1], "transfer": [SHORT], "cross-entropy": 0.5}
+    flags["distillation"] = {"steps": 9, "batch_size": 2, "length": 32}
     options = {"gate": "scalar", "memory_rope": False}
     file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "option": options, **flags}))
-    code, _, err = run("convert", "--config", file, "--output", first, "--length", 32, "--seed", 3)
+    code, _, err = run("convert", "--config", file, "--output", first, "--distillation", "steps=2", "--seed", 3)
     assert (code, err) == (0, "")
-    config = cli.AutoConfig.from_pretrained(first)
+    config = AutoConfig.from_pretrained(first)
     assert (config.model_type, config.gate, config.memory_rope) == ("hf_memory_gated", "scalar", False)
     described = yaml.safe_load((first / "run.yaml").read_text())
     assert described["teacher"] == str(teacher)
@@ -121,7 +124,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert described["transfer"] == {**stage, "learning_rate": 3e-3}
     assert described["distillation"] == {**stage, "learning_rate": 1e-3}
     assert described["fine-tuning"]["steps"] == 0
-    assert not {"config", "length", "transfer-steps"} & set(described)
+    assert not {"config", "overwrite"} & set(described)
 
     assert run("convert", "--config", first / "run.yaml", "--output", second)[0] == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
@@ -150,7 +153,7 @@ def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatc
     student, memory = tmp_path / "student", tmp_path / "memory"
     assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
     lines = iter(["the snake is", "a new python", ""])
-    monkeypatch.setattr(cli.console, "input", lambda prompt: next(lines))
+    monkeypatch.setattr(console, "input", lambda prompt: next(lines))
     code, out, err = run("chat", student, "--memory", memory, "--max-new-tokens", 3)
     assert (code, err) == (0, "")
     read = int(re.search(r"kept .*: (\d+) tokens", out).group(1))
@@ -159,7 +162,7 @@ def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatc
     def end_of_input(prompt):
         raise EOFError
 
-    monkeypatch.setattr(cli.console, "input", end_of_input)
+    monkeypatch.setattr(console, "input", end_of_input)
     assert f"kept {memory}: {read} tokens" in run("chat", student, "--memory", memory)[1]
     assert run("chat", student)[1] == ""
     memory.write_bytes(b"")
@@ -169,7 +172,7 @@ def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatc
 def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
     code, out, _ = run("info", teacher)
     assert code == 0
-    assert out.count("100.00%") == len(cli.CONTEXTS)
+    assert out.count("100.00%") == len(CONTEXTS)
 
 
 def test_options_reach_the_config(run, teacher, text, tmp_path):
@@ -177,7 +180,7 @@ def test_options_reach_the_config(run, teacher, text, tmp_path):
     options = ["--to", "gated", "-o", "gate=scalar", "-o", "gate_logit_normalizer=8"]
     code, _, err = run("convert", teacher, "--text", text, "--output", student, *options, *FAST)
     assert (code, err) == (0, "")
-    config = cli.AutoConfig.from_pretrained(student)
+    config = AutoConfig.from_pretrained(student)
     assert (config.gate, config.gate_logit_normalizer) == ("scalar", 8)
 
 
@@ -219,7 +222,7 @@ def test_errors_are_sentences(run, teacher, text, tmp_path, arguments, sentence)
 def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypatch):
     short = Schedule(steps=2, learning_rate=1e-3, batch_size=2, length=64)
     settings = Settings(300, 32, 2, short, short, short)
-    monkeypatch.setattr(cli, "run_demo", partial(run_demo, settings=settings))
+    monkeypatch.setattr("hf_memory.cli.demo.run_demo", partial(run_demo, settings=settings))
     output = tmp_path / "demo_output"
     for _ in range(2):
         code, out, err = run("demo", "--output", output)

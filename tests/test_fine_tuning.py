@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_memory import cli, conversion
+from hf_memory import conversion
 from hf_memory.conversion import (
     Schedule,
     attention_transfer,
@@ -28,6 +28,7 @@ from hf_memory.conversion import (
     teachers,
     train,
 )
+from hf_memory.conversion.checkpoints import check_room
 from hf_memory.conversion.run_file import read_schedule
 from hf_memory.conversion.stages import divergence
 from hf_memory.conversion.starts import start_near
@@ -296,7 +297,7 @@ def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_pa
 def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"must have 0.1 MB free for student, got 0.0 MB"):
-        cli.check_room(tmp_path / "no" / "student", make_teacher())
+        check_room(tmp_path / "no" / "student", make_teacher())
 
 
 def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa: F811
@@ -327,18 +328,18 @@ def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa
 def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tmp_path):  # noqa: F811
     file, output = tmp_path / "my.yaml", tmp_path / "student"
     blocks = {
-        "transfer": {"steps": 1, "learning_rate": "1e-4"},
+        "transfer": {"steps": 1, "learning_rate": "1e-4", "batch_size": 2, "length": 32},
         "distillation": {"steps": 2, "batch_size": 1, "length": 16},
         "fine_tuning": {"steps": 2, "length": 128, "batch_size": 1},
     }
-    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "length": 32, **blocks}))
-    typed = ["--batch-size", 2, "--distillation", "learning_rate=1e-5,steps=3", "--lora-rank", 2]
+    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), **blocks}))
+    typed = ["--lora-rank", 2, "--distillation", "learning_rate=1e-5,steps=3"]
     code, out, err = run("convert", "--config", file, "--output", output, *typed)
     assert (code, err) == (0, "")
     assert "fine-tuning" in (output / "README.md").read_text()
     described = yaml.safe_load((output / "run.yaml").read_text())
     schedules = [Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")]
-    assert schedules == [Schedule(1, 1e-4, 2, 32), Schedule(3, 1e-5, 2, 16), Schedule(2, 1e-4, 1, 128)]
+    assert schedules == [Schedule(1, 1e-4, 2, 32), Schedule(3, 1e-5, 1, 16), Schedule(2, 1e-4, 1, 128)]
     code, out, _ = run("convert", "--config", output / "run.yaml", "--output", tmp_path / "b", "--dry-run", *typed[:2])
     assert code == 0
     assert "2 steps of 1 windows of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out

@@ -1,0 +1,45 @@
+"""hf-memory demo."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memory import conversion
+from hf_memory.cli.generate import continuation
+from hf_memory.cli.options import Option, read_pairs
+from hf_memory.cli.results import bars, how_to_load, print_results
+from hf_memory.cli.terminal import console
+from hf_memory.conversion.report import RESULTS, check_free
+from hf_memory.demo import PROMPTS, Demo, run_demo
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for teacher and student.")] = Path("demo_output"),
+    to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
+    option: Option = None,
+) -> None:
+    """Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes."""
+    check_free(output, overwrite=True)
+    with bars() as (progress, callbacks):
+        made = run_demo(to=to, callbacks=callbacks, say=progress.console.print, **read_pairs(option))
+    with conversion.new_folder(output, overwrite=True) as folder:
+        _write(folder, made)
+    print_results(made.results)
+    for name in ("teacher", "student"):
+        _show_continuations(name, str(output / name))
+    console.print(how_to_load(output / "student"), markup=False, soft_wrap=True)
+
+
+def _write(folder: Path, made: Demo) -> None:
+    conversion.write_report(folder / "student", made.student, made.tokenizer, made.results)
+    made.teacher.save_pretrained(folder / "teacher")
+    made.tokenizer.save_pretrained(folder / "teacher")
+    shutil.copy(folder / "student" / RESULTS, folder)  # marks a folder that the next run may replace
+
+
+def _show_continuations(name: str, model: str) -> None:
+    for prompt in PROMPTS:
+        console.print(f"\n[bold]{name}[/bold]", highlight=False)
+        console.print(continuation(model, prompt, max_new_tokens=60, seed=0), markup=False, highlight=False)

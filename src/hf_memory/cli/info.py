@@ -1,0 +1,35 @@
+"""hf-memory info."""
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from hf_memory.cli.options import found
+from hf_memory.cli.terminal import console
+from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
+
+CONTEXTS = (1024, 8192, 32768, 131072)
+
+
+def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
+    """Show parameters, layers, and the memory that a sequence needs against the KV cache of the same Transformer."""
+    config = AutoConfig.from_pretrained(found(model))
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    kinds = layer_types(config)
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    console.print(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}", highlight=False)
+    console.print(_memory_table(config))
+
+
+def _memory_table(config: PreTrainedConfig) -> Table:
+    header = "context (tokens)", "this model", "all layers attention", "ratio"
+    rows = Table(*header, box=SIMPLE_HEAD, collapse_padding=True, title="memory of one sequence")
+    for tokens in CONTEXTS:
+        ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
+        rows.add_row(f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}")
+    return rows
