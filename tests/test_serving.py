@@ -7,14 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from threading import Event
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
-from cases import CASES, every_case, make_model, random_tokens
+from cases import CASES, every_case, every_family, make_model, random_tokens
 from hf_memory import Request, generate_stream, load_memory, save_memory
 from test_generation import generate
 
@@ -182,7 +183,7 @@ def test_each_request_gets_what_it_would_get_alone(case, max_batch_size):
 def test_draws_do_not_depend_on_the_company():
     model = make_model(CASES[0])
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
-    requests = [Request(random_tokens(5, seed=i), NEW, seed=i, **options) for i in range(4)]
+    requests = [Request(random_tokens(5, seed=i), NEW, options, seed=i) for i in range(4)]
     together = collect(model, requests, max_batch_size=4)
     assert together == [collect(model, [request])[0] for request in requests]
     assert len({tuple(answer) for answer in together}) == 4
@@ -207,7 +208,10 @@ def test_requests_are_taken_when_there_is_room():
 def test_a_request_ends_at_its_last_token():
     model, prompt = make_model(CASES[0]), random_tokens(4)
     answer = collect(model, [Request(prompt, NEW)])[0]
-    assert collect(model, [Request(prompt, NEW, eos_token_id=[answer[2]])])[0] == answer[: answer.index(answer[2]) + 1]
+    assert (
+        collect(model, [Request(prompt, NEW, {"eos_token_id": [answer[2]]})])[0]
+        == answer[: answer.index(answer[2]) + 1]
+    )
 
 
 @every_case
@@ -218,19 +222,113 @@ def test_a_conversation_goes_on_from_its_cache(case):
     assert [s.cache is None for s in steps] == (NEW - 1) * [True] + [False]
     said = torch.tensor([s.token for s in steps])
     more = torch.cat([said[-1:], second])  # the last token was chosen, but not read
-    answer = collect(model, [Request(more, NEW, cache=steps[-1].cache)])[0]
+    answers = collect(model, 2 * [Request(more, NEW, cache=steps[-1].cache)])
     text = torch.cat([first, said, second])[None]
     real = torch.ones_like(text)  # generate takes tokens for padding that look like it
     expected = model.generate(text, attention_mask=real, max_new_tokens=NEW, do_sample=False)
-    assert answer == expected[0, text.shape[1] :].tolist()
+    assert answers == 2 * [expected[0, text.shape[1] :].tolist()]  # and the cache stays as it is
 
 
-NOTHING = [(Request(torch.tensor([])), "input_ids"), (Request(torch.tensor([3]), 0), "max_new_tokens")]
+def test_a_stream_heeds_the_models_generation_config():
+    model, prompt = make_model(CASES[0]), random_tokens(8)
+    plain = collect(model, [Request(prompt, 12)])[0]
+    model.generation_config.update(
+        repetition_penalty=1.3,
+        no_repeat_ngram_size=2,
+        eos_token_id=plain[0],
+        min_new_tokens=6,
+        suppress_tokens=[plain[1]],
+    )
+    answer = collect(model, [Request(prompt, 12)])[0]
+    expected = model.generate(prompt[None], max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    assert answer == expected != plain
+    assert collect(model, [Request(prompt, 1, {"suppress_tokens": None, "min_new_tokens": 0})])[0] == plain[:1]
 
 
-@pytest.mark.parametrize(("request_", "message"), NOTHING)
-def test_a_request_for_nothing_is_refused(request_, message):
+def test_a_request_that_cannot_be_served_leaves_the_others_alone():
+    model, prompt = make_model(CASES[4]), random_tokens(4)
+    two = read(model, random_tokens(2, 3))
+    wrong = [
+        (Request([3, 64]), "input_ids must be from 0 to 63, got 3 to 64"),
+        (Request([-1]), "input_ids must be from 0"),
+        (Request(prompt, options={"temprature": 1}), "options must have names of GenerationConfig, got temprature"),
+        (Request(prompt, options={"temperature": -1.0, "do_sample": True}), "temperature"),
+        (Request(prompt, options={"num_beams": 2}), "must have no beams"),
+        (Request(prompt, cache=two), "cache must be that of one text, got that of 2"),
+        (Request(prompt, cache=read(make_model(CASES[0]), prompt[None])), "cache must be a DynamicCache"),
+        (Request(prompt, cache=StaticCache(config=model.config, max_cache_len=9)), "cache must be a DynamicCache"),
+    ]
+    requests = [Request(prompt, NEW), *(request for request, _ in wrong), Request(prompt, NEW)]
+    answers = collect(model, requests, max_batch_size=2)
+    assert answers[0] == answers[-1] == collect(model, [Request(prompt, NEW)])[0]
+    for (_, sentence), step in zip(wrong, generate_stream(model, [request for request, _ in wrong]), strict=True):
+        assert step.finished
+        assert sentence in str(step.error)
+
+
+def test_what_is_no_number_ends_one_request_only():
+    model, prompt = make_model(CASES[0]), random_tokens(4)
+    broken = {"sequence_bias": {(3,): float("nan")}, "do_sample": True}
+    steps = list(generate_stream(model, [Request(prompt, NEW, broken), Request(prompt, NEW)]))
+    assert [step.request for step in steps if step.error] == [0]
+    assert sum(step.request == 1 for step in steps) == NEW
+
+
+def test_a_producer_that_waits_does_not_stop_the_batch():
+    model, finished = make_model(CASES[0]), Event()
+
+    def arriving():
+        yield Request(random_tokens(4), NEW)
+        assert finished.wait(60)
+        yield Request(random_tokens(5), 2)
+
+    steps = []
+    for step in generate_stream(model, arriving()):
+        steps.append(step)
+        if step.finished:
+            finished.set()
+    assert [step.request for step in steps] == NEW * [0] + 2 * [1]
+
+
+def test_what_a_producer_raises_is_raised():
+    def arriving():
+        yield Request(random_tokens(4), 1)
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        list(generate_stream(make_model(CASES[0]), arriving()))
+
+
+@every_family
+def test_a_cancelled_request_keeps_what_it_has_read(case):
+    model, prompt = make_model(case), random_tokens(5)
+    whole = collect(model, [Request(prompt, NEW)])[0]
+    stopped, never = Request(prompt, NEW, keep_cache=True), Request(prompt)
+    never.cancel()
+    steps = []
+    for step in generate_stream(model, [stopped, Request(prompt, NEW), never]):
+        steps.append(step)
+        if len([x for x in steps if x.request == 0]) == 3:
+            stopped.cancel()
+    assert [x.token for x in steps if x.request == 0] == [*whole[:3], None]
+    assert [x.token for x in steps if x.request == 1] == whole
+    assert [x[1:] for x in steps if x.request == 2] == [(None, True, None, None)]
+    (kept,) = [x.cache for x in steps if x.cache]
+    assert collect(model, [Request(whole[2:3], NEW - 3, cache=kept)])[0] == whole[3:]
+
+
+NOTHING = [
+    (([],), "input_ids must hold at least one token"),
+    ((torch.ones(2, 3, dtype=torch.long),), r"input_ids must be integers \[T\] of one text, got torch.int64 \[2, 3\]"),
+    (([0.5],), "input_ids must be integers"),
+    (([3], 0), "max_new_tokens must be an integer of at least 1, got 0"),
+    (([3], 1.5), "max_new_tokens must be an integer of at least 1, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NOTHING)
+def test_a_request_for_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        collect(make_model(CASES[0]), [request_])
+        Request(*arguments)
     with pytest.raises(ValueError, match="max_batch_size"):
         collect(make_model(CASES[0]), [], max_batch_size=0)

@@ -8,10 +8,18 @@ import copy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_memory.cache import MemoryLayer
+
+
+def check_layers(cache: Cache, model: PreTrainedModel) -> None:
+    """Raise ValueError unless a cache has the layers that this model's DynamicCache has."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
+    given = [type(layer).__name__ for layer in cache.layers]
+    if given != kinds:
+        raise ValueError(f"cache must be a DynamicCache(config=model.config), with layers {kinds}, got {given}")
 
 
 def join(cache: DynamicCache, other: DynamicCache) -> DynamicCache:

@@ -1,63 +1,70 @@
 """Many requests at once: a running batch that requests join and leave between steps."""
 
+import copy
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerationMode
 
-from hf_memory.serving.rows import join, keep, take
+from hf_memory.cache import MemoryLayer
+from hf_memory.serving.rows import check_layers, join, keep, take
+
+MOMENT = 1e-3  # seconds that a running batch gives a producer to come up with the next request
+ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One text to continue.
 
     Args:
-        input_ids: [T], all tokens that the model has not read yet; at least one.
+        input_ids: [T] or [1, T], all tokens that the model has not read yet; at least one.
         max_new_tokens: how many to generate at most.
-        do_sample: draw from the distribution instead of taking the most likely token.
-        temperature: of the distribution.
-        top_k: draw from so many tokens; 0 means all.
-        top_p: draw from the most likely tokens of so much probability together.
-        repetition_penalty: divides the chances of tokens that were read or generated in this request.
-        eos_token_id: tokens that end the answer; default: the model's.
+        options: what differs from the model's `generation_config`, under its names: do_sample, temperature, top_k,
+            top_p, repetition_penalty, eos_token_id ... What looks back sees the tokens of this request alone.
         seed: of the draws; a request gives the same tokens in any company.
-        cache: what was read before, from `Step.cache` of an earlier request or from `load_memory`; it is used up.
+        cache: what was read before, from `Step.cache` of an earlier request or from `load_memory`; it stays as it is,
+            so that many requests may go on from one.
         keep_cache: give the cache back with the last token, for a request that goes on.
     """
 
     input_ids: Tensor
     max_new_tokens: int = 64
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    eos_token_id: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     cache: DynamicCache | None = None
     keep_cache: bool = False
+    cancelled: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        tokens = torch.as_tensor(self.input_ids)
+        if not tokens.numel():
+            raise ValueError("input_ids must hold at least one token, got none")
+        if tokens.is_floating_point() or tokens.ndim not in (1, 2) or tokens.numel() != tokens.shape[-1]:
+            raise ValueError(f"input_ids must be integers [T] of one text, got {tokens.dtype} {list(tokens.shape)}")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {self.max_new_tokens}")
+        self.input_ids = tokens.flatten()
+
+    def cancel(self) -> None:
+        """End the request before its next token, also from another thread; its last Step has no token then."""
+        self.cancelled = True
 
 
 class Step(NamedTuple):
     """One token of one request."""
 
     request: int  # counted from 0, in the order that they were given
-    token: int
+    token: int | None  # None if the request was cancelled, or could not be served
     finished: bool
-    cache: DynamicCache | None  # with the last token of a request that keeps it; has read all tokens but this last
+    cache: DynamicCache | None  # with the last step of a request that keeps it; has read all tokens but the last one
+    error: Exception | None = None  # why this request could not be served; the others go on
 
 
 @dataclass
@@ -69,17 +76,15 @@ class _Row:
     tokens: Tensor  # [T] of this request, read and generated
     length: int  # tokens in the cache
     end: set[int]
+    sample: bool
     processors: LogitsProcessorList
     generator: torch.Generator
-    left: int = field(init=False)
-
-    def __post_init__(self):
-        self.left = self.request.max_new_tokens
+    left: int
 
     def choose(self, logits: Tensor) -> int:
         """The next token, given logits [V]; it is counted as the request's."""
-        scores = self.processors(self.tokens[None], logits.float()[None])[0]
-        if self.request.do_sample:
+        scores = self.processors(self.tokens[None], logits.to(torch.float32, copy=True)[None])[0]
+        if self.sample:
             token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self.generator))
         else:
             token = int(scores.argmax())
@@ -92,8 +97,9 @@ class _Row:
 def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_batch_size: int = 8) -> Iterator[Step]:
     """Continue many texts, each as it would be continued alone, and give every token as soon as it is there.
 
-    Requests are taken from `requests` only when there is room, so it may be a generator that waits for them. A new
-    one is read by itself between two steps of the others; then all of a step's tokens are made in one forward.
+    Requests are taken from `requests` only when there is room, in a thread, so it may be a generator that waits for
+    them while the batch goes on. A new one is read by itself between two steps of the others; then all of a step's
+    tokens are made in one forward.
 
     Args:
         model: a causal language model of this package, pure or hybrid, in eval mode.
@@ -101,50 +107,134 @@ def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_bat
         max_batch_size: requests that run together.
 
     Yields:
-        A Step for each token.
-
-    Raises:
-        ValueError: if a request has no tokens, or asks for none.
+        A Step for each token. A request that cannot be served has one Step, with the error.
     """
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-    waiting, exhausted = enumerate(requests), False
-    rows: list[_Row] = []
-    cache: DynamicCache | None = None
-    while rows or not exhausted:
-        while len(rows) < max_batch_size and not exhausted:
-            arrived = next(waiting, None)
-            if arrived is None:
-                exhausted = True
-                break
-            row, alone, step = _read(model, *arrived)
-            yield step
-            if not step.finished:
-                cache = join(cache, alone) if rows else alone
-                rows.append(row)
-        if rows:
-            logits = _forward(model, rows, cache)
-            steps = [_advance(row, x, cache, i) for i, (row, x) in enumerate(zip(rows, logits))]
-            running = [i for i, step in enumerate(steps) if not step.finished]
-            rows = [rows[i] for i in running]
-            if 0 < len(rows) < len(steps):
-                keep(cache, running, max(row.length for row in rows))
-            yield from steps
+    arrivals, batch = _Arrivals(requests), _Batch(model)
+    while batch.rows or not arrivals.exhausted:
+        while len(batch.rows) < max_batch_size and (arrived := arrivals.take(idle=not batch.rows)):
+            yield batch.add(*arrived)
+        if batch.rows:
+            yield from batch.step()
 
 
-def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, DynamicCache, Step]:
-    """Read a request's tokens by themselves, and choose its first."""
-    tokens = torch.as_tensor(request.input_ids, device=model.device).flatten()
-    if not len(tokens):
-        raise ValueError(f"input_ids must hold at least one token, got none in request {number}")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens} in request {number}")
-    cache = DynamicCache(config=model.config) if request.cache is None else request.cache
+class _Arrivals:
+    """Requests with their numbers, each waited for in a thread, which does not keep a process from ending."""
+
+    def __init__(self, requests: Iterable[Request]):
+        self.requests = enumerate(requests)
+        self.coming: Future | None = None
+        self.exhausted = False
+
+    def take(self, idle: bool) -> tuple[int, Request] | None:
+        """The next request; None if there are no more, or, unless `idle`, if it is not there yet."""
+        if self.exhausted:
+            return None
+        patience = None if idle else MOMENT if self.coming is None else 0
+        if self.coming is None:
+            self.coming = Future()
+            Thread(target=self._next, args=(self.coming,), daemon=True).start()
+        if not wait([self.coming], patience).done:
+            return None
+        arrived, self.coming = self.coming.result(), None
+        self.exhausted = arrived is None
+        return arrived
+
+    def _next(self, coming: Future) -> None:
+        try:
+            coming.set_result(next(self.requests, None))
+        except BaseException as error:  # whatever ends the producer is raised where its requests are taken
+            coming.set_exception(error)
+
+
+class _Batch:
+    """Requests that run together, and a cache with a row for each."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.rows: list[_Row] = []
+        self.cache: DynamicCache | None = None
+
+    def add(self, number: int, request: Request) -> Step:
+        """Read a request's tokens by themselves, and choose its first."""
+        if request.cancelled:
+            return Step(number, None, True, None)
+        try:
+            row, cache, logits = _read(self.model, number, request)
+        except Exception as error:
+            return Step(number, None, True, None, error)
+        step = _advance(row, logits, cache, 0)
+        if not step.finished:
+            self.cache = join(self.cache, cache) if self.rows else cache
+            self.rows.append(row)
+        return step
+
+    def step(self) -> list[Step]:
+        """A token for every row, or its end."""
+        cancelled = [_leave(row, self.cache, i) for i, row in enumerate(self.rows) if row.request.cancelled]
+        self._keep([i for i, row in enumerate(self.rows) if not row.request.cancelled])
+        if not self.rows:
+            return cancelled
+        logits = _forward(self.model, self.rows, self.cache)
+        steps = [_advance(row, x, self.cache, i) for i, (row, x) in enumerate(zip(self.rows, logits))]
+        self._keep([i for i, step in enumerate(steps) if not step.finished])
+        return cancelled + steps
+
+    def _keep(self, running: list[int]) -> None:
+        if 0 < len(running) < len(self.rows):
+            keep(self.cache, running, max(self.rows[i].length for i in running))
+        self.rows = [self.rows[i] for i in running]
+
+
+def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, DynamicCache, Tensor]:
+    """What a request becomes, the cache that has read its tokens, and the logits [V] after them."""
+    tokens = request.input_ids.to(model.device)
+    size = model.config.vocab_size
+    if tokens.min() < 0 or tokens.max() >= size:
+        raise ValueError(f"input_ids must be from 0 to {size - 1}, got {int(tokens.min())} to {int(tokens.max())}")
+    config = _generation_config(model, request)
+    processors = model._get_logits_processor(config, input_ids_seq_length=len(tokens), device=model.device)
+    end = config._eos_token_tensor
+    cache = _own_cache(model, request)
     logits = model(tokens[None], past_key_values=cache, logits_to_keep=1).logits[0, -1]
-    generator = torch.Generator().manual_seed(request.seed)
-    end = request.eos_token_id if request.eos_token_id is not None else _end(model.generation_config)
-    row = _Row(request, number, tokens, cache.get_seq_length(), set(end), _processors(request), generator)
-    return row, cache, _advance(row, logits, cache, 0)
+    row = _Row(
+        request,
+        number,
+        tokens,
+        cache.get_seq_length(),
+        end=set() if end is None else set(end.tolist()),
+        sample=bool(config.do_sample),
+        processors=processors,
+        generator=torch.Generator().manual_seed(request.seed),
+        left=request.max_new_tokens,
+    )
+    return row, cache, logits
+
+
+def _generation_config(model: PreTrainedModel, request: Request) -> GenerationConfig:
+    """The model's, with a request's options: as `generate` would have it."""
+    config, unknown = model._prepare_generation_config(None, **request.options)
+    if unknown:
+        raise ValueError(f"options must have names of GenerationConfig, got {', '.join(unknown)}")
+    if config.get_generation_mode() not in ONE_BY_ONE or config.stop_strings or config.max_time:
+        raise ValueError(
+            "a stream takes the most likely token or draws one: generation_config must have no beams, assistants, "
+            f"stop_strings or max_time, got {config.get_generation_mode().value}"
+        )
+    config.max_length = len(request.input_ids) + request.max_new_tokens
+    model._prepare_special_tokens(config, device=model.device)
+    return config
+
+
+def _own_cache(model: PreTrainedModel, request: Request) -> DynamicCache:
+    if request.cache is None:
+        return DynamicCache(config=model.config)
+    check_layers(request.cache, model)
+    texts = {layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys) for layer in request.cache.layers}
+    if texts != {1}:
+        raise ValueError(f"cache must be that of one text, got that of {max(texts)}")
+    return copy.deepcopy(request.cache)
 
 
 def _forward(model: PreTrainedModel, rows: list[_Row], cache: DynamicCache) -> Tensor:
@@ -160,26 +250,15 @@ def _forward(model: PreTrainedModel, rows: list[_Row], cache: DynamicCache) -> T
 
 
 def _advance(row: _Row, logits: Tensor, cache: DynamicCache, place: int) -> Step:
-    token = row.choose(logits)
-    finished = row.left == 0 or token in row.end
-    kept = take(cache, place, row.length) if finished and row.request.keep_cache else None
-    return Step(row.number, token, finished, kept)
+    try:
+        token = row.choose(logits)
+    except Exception as error:  # such as a row of NaN, which nothing can be drawn from
+        return _leave(row, cache, place)._replace(error=error)
+    if row.left == 0 or token in row.end:
+        return _leave(row, cache, place)._replace(token=token)
+    return Step(row.number, token, False, None)
 
 
-def _end(config: GenerationConfig) -> list[int]:
-    end = config.eos_token_id
-    return [] if end is None else end if isinstance(end, list) else [end]
-
-
-def _processors(request: Request) -> LogitsProcessorList:
-    processors = LogitsProcessorList()
-    if request.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(request.repetition_penalty))
-    if request.do_sample:
-        if request.temperature != 1:
-            processors.append(TemperatureLogitsWarper(request.temperature))
-        if request.top_k:
-            processors.append(TopKLogitsWarper(request.top_k))
-        if request.top_p < 1:
-            processors.append(TopPLogitsWarper(request.top_p))
-    return processors
+def _leave(row: _Row, cache: DynamicCache, place: int) -> Step:
+    kept = take(cache, place, row.length) if row.request.keep_cache else None
+    return Step(row.number, None, True, kept)
