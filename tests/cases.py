@@ -28,6 +28,7 @@ class Case(NamedTuple):
     name: str
     model_type: str
     options: dict
+    has_kernels: bool = True  # for a forward of whole sequences without padding
 
 
 CASES = (
@@ -90,11 +91,13 @@ CASES = (
         "deltaformer-window",
         "hf_memory_deltaformer",
         {"layer_types": ["sliding_memory", "memory"], "sliding_window": 4, "beta_mode": "delta"},
+        has_kernels=False,
     ),
     Case(
         "deltaformer-linear-relu",
         "hf_memory_deltaformer",
         {"write_kernel": "linear", "read_kernel": "relu", "beta_activation": "tanh"},
+        has_kernels=False,
     ),
     Case(
         "titans-lmm-rope",

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_memory.ops import delta_rule, deltaformer
-from hf_memory.ops.deltaformer import Past, corrected_values
+from hf_memory.ops.deltaformer import corrected_values
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -111,11 +111,7 @@ def swapped(write_kernel, n=256, swaps=1024, d=128):
     pairs = torch.stack([torch.randperm(n, generator=generator)[:2] for _ in range(swaps)])
     k = torch.cat([keys, keys[pairs[:, 0]] - keys[pairs[:, 1]]])
     v = torch.cat([torch.eye(n, dtype=torch.float64), torch.zeros(swaps, n, dtype=torch.float64)])
-    past = Past(k.new_zeros(1, 0, 1, d), v.new_zeros(1, 0, 1, n), torch.zeros(0, dtype=torch.long))
-    mask = torch.ones(1, n + swaps, dtype=torch.bool)
-    u = corrected_values(
-        k[None, :, None], v[None, :, None], None, past=past, mask=mask, kernel=write_kernel, beta_mode="none"
-    )
+    u = corrected_values(k[None, :, None], v[None, :, None], kernel=write_kernel, beta_mode="none")
     held = (keys @ k.T).round() @ u[0, :, 0]  # the value under each key
     place = torch.arange(n)
     for a, b in pairs.tolist():

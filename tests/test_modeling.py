@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -262,8 +263,10 @@ def test_hidden_states_and_attentions_are_returned(case):
 def test_backends_agree(case):
     model, tokens = make_model(case), random_tokens(1, 20)
     expected = model(tokens).logits
-    for backend in ("reference", "triton"):
-        model.config.mixer_backend = backend
+    model.config.mixer_backend = "reference"
+    assert_close(model(tokens).logits, expected)
+    model.config.mixer_backend = "triton"
+    with nullcontext() if case.has_kernels else pytest.raises(ValueError, match="has no kernel for this call"):
         assert_close(model(tokens).logits, expected)
 
 

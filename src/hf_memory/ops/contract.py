@@ -184,6 +184,11 @@ def repeat_heads(x: Tensor, HV: int) -> Tensor:
     return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
+def blank(x: Tensor, mask: Tensor) -> Tensor:
+    """Zeros at tokens [B, T] that the mask leaves out: whatever stands there reaches neither results nor gradients."""
+    return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
+
+
 def per_sequence(op: Callable, cu_seqlens: Tensor | None, q: Tensor, *others: Tensor | None, initial_state, **kwargs):
     """Run `op(q, *others, initial_state=..., **kwargs)` once for each packed sequence and join the results.
 

@@ -1,12 +1,14 @@
 """DeltaFormer: attention over values that are corrected by what was written before. https://arxiv.org/abs/2505.19488."""
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_memory.ops.contract import (
     Backend,
+    blank,
     check_gate,
     check_inputs,
     check_tensor,
@@ -15,16 +17,10 @@ from hf_memory.ops.contract import (
     repeat_heads,
 )
 from hf_memory.ops.deltaformer import chunk, reference
-from hf_memory.ops.deltaformer.weights import KERNELS, Past
+from hf_memory.ops.deltaformer.weights import KERNELS, DeltaFormerState, rule
 
 BETA_MODES = ("none", "erase", "delta")
-
-
-class DeltaFormerState(NamedTuple):
-    """Keys and corrected values of the past; it grows with the past, as a KV cache does."""
-
-    k: Tensor  # [B, S, H, K]
-    u: Tensor  # [B, S, HV, V]
+FORMS = {"reference": reference, "chunk": chunk}
 
 
 def deltaformer(
@@ -61,7 +57,8 @@ def deltaformer(
         write_kernel: one of KERNELS.
         read_kernel: one of KERNELS.
         beta_mode: "erase" (a = 1), "delta" (a = beta), "none" (a = beta = 1).
-        mask: [B, S + T], false at padding, which neither kernel sees; None means no padding.
+        mask: [B, T], or [B, S + T] with the past, zero where there is no token: at padding, and at places of a buffer
+            that are still empty. What stands there is never read, and its output is zero. None means no padding.
         window: how many tokens, itself among them, a token sees in both sums; None means all.
         scale: of the read's products; default K ** -0.5 for softmax, else 1.
         write_scale: of the write's products; the same defaults.
@@ -79,77 +76,64 @@ def deltaformer(
     """
     HV = v.shape[2] if v.ndim == 4 else 0
     grouped = q.ndim == 4 and k.ndim == 4 and q.shape[2] != k.shape[2] and HV and not q.shape[2] % HV
-    dims = check_inputs(q[:, :, : k.shape[2]] if grouped else q, k, v, cu_seqlens)
-    _check_word("write_kernel", write_kernel, KERNELS)
-    _check_word("read_kernel", read_kernel, KERNELS)
-    _check_word("beta_mode", beta_mode, BETA_MODES)
-    past = _past(initial_state, dims, k)
+    check_inputs(q[:, :, : k.shape[2]] if grouped else q, k, v, cu_seqlens)
+    state = _state(initial_state, k, v)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("initial_state and output_final_state must be left out when cu_seqlens packs sequences")
-    S = past.k.shape[1]
-    refused = _kernel_refuses(k, v, past, mask, write_kernel, window)
-    form = choose_backend(backend, q, refused)
-    full_mask = _full_mask(mask, (dims.B, S + dims.T), q)
-    settings = {"window": window, "backend": form}
-    write = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, **settings}
-
-    def one(q, k, v, beta, mask, *, initial_state):
-        written = None if form == "triton" else mask
-        u = corrected_values(k, v, beta, past=initial_state, mask=written, **write)
-        k, u = torch.cat([initial_state.k, k], 1), torch.cat([initial_state.u, u.to(initial_state.u.dtype)], 1)
-        o = read(q, k, u, mask=mask, age=initial_state.age, kernel=read_kernel, scale=scale, **settings)
-        return o, DeltaFormerState(k, u)
-
-    if beta is not None:
-        check_gate("beta", beta, dims, like=q, vector=False)
-    elif beta_mode != "none":
-        raise ValueError(f"beta must be given when beta_mode is {beta_mode!r}, got None")
-    if cu_seqlens is not None:
-        nothing = past.age.new_zeros(dims.N)
-        o, _ = per_sequence(_stateless(one, past), cu_seqlens, q, k, v, beta, full_mask, initial_state=nothing)
-        return o, None
-    o, state = one(q, k, v, beta, full_mask, initial_state=past)
+    shared: Any = {"mask": mask, "window": window, "cu_seqlens": cu_seqlens, "backend": backend}
+    write: Any = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, "initial_state": initial_state}
+    _check_word("write_kernel", write_kernel, KERNELS)
+    _check_word("read_kernel", read_kernel, KERNELS)
+    u = corrected_values(k, v, beta, **write, **shared)
+    state = DeltaFormerState(torch.cat([state.k, k.to(state.k.dtype)], 1), torch.cat([state.u, u], 1))
+    o = read(q, state.k, state.u, kernel=read_kernel, scale=scale, **shared)
     return o, state if output_final_state else None
-
-
-def _stateless(one, past: Past):
-    """The same without a past, as `per_sequence` calls it."""
-
-    def op(q, k, v, beta, mask, *, initial_state):
-        return one(q, k, v, beta, mask, initial_state=past)[0], initial_state
-
-    return op
 
 
 def corrected_values(
     k: Tensor,
     v: Tensor,
-    beta: Tensor | None,
+    beta: Tensor | None = None,
     *,
-    past: Past,
-    mask: Tensor | None,
-    kernel: str,
-    beta_mode: str,
-    scale: float | None = None,
+    kernel: str = "softmax",
+    beta_mode: str = "erase",
+    mask: Tensor | None = None,
     window: int | None = None,
-    backend: Backend = "chunk",
+    scale: float | None = None,
+    initial_state: DeltaFormerState | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
-    """u [B, T, HV, V] in float32 (float64 for float64 inputs); the arguments are those of `deltaformer`."""
+    """The write alone: u [B, T, HV, V], in float32 or float64; the arguments are those of `deltaformer`."""
+    dims = check_inputs(k, k, v, cu_seqlens)
+    _check_word("kernel", kernel, KERNELS)
+    _check_word("beta_mode", beta_mode, BETA_MODES)
+    if beta is not None:
+        check_gate("beta", beta, dims, like=k, vector=False)
+    elif beta_mode != "none":
+        raise ValueError(f"beta must be given when beta_mode is {beta_mode!r}, got None")
+    past = _state(initial_state, k, v, dims.N)
     form = choose_backend(backend, k, _kernel_refuses(k, v, past, mask, kernel, window))
-    HV, wide = v.shape[2], torch.promote_types(v.dtype, torch.float32)
+    wide = past.u.dtype
+    if not v.numel():
+        return v.to(wide)
+    S = past.k.shape[1]
+    mask = _full_mask(mask, S, k)
     one = v.new_ones(v.shape[:3], dtype=wide)
     beta = one if beta is None or beta_mode == "none" else beta.to(wide)
-    a = beta if beta_mode == "delta" else one
-    k, past = repeat_heads(k, HV), past._replace(k=repeat_heads(past.k, HV))
-    scale = _scale(scale, kernel, k)
-    if form == "triton":
-        from hf_memory.ops.deltaformer.kernels import corrected_values as in_kernels
+    k, v, beta = (x if mask is None else blank(x, mask[:, S:]) for x in (k, v, beta))
 
-        return in_kernels(k, v, a, beta, scale)
-    mask = _full_mask(mask, (k.shape[0], past.k.shape[1] + k.shape[1]), k)
-    options = {"kernel": kernel, "scale": scale, "window": window}
-    write = reference.corrected_values if form == "reference" else chunk.corrected_values
-    return write(k.to(wide), k, v, a, beta, past, mask, **options)[0]
+    def write(k, v, a, beta, mask, *, initial_state):
+        now = rule(kernel, scale, k, S, mask, window, strict=True)
+        k, past = repeat_heads(k, v.shape[2]), initial_state._replace(k=repeat_heads(initial_state.k, v.shape[2]))
+        if form == "triton":
+            from hf_memory.ops.deltaformer.kernels import corrected_values as in_kernels
+
+            return in_kernels(k, v, a, beta, now.scale), initial_state
+        return FORMS[form].corrected_values(k.to(wide), v, a, beta, past, now)[0], initial_state
+
+    a = beta if beta_mode == "delta" else one
+    return per_sequence(write, cu_seqlens, k, v, a, beta, mask, initial_state=past)[0]
 
 
 def read(
@@ -157,22 +141,47 @@ def read(
     k: Tensor,
     u: Tensor,
     *,
-    mask: Tensor,
-    age: Tensor,
-    kernel: str,
-    scale: float | None = None,
+    kernel: str = "softmax",
+    mask: Tensor | None = None,
     window: int | None = None,
-    backend: Backend = "chunk",
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
-    """o [B, T, max(HQ, HV), V] in the dtype of q, from keys [B, S + T, H, K] and u [B, S + T, HV, V]."""
-    heads = max(q.shape[2], u.shape[2])
-    q, k, u = repeat_heads(q, heads), repeat_heads(repeat_heads(k, u.shape[2]), heads), repeat_heads(u, heads)
+    """The read alone: o [B, T, max(HQ, HV), V] in the dtype of q, from keys [B, S + T, H, K] and u [B, S + T, HV, V].
+
+    The arguments are those of `deltaformer`. There are no kernels: "triton" stands for "chunk".
+    """
+    heads, S = max(q.shape[2], u.shape[2]), k.shape[1] - q.shape[1]
+    _check_read(q, k, u, heads)
+    _check_word("kernel", kernel, KERNELS)
+    if not q.numel():
+        return q.new_zeros(*q.shape[:2], heads, u.shape[-1])
+    mask = _full_mask(mask, S, q)
+    if mask is not None:
+        q, k, u = blank(q, mask[:, S:]), blank(k, mask), blank(u, mask)
     form = reference if backend == "reference" else chunk
-    return form.read(q, k, u, mask, age, kernel=kernel, scale=_scale(scale, kernel, k), window=window)[0]
+
+    def attend(q, k, u, mask, *, initial_state):
+        now = rule(kernel, scale, k[:, S:], S, mask, window, strict=False)
+        k, u = repeat_heads(repeat_heads(k, u.shape[2]), heads), repeat_heads(u, heads)
+        return form.read(repeat_heads(q, heads), k, u, now)[0], initial_state
+
+    return per_sequence(attend, cu_seqlens, q, k, u, mask, initial_state=())[0]
+
+
+def _check_read(q: Tensor, k: Tensor, u: Tensor, heads: int) -> None:
+    (B, S, H, K), T = k.shape, q.shape[1]
+    if q.shape[0] != B or q.shape[3] != K or T > S or heads % q.shape[2] or heads % u.shape[2]:
+        raise ValueError(
+            f"q must have shape ({B}, T, HQ, {K}) with T at most {S}, and HQ {H} or a multiple of {u.shape[2]}, "
+            f"got {tuple(q.shape)}"
+        )
+    check_tensor("u", u, (B, S, *u.shape[2:]), like=k)
 
 
 def _kernel_refuses(
-    k: Tensor, v: Tensor, past: Past, mask: Tensor | None, kernel: str, window: int | None
+    k: Tensor, v: Tensor, past: DeltaFormerState, mask: Tensor | None, kernel: str, window: int | None
 ) -> str | None:
     """Why there is no kernel for a write; None if there is."""
     if kernel != "softmax" or window is not None or mask is not None or past.k.shape[1]:
@@ -182,35 +191,31 @@ def _kernel_refuses(
     return None
 
 
-def _scale(scale: float | None, kernel: str, k: Tensor) -> float:
-    if scale is not None:
-        return scale
-    return k.shape[-1] ** -0.5 if kernel == "softmax" else 1.0
-
-
 def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
     if word not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
 
 
-def _full_mask(mask: Tensor | None, shape: tuple[int, int], q: Tensor) -> Tensor:
+def _full_mask(mask: Tensor | None, S: int, q: Tensor) -> Tensor | None:
     """[B, S + T]; a mask of the present tokens alone says that all of the past is real."""
     if mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=q.device)
-    if tuple(mask.shape) == (shape[0], q.shape[1]):
-        past = mask.new_ones(shape[0], shape[1] - q.shape[1])
-        mask = torch.cat([past, mask], 1)
-    check_tensor("mask", mask, shape, like=q)
+        return None
+    B, T = q.shape[:2]
+    if tuple(mask.shape) == (B, T):
+        mask = F.pad(mask, (S, 0), value=1)
+    check_tensor("mask", mask, (B, S + T), like=q)
     return mask.bool()
 
 
-def _past(state, dims, k: Tensor) -> Past:
+def _state(state, k: Tensor, v: Tensor, N: int | None = None) -> DeltaFormerState:
     wide = torch.promote_types(k.dtype, torch.float32)
+    (B, _, H, K), (_, _, HV, V) = k.shape, v.shape
+    N = B if N is None else N
     if state is None:
-        state = k.new_zeros(dims.B, 0, dims.H, dims.K), k.new_zeros(dims.B, 0, dims.HV, dims.V)
+        state = k.new_zeros(N, 0, H, K), k.new_zeros(N, 0, HV, V)
     if len(state) != 2:
         raise ValueError(f"initial_state must be (k, u), got {len(state)} entries")
     S = state[0].shape[1] if state[0].ndim == 4 else 0
-    check_tensor("initial_state[0]", state[0], (dims.B, S, dims.H, dims.K), like=k)
-    check_tensor("initial_state[1]", state[1], (dims.B, S, dims.HV, dims.V), like=k)
-    return Past(state[0].to(wide), state[1].to(wide), torch.arange(S, 0, -1, device=k.device))
+    check_tensor("initial_state[0]", state[0], (N, S, H, K), like=k)
+    check_tensor("initial_state[1]", state[1], (N, S, HV, V), like=k)
+    return DeltaFormerState(state[0].to(wide), state[1].to(wide))

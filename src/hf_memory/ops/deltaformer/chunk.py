@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_memory.ops.contract import in_float32
-from hf_memory.ops.deltaformer.weights import Past, visible, weights
+from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
+from hf_memory.ops.masks import Mask, Tokens, seen
 
 BLOCK = 64  # rows
 COLUMNS = 512
@@ -24,38 +25,35 @@ COLUMNS = 512
 
 @in_float32
 def corrected_values(
-    w: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: Past, mask: Tensor, *, kernel: str, scale: float,
-    window: int | None, block: int = BLOCK,
-) -> tuple[Tensor, None]:  # fmt: skip
+    k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: DeltaFormerState, rule: Rule, *, block: int = BLOCK
+) -> tuple[Tensor, tuple]:
     """Same function as the reference."""
     k_all = torch.cat([past.k, k], 1).transpose(1, 2)  # [B, H, S + T, K]
-    w, v, past_u = (x.transpose(1, 2) for x in (scale * w, v, past.u))
+    w, v, past_u = (x.transpose(1, 2) for x in (rule.scale * k, v, past.u))
     a, beta = (x.transpose(1, 2)[..., None] for x in (a, beta))  # [B, H, T, 1]
-    settings = (kernel, window, block)
-    return _Write.apply(w, k_all, v, a, beta, past_u, past.age, mask, settings).transpose(1, 2), None
+    settings = (rule.kernel, rule.mask, block)
+    return _Write.apply(w, k_all, v, a, beta, past_u, rule.columns.position, settings).transpose(1, 2), ()
 
 
 @in_float32
-def read(
-    q: Tensor, k: Tensor, u: Tensor, mask: Tensor, age: Tensor, *, kernel: str, scale: float, window: int | None
-) -> tuple[Tensor, None]:
+def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
     """Same function as the reference."""
-    q, k, u = (x.transpose(1, 2) for x in (scale * q, k, u))
-    return _Read.apply(q, k, u, age, mask, (kernel, window, BLOCK)).transpose(1, 2), None
+    q, k, u = (x.transpose(1, 2) for x in (rule.scale * q, k, u))
+    return _Read.apply(q, k, u, rule.columns.position, (rule.kernel, rule.mask, BLOCK)).transpose(1, 2), ()
 
 
 def _blocks(T: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, T)) for start in range(0, T, block)]
 
 
-def _seen(age: Tensor, mask: Tensor, rows: slice, settings: tuple, *, strict: bool) -> Tensor:
-    """Who sees whom, for the rows of a block: [B, 1, C, columns].
+def _seen(mask: Mask, position: Tensor, first: int, rows: slice) -> Tensor:
+    """Who sees whom, for the rows of a block, the first of all rows being a column too: [B, 1, C, columns].
 
     There are more columns than a block may see: of few different sizes, so that memory is used again.
     """
-    columns = min(mask.shape[1], -(-(age.shape[0] + rows.stop) // COLUMNS) * COLUMNS)
-    T, window = rows.stop - rows.start, settings[1]
-    return visible(mask[:, :columns], age, T, window, strict=strict, start=rows.start)[:, None]
+    columns, last = Tokens(position), first + rows.stop
+    wanted = min(position.shape[1], -(-last // COLUMNS) * COLUMNS)
+    return seen(mask, columns.of(slice(first + rows.start, last)), columns.of(slice(wanted)))
 
 
 def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:
@@ -69,71 +67,71 @@ class _Write(torch.autograd.Function):
     """U [B, H, T, V] from w [B, H, T, K], k [B, H, S + T, K], v, a and beta [B, H, T, ...] and the past's u."""
 
     @staticmethod
-    def forward(ctx, w, k, v, a, beta, past_u, age, mask, settings):
+    def forward(ctx, w, k, v, a, beta, past_u, position, settings):
         S, T = past_u.shape[2], v.shape[2]
         U = torch.cat([past_u, torch.zeros_like(v)], dim=2)
         for rows in _blocks(T, settings[-1]):
-            seen = _seen(age, mask, rows, settings, strict=True)
-            P = weights(w[:, :, rows] @ k[:, :, : seen.shape[-1]].mT, seen, settings[0])
+            sees = _seen(settings[1], position, S, rows)
+            P = weights(w[:, :, rows] @ k[:, :, : sees.shape[-1]].mT, sees, settings[0])
             before, here = S + rows.start, slice(S + rows.start, S + rows.stop)
             R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (P[..., :before] @ U[:, :, :before])
             system = beta[:, :, rows] * P[..., here]
             U[:, :, here] = torch.linalg.solve_triangular(system, R, upper=False, unitriangular=True)
-        ctx.save_for_backward(w, k, v, a, beta, U, age, mask)
+        ctx.save_for_backward(w, k, v, a, beta, U, position)
         ctx.settings, ctx.S = settings, S
         return U[:, :, S:].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dU_new):
-        w, k, v, a, beta, U, age, mask = ctx.saved_tensors
+        w, k, v, a, beta, U, position = ctx.saved_tensors
         S, settings = ctx.S, ctx.settings
         dU = torch.cat([torch.zeros_like(U[:, :, :S]), dU_new], dim=2)
         G, dw, dk, dbeta = torch.empty_like(v), torch.empty_like(w), torch.zeros_like(k), torch.empty_like(beta)
         for rows in reversed(_blocks(v.shape[2], settings[-1])):
-            seen = _seen(age, mask, rows, settings, strict=True)
-            columns, before, here = seen.shape[-1], S + rows.start, slice(S + rows.start, S + rows.stop)
-            P = weights(w[:, :, rows] @ k[:, :, :columns].mT, seen, settings[0])
+            sees = _seen(settings[1], position, S, rows)
+            columns, before, here = sees.shape[-1], S + rows.start, slice(S + rows.start, S + rows.stop)
+            P = weights(w[:, :, rows] @ k[:, :, :columns].mT, sees, settings[0])
             system = (beta[:, :, rows] * P[..., here]).mT
             g = torch.linalg.solve_triangular(system, dU[:, :, here], upper=True, unitriangular=True)
             dU[:, :, :before] -= P[..., :before].mT @ (beta[:, :, rows] * g)
             Y = -(g @ U[:, :, :columns].mT)
             dbeta[:, :, rows] = (P * Y).sum(-1, keepdim=True)
-            dX = _score_gradient(beta[:, :, rows] * Y * seen, P, settings[0])
+            dX = _score_gradient(beta[:, :, rows] * Y * sees, P, settings[0])
             dw[:, :, rows] = dX @ k[:, :, :columns]
             dk[:, :, :columns] += dX.mT @ w[:, :, rows]
             G[:, :, rows] = g
         da = (G * v).sum(-1, keepdim=True)
-        return dw, dk, a * G, da, dbeta, dU[:, :, :S], None, None, None
+        return dw, dk, a * G, da, dbeta, dU[:, :, :S], None, None
 
 
 class _Read(torch.autograd.Function):
     """O [B, H, T, V] from q [B, H, T, K], k [B, H, S + T, K] and u [B, H, S + T, V]."""
 
     @staticmethod
-    def forward(ctx, q, k, u, age, mask, settings):
-        outputs = []
+    def forward(ctx, q, k, u, position, settings):
+        S, outputs = k.shape[2] - q.shape[2], []
         for rows in _blocks(q.shape[2], settings[-1]):
-            seen = _seen(age, mask, rows, settings, strict=False)
-            columns = seen.shape[-1]
-            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, seen, settings[0])
+            sees = _seen(settings[1], position, S, rows)
+            columns = sees.shape[-1]
+            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, sees, settings[0])
             outputs.append(P @ u[:, :, :columns])
-        ctx.save_for_backward(q, k, u, age, mask)
-        ctx.settings = settings
+        ctx.save_for_backward(q, k, u, position)
+        ctx.settings, ctx.S = settings, S
         return torch.cat(outputs, dim=2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, u, age, mask = ctx.saved_tensors
+        (q, k, u, position), S = ctx.saved_tensors, ctx.S
         dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)
         for rows in _blocks(q.shape[2], ctx.settings[-1]):
-            seen = _seen(age, mask, rows, ctx.settings, strict=False)
-            columns = seen.shape[-1]
-            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, seen, ctx.settings[0])
-            dP = do[:, :, rows] @ u[:, :, :columns].mT * seen
+            sees = _seen(ctx.settings[1], position, S, rows)
+            columns = sees.shape[-1]
+            P = weights(q[:, :, rows] @ k[:, :, :columns].mT, sees, ctx.settings[0])
+            dP = do[:, :, rows] @ u[:, :, :columns].mT * sees
             dX = _score_gradient(dP, P, ctx.settings[0])
             dq[:, :, rows] = dX @ k[:, :, :columns]
             dk[:, :, :columns] += dX.mT @ q[:, :, rows]
             du[:, :, :columns] += P.mT @ do[:, :, rows]
-        return dq, dk, du, None, None, None
+        return dq, dk, du, None, None

@@ -6,34 +6,34 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from hf_memory.ops.contract import in_float32
-from hf_memory.ops.deltaformer.weights import Past, visible, weights
+from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
+from hf_memory.ops.masks import seen
 
 
 @in_float32
 def corrected_values(
-    w: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: Past, mask: Tensor, *, kernel: str, scale: float,
-    window: int | None,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """u_t = a_t v_t - beta_t sum_{i<t} kernel(k_i, w_t) u_i; all heads repeated to those of v."""
-    seen = visible(mask, past.age, v.shape[1], window, strict=True)  # [B, T, S + T]
-    k, u = torch.cat([past.k, k], 1), past.u
-    for t in range(v.shape[1]):
-        scores = scale * torch.einsum("bhk,bshk->bhs", w[:, t], k[:, : u.shape[1]])
-        p = weights(scores, seen[:, None, t, : u.shape[1]], kernel)
+    k: Tensor, v: Tensor, a: Tensor, beta: Tensor, past: DeltaFormerState, rule: Rule
+) -> tuple[Tensor, tuple]:
+    """u_t = a_t v_t - beta_t sum_{i<t} kernel(k_i, k_t) u_i; all heads repeated to those of v."""
+    S, T = past.u.shape[1], v.shape[1]
+    sees = seen(rule.mask, rule.columns.of(slice(S, S + T)), rule.columns)  # [B, 1, T, S + T]
+    keys, u = torch.cat([past.k, k], 1), past.u
+    for t in range(T):
+        scores = rule.scale * torch.einsum("bhk,bshk->bhs", k[:, t], keys[:, : S + t])
+        p = weights(scores, sees[:, :, t, : S + t], rule.kernel)
         recalled = torch.einsum("bhs,bshv->bhv", p, u)
         u_t = a[:, t, :, None] * v[:, t] - beta[:, t, :, None] * recalled
         u = torch.cat([u, u_t[:, None]], 1)
-    return u[:, past.u.shape[1] :], None
+    return u[:, S:], ()
 
 
 @in_float32
-def read(
-    q: Tensor, k: Tensor, u: Tensor, mask: Tensor, age: Tensor, *, kernel: str, scale: float, window: int | None
-) -> tuple[Tensor, None]:
+def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
     """o_t = sum_{i<=t} kernel(k_i, q_t) u_i, over S past and T present tokens; all heads repeated to those of q."""
-    seen = visible(mask, age, q.shape[1], window, strict=False)
-    p = weights(scale * torch.einsum("bthk,bshk->bhts", q, k), seen[:, None], kernel)
-    return torch.einsum("bhts,bshv->bthv", p, u), None
+    queries = rule.columns.of(slice(k.shape[1] - q.shape[1], k.shape[1]))
+    sees = seen(rule.mask, queries, rule.columns)
+    p = weights(rule.scale * torch.einsum("bthk,bshk->bhts", q, k), sees, rule.kernel)
+    return torch.einsum("bhts,bshv->bthv", p, u), ()
 
 
 def example(

@@ -1,19 +1,38 @@
-"""What DeltaFormer's writes and reads share: the kernels, who sees whom, and the past."""
+"""What DeltaFormer's writes and reads share: the kernels, the past, and who sees whom."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_memory.ops.masks import Mask, Tokens, all_tokens, causal, count, earlier, window
+
 KERNELS = ("softmax", "linear", "relu", "round")
 
 
-class Past(NamedTuple):
-    """Tokens before the present ones, from a state or a cache."""
+class DeltaFormerState(NamedTuple):
+    """Keys and corrected values of the past; it grows with the past, as a KV cache does."""
 
     k: Tensor  # [B, S, H, K]
     u: Tensor  # [B, S, HV, V]
-    age: Tensor  # [S]: tokens before the first present one, 1 for its predecessor; 0 or less where there is no token
+
+
+class Rule(NamedTuple):
+    """What a row of weights is."""
+
+    kernel: str
+    scale: float
+    mask: Mask
+    columns: Tokens  # the past, then the present
+
+
+def rule(kernel: str, scale: float | None, k: Tensor, S: int, mask: Tensor | None, tokens: int | None, *, strict: bool):
+    """For keys k [B, T, H, K] after a past of S columns, and the arguments of `deltaformer`."""
+    T = S + k.shape[1]
+    columns = all_tokens(T, k) if mask is None else Tokens(count(mask))
+    sees = earlier if strict else causal
+    default = k.shape[-1] ** -0.5 if kernel == "softmax" else 1.0
+    return Rule(kernel, default if scale is None else scale, sees if tokens is None else sees & window(tokens), columns)
 
 
 class _Round(torch.autograd.Function):
@@ -36,24 +55,3 @@ def weights(scores: Tensor, seen: Tensor, kernel: str) -> Tensor:
     if kernel == "round":
         return _Round.apply(scores)
     return scores.relu() if kernel == "relu" else scores
-
-
-def visible(mask: Tensor, age: Tensor, T: int, window: int | None, *, strict: bool, start: int = 0) -> Tensor:
-    """Which of S past and T_all present tokens each of `T` present ones from `start` on sees: [B, T, S + T_all].
-
-    Args:
-        mask: [B, S + T_all], false at padding.
-        age: [S], see `Past`.
-        T: present tokens that look.
-        window: how many tokens, itself among them, a token sees at most; None means all.
-        strict: whether a token does not see itself.
-        start: the first that looks.
-    """
-    rows = torch.arange(start, start + T, device=mask.device)[:, None]
-    present = torch.arange(mask.shape[1] - age.shape[0], device=mask.device)
-    distance = torch.cat([rows + age, rows - present], dim=1)  # [T, S + T_all]
-    exists = torch.cat([age > 0, torch.ones_like(present, dtype=torch.bool)])
-    seen = exists & (distance > 0 if strict else distance >= 0)
-    if window is not None:
-        seen = seen & (distance < window)
-    return seen & mask[:, None].bool()

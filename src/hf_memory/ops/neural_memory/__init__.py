@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_memory.ops.contract import (
     Backend,
     Dims,
+    blank,
     check_gate,
     check_inputs,
     check_tensor,
@@ -127,7 +128,7 @@ def neural_memory(
         op = partial(in_kernels, fresh=fresh)
     elif backend == "chunk":
         op = partial(chunk.neural_memory, fresh=fresh)
-    rows: Any = [x if x is None or mask is None else _blank(x, mask) for x in (q, k, v, lr, momentum, decay)]
+    rows: Any = [x if x is None or mask is None else blank(x, mask) for x in (q, k, v, lr, momentum, decay)]
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
@@ -149,11 +150,6 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
         (b > (chunk or b), f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}"),
     )
     return next((reason for refused, reason in reasons if refused), kernel_limits(q, dims))
-
-
-def _blank(x: Tensor, mask: Tensor) -> Tensor:
-    """Zeros at tokens that the mask leaves out: whatever stands there reaches neither results nor gradients."""
-    return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
 
 
 def _check_choice(name: str, given: str | None, choices: tuple) -> None:
