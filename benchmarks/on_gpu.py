@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS
-from hf_memory.ops.kernel_report import OPS_WITH_KERNELS
+from kernel_report import OPS_WITH_KERNELS
 
 TABLES = {"ops.py": 330, "training.py": 110, "decode.py": 60}  # seconds
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest number; products of float32 are in tf32x3

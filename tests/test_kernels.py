@@ -4,16 +4,17 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hf_memory.ops.kernel_report import OPS_WITH_KERNELS, all_variants
 from test_ops import FORMS, assert_equal, run, tokens_of
 
 WITH_STATES = ("linear_attention", "delta_rule")  # DeltaFormer's kernels have none, and tests of their own
 WITH_CUSTOM_OPS = (*WITH_STATES, "deltaformer")
+KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
 every_form = pytest.mark.parametrize(("op", "variant"), [f for f in FORMS if f.values[0].name in WITH_STATES])
 
 
@@ -33,6 +34,15 @@ def assert_close(results, expected, tolerance=2e-6):
     """Each tensor on the scale of its largest entry; float32 keeps 6e-8 of it at every one of some dozen steps."""
     for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * other.abs().max().item())
+
+
+def kernel_report(*arguments):
+    """The lines of the report, in a process whose Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", KERNEL_REPORT, *arguments]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    header, *lines = (line.split() for line in said.splitlines())
+    return [dict(zip(reversed(header), reversed(line))) for line in lines]  # the first column has spaces
 
 
 @every_form
@@ -95,7 +105,7 @@ def test_segments_in_kernels_equal_the_whole(op, variant):
 @pytest.mark.parametrize("T", [60, 90])
 def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
     """With B = 2, and with T = 90 packed sequences instead, an empty one and one of one token among them."""
-    monkeypatch.setattr(import_module(f"hf_memory.ops.{op.name}.kernels"), "segment_length", lambda *sizes: 32)
+    monkeypatch.setattr(launcher(op.name), "segment_length", lambda *sizes: 32)
     arguments, packed = make(op, variant, T=T, B=2), {}
     if T == 90:
         packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)}
@@ -104,10 +114,16 @@ def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
     assert_close(run(op, arguments, "triton", **packed), run(op, in_float64(arguments), "reference", **packed))
 
 
+def launcher(name):
+    """The module of an op that launches its kernels."""
+    kernels = import_module(f"hf_memory.ops.{name}.kernels")
+    return getattr(kernels, "launch", kernels)
+
+
 def entry(name):
     """The kernels of an op, what calls them, and arguments of it that ask for gradients."""
     generator = torch.Generator().manual_seed(0)
-    kernels = import_module(f"hf_memory.ops.{name}.kernels")
+    kernels = launcher(name)
     q, k, v, beta, state = (
         torch.rand(shape, generator=generator).requires_grad_()
         for shape in ((1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1), (1, 1, 4, 4))
@@ -145,15 +161,13 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     torch.library.opcheck(forward, calls[0])
 
 
-@pytest.mark.parametrize("name", sorted({*OPS_WITH_KERNELS} - {"neural_memory"}))  # which has tests of its own
+@pytest.mark.parametrize("name", ["linear_attention", "delta_rule", "deltaformer"])
 def test_kernels_compile_ahead_of_time_without_spills(name):
-    """One variant of each kernel for every architecture; `python -m hf_memory.ops.kernel_report` compiles all."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "hf_memory.ops.kernel_report", "--op", name, "--only"]
-    only = "scalar 64 bf" if name in WITH_STATES else "softmax 64 bf"
-    said = subprocess.run([*command, only], capture_output=True, text=True, check=True, env=environment)
-    lines = [line.split() for line in said.stdout.splitlines()[1:]]
-    assert {line[-6] for line in lines} == {"80", "90", "100"}
-    assert len(lines) == 3 * sum(only in variant.name for variant in all_variants(name))
-    assert {line[-3] for line in lines} == {"0"}
-    assert all(int(line[-2]) > 0 for line in lines)
+    """One variant of each kernel for every architecture; `python benchmarks/kernel_report.py` compiles all."""
+    only = "softmax 64 bf" if name == "deltaformer" else "scalar 64 bf"
+    lines = kernel_report("--op", name, "--only", only)
+    assert {line["sm"] for line in lines} == {"80", "90", "100"}
+    variants = import_module(f"hf_memory.ops.{name}.kernels").variants()
+    assert len(lines) == 3 * sum(only in variant.name for variant in variants)
+    assert {line["spilled"] for line in lines} == {"0"}
+    assert all(int(line["blocks"]) > 0 for line in lines)

@@ -1,15 +1,12 @@
 """The neural memory's kernels equal its reference, in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops.neural_memory import neural_memory
 from hf_memory.ops.neural_memory.reference import example
+from test_kernels import kernel_report
 from test_neural_memory import is_real, read_in_parts
 
 FORMS = {
@@ -144,11 +141,7 @@ def test_what_has_no_kernels_is_refused_by_name_and_runs_without(message):
 
 @pytest.mark.parametrize(("only", "kernels"), [("kernel 64 bf", 2), ("16 x 64 x 128 bf", 4)])
 def test_kernels_compile_ahead_of_time_without_spills(only, kernels):
-    """At the usual size; `python -m hf_memory.ops.kernel_report` compiles all."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "hf_memory.ops.kernel_report", "--op", "neural_memory"]
-    command += ["--arch", "90", "--only", only]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    header, *lines = (line.split() for line in said.splitlines())
+    """At the usual size; `python benchmarks/kernel_report.py` compiles all."""
+    lines = kernel_report("--op", "neural_memory", "--arch", "90", "--only", only)
     assert len(lines) == kernels
-    assert {line[header.index("spilled") - len(header)] for line in lines} == {"0"}
+    assert {line["spilled"] for line in lines} == {"0"}

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.kernel_report import POINTERS, Variant, variant
-from hf_memory.ops.tiles import split_dot, unit_lower_inverse
+from hf_memory.ops.triton.tiles import split_dot, unit_lower_inverse
+from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 BLOCK = 16  # rows of the triangular system
 

@@ -15,32 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_memory.ops.kernel_report import Variant
+from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
+from hf_memory.ops.triton.variants import Variant, variant
 
 TILE = 1024  # numbers of the weights that one program holds
-
-
-@triton.jit
-def _load(x, inside):
-    """Numbers of a tile, zero outside; by `where`, so that they are rounded before they are laid out for a product."""
-    return tl.where(inside, tl.load(x, mask=inside), 0.0)
-
-
-@triton.jit
-def _tile(x, i, R, j, D):
-    """x[i, j] of a matrix [R, D], zero outside."""
-    return _load(x + i[:, None] * D + j[None, :], (i[:, None] < R) & (j[None, :] < D))
-
-
-@triton.jit
-def _put(x, value, i, R, j, D):
-    tl.store(x + i[:, None] * D + j[None, :], value, mask=(i[:, None] < R) & (j[None, :] < D))
-
-
-@triton.jit
-def _part(x, i, R, j, D, WIDTH):
-    """x[i, j] of a matrix with D of WIDTH columns."""
-    return _load(x + i[:, None] * WIDTH + j[None, :], (i[:, None] < R) & (j[None, :] < D))
 
 
 @triton.jit
@@ -69,33 +47,33 @@ def _forward_kernel(
     """Program (i, n) holds the i-th tile of head n."""
     n, rows, i_k, i_v = tl.program_id(1), tl.arange(0, BC), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     WIDTH, STATE = PARTS * K, PARTS * K * V
-    W = _tile(states + tl.cast(n, tl.int64) * STATE, i_k, K, i_v, V)
+    W = load_tile(states + tl.cast(n, tl.int64) * STATE, i_k, K, i_v, V)
     if PARTS == 2:
-        S = _tile(states + tl.cast(n, tl.int64) * STATE + K * V, i_k, K, i_v, V)
+        S = load_tile(states + tl.cast(n, tl.int64) * STATE + K * V, i_k, K, i_v, V)
     for chunk in tl.range(chunks, disable_licm=True):
         at = tl.cast(chunk, tl.int64) * N + n
         row = at * C * WIDTH
-        u_c = _tile(values + at * C * V, rows, C, i_v, V)
-        u_c -= tl.dot(_part(keys + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
-        o_c = tl.dot(_part(asks + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
+        u_c = load_tile(values + at * C * V, rows, C, i_v, V)
+        u_c -= tl.dot(load_part(keys + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
+        o_c = tl.dot(load_part(asks + row, rows, C, i_k, K, WIDTH), W, input_precision=PRECISION)
         if PARTS == 2:
-            u_c -= tl.dot(_part(keys + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
-            o_c += tl.dot(_part(asks + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
-        o_c += tl.dot(_tile(reads + at * C * C, rows, C, rows, C), u_c, input_precision=PRECISION)
-        _put(u + at * C * V, u_c, rows, C, i_v, V)
-        _put(o + at * C * V, o_c, rows, C, i_v, V)
+            u_c -= tl.dot(load_part(keys + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
+            o_c += tl.dot(load_part(asks + row + K, rows, C, i_k, K, WIDTH), S, input_precision=PRECISION)
+        o_c += tl.dot(load_tile(reads + at * C * C, rows, C, rows, C), u_c, input_precision=PRECISION)
+        store_tile(u + at * C * V, u_c, rows, C, i_v, V)
+        store_tile(o + at * C * V, o_c, rows, C, i_v, V)
         if through is not None:
             W *= tl.load(through + at * PARTS * PARTS)
             if PARTS == 2:
                 W += tl.load(through + at * 4 + 1) * S
                 S *= tl.load(through + at * 4 + 3)
         if back is not None:
-            W += _tile(back + at * K * V, i_k, K, i_v, V)
-        W += tl.dot(tl.trans(_part(leaves + row, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
-        _put(states + (at + N) * STATE, W, i_k, K, i_v, V)
+            W += load_tile(back + at * K * V, i_k, K, i_v, V)
+        W += tl.dot(tl.trans(load_part(leaves + row, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
+        store_tile(states + (at + N) * STATE, W, i_k, K, i_v, V)
         if PARTS == 2:
-            S += tl.dot(tl.trans(_part(leaves + row + K, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
-            _put(states + (at + N) * STATE + K * V, S, i_k, K, i_v, V)
+            S += tl.dot(tl.trans(load_part(leaves + row + K, rows, C, i_k, K, WIDTH)), u_c, input_precision=PRECISION)
+            store_tile(states + (at + N) * STATE + K * V, S, i_k, K, i_v, V)
 
 
 @triton.jit
@@ -123,29 +101,29 @@ def _backward_kernel(
     n, rows, i_k, i_v = tl.program_id(1), tl.arange(0, BC), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     WIDTH, STATE = PARTS * K, PARTS * K * V
     end = d_states + (tl.cast(chunks, tl.int64) * N + n) * STATE
-    dW = _tile(end, i_k, K, i_v, V)
+    dW = load_tile(end, i_k, K, i_v, V)
     if PARTS == 2:
-        dS = _tile(end + K * V, i_k, K, i_v, V)
+        dS = load_tile(end + K * V, i_k, K, i_v, V)
     for reverse in tl.range(chunks, disable_licm=True):
         at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
         row = at * C * WIDTH
-        do_c = _tile(do + at * C * V, rows, C, i_v, V)
-        du_c = tl.dot(tl.trans(_tile(reads + at * C * C, rows, C, rows, C)), do_c, input_precision=PRECISION)
-        du_c += tl.dot(_part(leaves + row, rows, C, i_k, K, WIDTH), dW, input_precision=PRECISION)
+        do_c = load_tile(do + at * C * V, rows, C, i_v, V)
+        du_c = tl.dot(tl.trans(load_tile(reads + at * C * C, rows, C, rows, C)), do_c, input_precision=PRECISION)
+        du_c += tl.dot(load_part(leaves + row, rows, C, i_k, K, WIDTH), dW, input_precision=PRECISION)
         if PARTS == 2:
-            du_c += tl.dot(_part(leaves + row + K, rows, C, i_k, K, WIDTH), dS, input_precision=PRECISION)
-        _put(du + at * C * V, du_c, rows, C, i_v, V)
+            du_c += tl.dot(load_part(leaves + row + K, rows, C, i_k, K, WIDTH), dS, input_precision=PRECISION)
+        store_tile(du + at * C * V, du_c, rows, C, i_v, V)
         if through is not None:
             if PARTS == 2:
                 dS = tl.load(through + at * 4 + 1) * dW + tl.load(through + at * 4 + 3) * dS
             dW *= tl.load(through + at * PARTS * PARTS)
-        dW += tl.dot(tl.trans(_part(asks + row, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
-        dW -= tl.dot(tl.trans(_part(keys + row, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
-        _put(d_states + at * STATE, dW, i_k, K, i_v, V)
+        dW += tl.dot(tl.trans(load_part(asks + row, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
+        dW -= tl.dot(tl.trans(load_part(keys + row, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
+        store_tile(d_states + at * STATE, dW, i_k, K, i_v, V)
         if PARTS == 2:
-            dS += tl.dot(tl.trans(_part(asks + row + K, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
-            dS -= tl.dot(tl.trans(_part(keys + row + K, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
-            _put(d_states + at * STATE + K * V, dS, i_k, K, i_v, V)
+            dS += tl.dot(tl.trans(load_part(asks + row + K, rows, C, i_k, K, WIDTH)), do_c, input_precision=PRECISION)
+            dS -= tl.dot(tl.trans(load_part(keys + row + K, rows, C, i_k, K, WIDTH)), du_c, input_precision=PRECISION)
+            store_tile(d_states + at * STATE + K * V, dS, i_k, K, i_v, V)
 
 
 def _constants(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> dict:
@@ -201,21 +179,15 @@ def walk(reads, asks, values, keys, leaves, through, back, M: Tensor, *, dtype: 
 
 def variants() -> list[Variant]:
     """Both kernels with momentum, decay and no return to the initial weights, at the usual sizes of a head."""
-    cases = ((64, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16))
-    return [variant for case in cases for variant in _case(*case)]
-
-
-def _case(D: int, dtype: torch.dtype) -> list[Variant]:
-    constants = _constants(64, D, D, 2, dtype)
-    launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    made = []
-    for kernel in (_forward_kernel, _backward_kernel):
-        absent = {"back": None} if "back" in kernel.arg_names else {}
-        signature = {
-            argument: "i32" if argument in ("chunks", "N", "C") else "*fp32"
-            for argument in kernel.arg_names
-            if argument not in constants and argument not in absent
-        }
-        name = f"exact{kernel.__name__} {D} {str(dtype)[6:]}"
-        made.append(Variant(name, kernel, signature, {**constants, **absent}, **launch))
-    return made
+    return [
+        variant(
+            f"exact{kernel.__name__} {D} {str(dtype)[6:]}",
+            kernel,
+            _constants(64, D, D, 2, dtype),
+            {"back"},
+            set(),
+            dtype,
+        )
+        for D, dtype in ((64, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16))
+        for kernel in (_forward_kernel, _backward_kernel)
+    ]

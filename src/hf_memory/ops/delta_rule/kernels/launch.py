@@ -10,18 +10,19 @@ gradient of X: then dV = diag(beta) D and dbeta = rowsum(D E). What is left are 
 plain memory: it is read by k with -dV and then by q with dO, and in between X is written at k. That is linear attention
 over twice as many tokens, whose kernels do the rest.
 
-Segments (ops/segments.py) walk twice: first without outputs, once from nothing and once from the identity with v = 0,
-which leaves the segment's transition; its transpose is the transition of gradients.
+Segments (ops/triton/segments.py) walk twice: first without outputs, once from nothing and once from the identity with
+v = 0, which leaves the segment's transition; its transpose is the transition of gradients.
 """
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.kernel_report import POINTERS, Variant, variant
-from hf_memory.ops.linear_attention.kernels import _decay_kind, contiguous, or_empty, query_and_key_gradients
-from hf_memory.ops.segments import (
+from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
+from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
+from hf_memory.ops.triton.gradients import query_and_key_gradients
+from hf_memory.ops.triton.launch import contiguous, decay_kind, or_empty
+from hf_memory.ops.triton.segments import (
     Segments,
     boundary_states_of,
     cut,
@@ -29,199 +30,9 @@ from hf_memory.ops.segments import (
     matrix_scan_kernel,
     segment_length,
 )
-from hf_memory.ops.tiles import (
-    cumulative_decay,
-    load_rows,
-    program,
-    read,
-    scores,
-    sequence_bounds,
-    unit_lower_inverse,
-    write,
-)
+from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 TILE = 4096  # numbers of the state that one program holds
-
-
-@triton.jit
-def _chunk_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    beta,  # [B, T, HV]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    P,  # [B, T, HV, C]
-    U,  # [B, T, HV, C] float32
-    W,  # [B, T, HV, C] float32
-    bounds,  # [chunks + 1], or None without packed sequences
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The three matrices of one chunk and head; a row for each token."""
-    c, hv, _ = program(HV, 1)
-    h = hv // (HV // H)
-    if bounds is not None:
-        start, end = sequence_bounds(bounds, c, T)
-    else:
-        chunks = (T + C - 1) // C
-        start = c // chunks * T + c % chunks * C
-        end = tl.minimum(start + C, c // chunks * T + T)
-    rows, i_k = tl.arange(0, C), tl.arange(0, BK)
-    t, in_k = start + rows, i_k < K
-    in_t = t < end
-    q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-    k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-    beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)
-    b = 0.0
-    if DECAY > 0:
-        b, _last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-    i_c = (t[:, None] * HV + hv) * C + rows[None, :]
-    P_c = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
-    tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
-    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PARTS, PRECISION), 0.0)
-    tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
-    tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
-
-
-@triton.jit
-def _forward_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]; None for zeros
-    beta,  # [B, T, HV]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
-    P,  # [B, T, HV, C]
-    U,  # [B, T, HV, C] float32
-    o,  # [B, T, HV, V]; None for the state alone
-    e,  # [B, T, HV, V] float32: errors; likewise
-    ST,  # [N, HV, K, V]
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Holds S [BK, BV] for all key channels and a tile of value channels."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
-    if S0 is not None:
-        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
-    elif v is not None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
-    rows = tl.arange(0, C)
-    for first in range(start, end, C):
-        t = tl.cast(first, tl.int64) + rows
-        in_t = t < end
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
-        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        enter, leave = 1.0, 1.0
-        if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
-        e_c = -read(k_c, S, enter, DECAY, PARTS, PRECISION)
-        if v is not None:
-            e_c += tl.cast(load_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
-        e_c = tl.dot(U_c, e_c, input_precision=PRECISION)
-        x_c = tl.cast(beta_c * e_c, k_c.dtype)
-        if o is not None:
-            q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-            o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
-            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-            in_o = in_t[:, None] & in_v[None, :]
-            tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
-            tl.store(e + i_o, e_c, mask=in_o)
-        if DECAY > 0:
-            S *= tl.trans(tl.exp2(last))
-        S += write(k_c, x_c, leave, DECAY, PRECISION)
-    tl.store(ST + i_s, S, mask=in_s)
-
-
-@triton.jit
-def _solve_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    beta,  # [B, T, HV]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    P,  # [B, T, HV, C]
-    W,  # [B, T, HV, C] float32
-    do,  # [B, T, HV, V], times scale
-    dST,  # [N, HV, K, V]; None for zeros
-    dx,  # [B, T, HV, V] float32; None for the gradient of the state alone
-    dS0,  # [N, HV, K, V]
-    cu_seqlens,  # [N + 1] or None
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
-    dS = tl.zeros([BK, BV], tl.float32)
-    if dST is not None:
-        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
-    rows = tl.arange(0, C)
-    chunks = (end - start + C - 1) // C
-    for back in range(chunks):
-        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + rows
-        in_t = t < end
-        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-        W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
-        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        enter, leave = 1.0, 1.0
-        if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
-        d_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
-        d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
-        d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
-        if dx is not None:
-            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-            tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
-        if DECAY > 0:
-            dS *= tl.trans(tl.exp2(last))
-        dS += write(q_c, do_c, enter, DECAY, PRECISION)
-        dS -= write(k_c, tl.cast(beta_c * d_c, k_c.dtype), enter, DECAY, PRECISION)
-    tl.store(dS0 + i_s, dS, mask=in_s)
 
 
 def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
@@ -245,25 +56,25 @@ def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) 
 
 
 def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> dict:
-    return _constants(q.shape[2], HV, q.shape[3], V, _decay_kind(g), q.dtype)
+    return _constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
 
 
 def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     """P, U and W of every chunk."""
     (B, T, H, K), HV = q.shape, beta.shape[2]
-    constants = _chunk_constants(H, HV, K, _decay_kind(g), q.dtype)
+    constants = _chunk_constants(H, HV, K, decay_kind(g), q.dtype)
     C = constants["C"]
     P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
     bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
     chunks = B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
-    _chunk_kernel[(chunks * HV,)](q, k, beta, g, P, U, W, bounds, T, **constants)
+    chunk_kernel[(chunks * HV,)](q, k, beta, g, P, U, W, bounds, T, **constants)
     return P, U, W
 
 
 def _walk(q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale):
     """Launch the forward kernel; what it fills is given."""
     (M, HV, _, V), constants = ST.shape, _constants_of(q, ST.shape[3], ST.shape[1], g)
-    _forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+    forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
         q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale, q.shape[1], **constants
     )
 
@@ -337,7 +148,7 @@ def _backward(
     dx, dS0 = torch.empty_like(e), torch.empty_like(S)
 
     def solve(dST, dx):
-        _solve_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
+        solve_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
             q, k, beta, g, P, W, do, dST, dx, dS0, cu_seqlens, T, **constants
         )
 
@@ -418,11 +229,11 @@ def _case(D: int, decay: int, dtype: torch.dtype) -> list[Variant]:
     absent = {"cu_seqlens", "bounds"} | (set() if decay else {"g"})
     alone = {"own": {"q", "P", "S0", "o", "e"}, "transition": {"q", "v", "P", "S0", "o", "e"}}
     cases = (
-        ("", _chunk_kernel, chunk, absent),
-        ("", _forward_kernel, walk, absent),
-        *((f" {name}", _forward_kernel, walk, absent | less) for name, less in alone.items()),
-        ("", _solve_kernel, walk, absent),
-        (" own", _solve_kernel, walk, absent | {"dST", "dx"}),
+        ("", chunk_kernel, chunk, absent),
+        ("", forward_kernel, walk, absent),
+        *((f" {name}", forward_kernel, walk, absent | less) for name, less in alone.items()),
+        ("", solve_kernel, walk, absent),
+        (" own", solve_kernel, walk, absent | {"dST", "dx"}),
         ("", matrix_scan_kernel, {**matrix_scan_constants(8, D, D), "BACKWARDS": True}, set()),
     )
     name = f"{('none', 'scalar', 'vector')[decay]} {D} {str(dtype)[6:]}"

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.tiles import cumulative_decay, load_rows, program, sequence_bounds, write
+from hf_memory.ops.triton.launch import decay_kind
+from hf_memory.ops.triton.tiles import cumulative_decay, load_rows, program, sequence_bounds, write
 
 BLOCK = 64  # a segment is a multiple of it
 SHORTEST = 512  # tokens of a segment: in fewer, the states cost more than the tokens
@@ -251,7 +252,7 @@ def boundary_states(
     """
     M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
     own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
-    kind = 0 if g is None else g.ndim - 2
+    kind = decay_kind(g)
     decay = S.new_empty(M, HV, K) if kind else None
     constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
     sum_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](

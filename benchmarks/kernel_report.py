@@ -1,4 +1,4 @@
-"""Compile every shipped kernel ahead of time, on a machine without a GPU: `python -m hf_memory.ops.kernel_report`.
+"""Compile every shipped kernel ahead of time, on a machine without a GPU: `python benchmarks/kernel_report.py`.
 
 The table shows registers of a thread, bytes of shared memory of a block, and bytes spilled, as ptxas says them; then
 how many blocks a multiprocessor holds at once, and what part of its warps they are.
@@ -10,9 +10,9 @@ import subprocess
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+from hf_memory.ops.triton.variants import Variant
 
 OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer", "neural_memory")
 
@@ -34,19 +34,6 @@ LIMITS = {
 ARCHITECTURES = tuple(LIMITS)
 RESERVED_BYTES = 1024  # of shared memory, for each block
 REGISTER_UNIT = 256  # registers are given to a warp in such pieces
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-OTHERS = {"scale": "fp32", "T": "i32", "tokens": "i32", "bounds": "*i64", "first": "*i64"}
-
-
-class Variant(NamedTuple):
-    """One specialisation of a kernel."""
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict
-    num_warps: int
-    num_stages: int
 
 
 class Report(NamedTuple):
@@ -75,23 +62,6 @@ class Report(NamedTuple):
     def occupancy(self) -> float:
         """The part of the multiprocessor's warps that those blocks are."""
         return self.blocks * self.num_warps / LIMITS[self.architecture].warps
-
-
-def variant(name: str, kernel: Any, constants: dict, absent: set[str], narrow: set[str], dtype: torch.dtype) -> Variant:
-    """A specialisation from what a launch is given.
-
-    Args:
-        name: in the table.
-        kernel: of Triton.
-        constants: compile-time arguments and launch options.
-        absent: arguments that are None.
-        narrow: arguments that are tensors of `dtype`; others are what OTHERS says, or float32 tensors.
-        dtype: of the inputs.
-    """
-    constants = {**constants, **{n: None for n in kernel.arg_names if n in absent}}
-    launch = {n: constants.pop(n) for n in ("num_warps", "num_stages")}
-    pointers = {n: POINTERS[dtype if n in narrow else torch.float32] for n in kernel.arg_names if n not in constants}
-    return Variant(name, kernel, {n: OTHERS.get(n, pointer) for n, pointer in pointers.items()}, constants, **launch)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Report:

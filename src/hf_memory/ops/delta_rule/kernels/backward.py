@@ -1,0 +1,77 @@
+"""Backward: the walk that leaves the gradient of what was written; the letters are those of launch.py."""
+
+import triton
+import triton.language as tl
+
+from hf_memory.ops.triton.tiles import (
+    cumulative_decay,
+    load_rows,
+    program,
+    read,
+    sequence_bounds,
+    write,
+)
+
+
+@triton.jit
+def solve_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    beta,  # [B, T, HV]
+    g,  # [B, T, HV] or [B, T, HV, K] or None
+    P,  # [B, T, HV, C]
+    W,  # [B, T, HV, C] float32
+    do,  # [B, T, HV, V], times scale
+    dST,  # [N, HV, K, V]; None for zeros
+    dx,  # [B, T, HV, V] float32; None for the gradient of the state alone
+    dS0,  # [N, HV, K, V]
+    cu_seqlens,  # [N + 1] or None
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
+    h = hv // (HV // H)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
+    in_s = in_k[:, None] & in_v[None, :]
+    dS = tl.zeros([BK, BV], tl.float32)
+    if dST is not None:
+        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    rows = tl.arange(0, C)
+    chunks = (end - start + C - 1) // C
+    for back in range(chunks):
+        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + rows
+        in_t = t < end
+        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+        P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+        W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
+        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+        enter, leave = 1.0, 1.0
+        if DECAY > 0:
+            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            enter, leave = tl.exp2(b), tl.exp2(last - b)
+        d_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
+        d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
+        d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
+        if dx is not None:
+            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
+            tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
+        if DECAY > 0:
+            dS *= tl.trans(tl.exp2(last))
+        dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        dS -= write(k_c, tl.cast(beta_c * d_c, k_c.dtype), enter, DECAY, PRECISION)
+    tl.store(dS0 + i_s, dS, mask=in_s)

@@ -1,0 +1,132 @@
+"""Forward: what is inside of chunks, then the walk from chunk to chunk; the letters are those of launch.py."""
+
+import triton
+import triton.language as tl
+
+from hf_memory.ops.triton.tiles import (
+    cumulative_decay,
+    load_rows,
+    program,
+    read,
+    scores,
+    sequence_bounds,
+    unit_lower_inverse,
+    write,
+)
+
+
+@triton.jit
+def chunk_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    beta,  # [B, T, HV]
+    g,  # [B, T, HV] or [B, T, HV, K] or None
+    P,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    W,  # [B, T, HV, C] float32
+    bounds,  # [chunks + 1], or None without packed sequences
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The three matrices of one chunk and head; a row for each token."""
+    c, hv, _ = program(HV, 1)
+    h = hv // (HV // H)
+    if bounds is not None:
+        start, end = sequence_bounds(bounds, c, T)
+    else:
+        chunks = (T + C - 1) // C
+        start = c // chunks * T + c % chunks * C
+        end = tl.minimum(start + C, c // chunks * T + T)
+    rows, i_k = tl.arange(0, C), tl.arange(0, BK)
+    t, in_k = start + rows, i_k < K
+    in_t = t < end
+    q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+    k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+    beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)
+    b = 0.0
+    if DECAY > 0:
+        b, _last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+    i_c = (t[:, None] * HV + hv) * C + rows[None, :]
+    P_c = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
+    tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
+    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PARTS, PRECISION), 0.0)
+    tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
+    tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
+
+
+@triton.jit
+def forward_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]; None for zeros
+    beta,  # [B, T, HV]
+    g,  # [B, T, HV] or [B, T, HV, K] or None
+    S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
+    P,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    o,  # [B, T, HV, V]; None for the state alone
+    e,  # [B, T, HV, V] float32: errors; likewise
+    ST,  # [N, HV, K, V]
+    cu_seqlens,  # [N + 1] or None
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Holds S [BK, BV] for all key channels and a tile of value channels."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
+    h = hv // (HV // H)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
+    in_s = in_k[:, None] & in_v[None, :]
+    if S0 is not None:
+        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
+    elif v is not None:
+        S = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
+    rows = tl.arange(0, C)
+    for first in range(start, end, C):
+        t = tl.cast(first, tl.int64) + rows
+        in_t = t < end
+        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
+        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+        enter, leave = 1.0, 1.0
+        if DECAY > 0:
+            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            enter, leave = tl.exp2(b), tl.exp2(last - b)
+        e_c = -read(k_c, S, enter, DECAY, PARTS, PRECISION)
+        if v is not None:
+            e_c += tl.cast(load_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
+        e_c = tl.dot(U_c, e_c, input_precision=PRECISION)
+        x_c = tl.cast(beta_c * e_c, k_c.dtype)
+        if o is not None:
+            q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
+            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+            o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
+            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
+            in_o = in_t[:, None] & in_v[None, :]
+            tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
+            tl.store(e + i_o, e_c, mask=in_o)
+        if DECAY > 0:
+            S *= tl.trans(tl.exp2(last))
+        S += write(k_c, x_c, leave, DECAY, PRECISION)
+    tl.store(ST + i_s, S, mask=in_s)

@@ -1,0 +1,86 @@
+"""What the kernels of a neural memory share: tiles of matrices, the activation, the coefficients of a chunk."""
+
+import triton
+import triton.language as tl
+
+from hf_memory.ops.triton.tiles import split_dot
+
+
+@triton.jit
+def load(x, inside):
+    """Numbers of a tile, zero outside; by `where`, so that they are rounded before they are laid out for a product."""
+    return tl.where(inside, tl.load(x, mask=inside), 0.0)
+
+
+@triton.jit
+def load_tile(x, i, R, j, D):
+    """x[i, j] of a matrix [R, D], zero outside."""
+    return load(x + i[:, None] * D + j[None, :], (i[:, None] < R) & (j[None, :] < D))
+
+
+@triton.jit
+def store_tile(x, value, i, R, j, D):
+    """Put a tile where `load_tile` finds it."""
+    tl.store(x + i[:, None] * D + j[None, :], value, mask=(i[:, None] < R) & (j[None, :] < D))
+
+
+@triton.jit
+def load_part(x, i, R, j, D, WIDTH):
+    """x[i, j] of a matrix with D of WIDTH columns."""
+    return load(x + i[:, None] * WIDTH + j[None, :], (i[:, None] < R) & (j[None, :] < D))
+
+
+@triton.jit
+def dot(x, y, DTYPE: tl.constexpr, PARTS: tl.constexpr = 1):
+    """x y, of operands rounded to DTYPE."""
+    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else "tf32"
+    return split_dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), PARTS, PRECISION)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """s(x) and its first and second derivative."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        rest = s * (1 - s)
+        y, first, second = x * s, s + x * rest, rest * (2 + x * (1 - 2 * s))
+    elif ACTIVATION == "gelu":
+        Phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        density = tl.exp(-0.5 * x * x) * 0.3989422804014327
+        y, first, second = x * Phi, Phi + x * density, density * (2 - x * x)
+    else:
+        t = 2 * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1
+        du, ddu = 0.7978845608028654 * (1 + 0.134145 * x * x), 0.2140644488 * x
+        dt = (1 - t * t) * du
+        ddt = (1 - t * t) * ddu - 2 * t * dt * du
+        y, first, second = 0.5 * x * (1 + t), 0.5 * (1 + t + x * dt), dt + 0.5 * x * ddt
+    return y, first, second
+
+
+@triton.jit
+def places(i_k, j, i_v, K: tl.constexpr, HIDDEN: tl.constexpr, V: tl.constexpr):
+    """Where the tiles of both layers lie among a head's weights, and which numbers of them there are."""
+    in_h = j < HIDDEN
+    first, second = i_k[:, None] * HIDDEN + j[None, :], K * HIDDEN + j[:, None] * V + i_v[None, :]
+    return first, (i_k[:, None] < K) & in_h[None, :], second, in_h[:, None] & (i_v[None, :] < V)
+
+
+@triton.jit
+def column(x, at, rows, C, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
+    """x [C] as a column [C, 1], or the default where there is no x."""
+    column = tl.full([rows.shape[0], 1], DEFAULT, tl.float32)
+    if GIVEN:
+        column = tl.load(x + at + rows, mask=rows < C, other=0.0)[:, None]
+    return column
+
+
+@triton.jit
+def of_write(P, beta, c, m, H, at, rows, C, DECAY: tl.constexpr, MOMENTUM: tl.constexpr):
+    """Columns w and m, then what becomes of W and S: beta_n, c_n and H."""
+    w_c, m_c = column(P, at * C * C + (C - 1) * C, rows, C, True, 0.0), 0.0
+    beta_n, c_n, H_n = 1.0, 0.0, 0.0
+    if DECAY:
+        beta_n = tl.load(beta + at * C + C - 1)
+    if MOMENTUM:
+        c_n, H_n, m_c = tl.load(c + at * C + C - 1), tl.load(H + at), column(m, at * C, rows, C, True, 0.0)
+    return w_c, m_c, beta_n, c_n, H_n

@@ -1,0 +1,46 @@
+"""What launchers share: kinds of decay, sizes of tiles, and what custom ops take and return."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+CHUNK = 64  # tokens of a block at whose ends the gate's gradient starts afresh
+TILE = 4096  # numbers of the state that one program holds
+NONE, SCALAR, VECTOR = 0, 1, 2  # kinds of decay
+
+
+def decay_kind(g: Tensor | None) -> int:
+    """NONE, SCALAR or VECTOR."""
+    return NONE if g is None else SCALAR if g.ndim == 3 else VECTOR
+
+
+def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Compile-time arguments and launch options, found by counting registers (kernel_report).
+
+    Those of the kernels that hold all key channels, and of those that hold all value channels. Four warps share the
+    rows of a chunk of 64 and the tensor cores of Hopper; more of them would repeat one another's products.
+    """
+    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
+    rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
+    precision = "tf32" if narrow else "tf32x3"  # three products keep float32; 16 bits know no tf32
+    tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
+    common = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision, "num_stages": 1}
+    common["num_warps"] = 8 if wide or not narrow or decay == VECTOR else 4
+    by_value = {"C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
+    by_key = {"C": min(rows, 32), "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
+    by_value["PARTS"] = max(1, width_k // 32) if wide or not narrow else 1
+    by_key["PARTS"] = max(1, width_v // 32) if width_v > 64 or not narrow else 1
+    return {**common, **by_value}, {**common, **by_key}
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """What kernels index."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def or_empty(like: Tensor, *tensors: Tensor | None) -> Any:
+    """Custom ops return tensors alone."""
+    return tuple(like.new_empty(0) if x is None else x for x in tensors)
