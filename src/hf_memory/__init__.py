@@ -3,6 +3,7 @@
 Importing this package registers every family with transformers' Auto classes.
 """
 
+from hf_memory.export import export_model
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.delta_net import (
     DeltaNetConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "TitansForSequenceClassification",
     "TitansForTokenClassification",
     "TitansModel",
+    "export_model",
     "generate_stream",
     "load_memory",
     "save_memory",

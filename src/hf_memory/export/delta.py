@@ -1,0 +1,217 @@
+"""Pure DeltaNet models as `olmo_hybrid`, and Kimi Delta Attention as `bailing_hybrid` and `kimi_linear`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from hf_memory.export.parts import (
+    Weights,
+    check_mlp,
+    check_output_norm,
+    check_pure,
+    check_shell,
+    check_square,
+    decay_by_head,
+    full_rank,
+    joined,
+    output_heads,
+    pad_rows,
+    shared_options,
+    spread,
+)
+from hf_memory.modeling.delta_net import DeltaNetConfig
+
+OLMO_EPS = 1e-5  # of the output's norm; it is in no config
+
+
+def _check(config: DeltaNetConfig, eps: float) -> list[str]:
+    return [*check_shell(config), *check_mlp(config), *check_pure(config), *check_output_norm(config, eps)]
+
+
+def check_olmo_hybrid(config: DeltaNetConfig) -> list[str]:
+    """What is in the way of OLMo-Hybrid, whose attention layers are normed after, and memory layers before."""
+    return _check(config, OLMO_EPS)
+
+
+def check_bailing(config: DeltaNetConfig) -> list[str]:
+    """What is in the way of Ling 3.0."""
+    return [*_check(config, config.rms_norm_eps), *check_square(config)]
+
+
+def check_kimi(config: DeltaNetConfig) -> list[str]:
+    """What is in the way of Kimi Linear."""
+    faults, K = check_bailing(config), config.linear_key_head_dim
+    rank = config.output_gate_low_rank_dim
+    if rank is None or rank > K:
+        faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
+    if config.gate != "vector" and output_heads(config) > K:
+        faults.append(f"gate='vector' where there are more heads ({output_heads(config)}) than channels of a key ({K})")
+    return faults
+
+
+def olmo_hybrid_options(config: DeltaNetConfig) -> dict:
+    """Arguments of OlmoHybridConfig."""
+    query_heads, _, _, K, V = config.memory_heads
+    return {
+        **shared_options(config),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rope_parameters": config.rope_parameters,
+        "linear_num_key_heads": query_heads,
+        "linear_num_value_heads": output_heads(config),
+        "linear_key_head_dim": K,
+        "linear_value_head_dim": V,
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
+        "linear_allow_neg_eigval": config.allow_negative_eigenvalues,
+    }
+
+
+def olmo_hybrid_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer."""
+    parts = spread(config, mixer, key_heads=config.memory_heads[0])
+    A_log, dt_bias, decay = decay_by_head(config, mixer)
+    return {f"linear_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
+        "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+        "linear_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+        "linear_attn.a_proj.weight": decay,
+        "linear_attn.A_log": A_log,
+        "linear_attn.dt_bias": dt_bias,
+        "linear_attn.o_norm.weight": mixer["output_gate.norm.weight"],
+    }
+
+
+def _latent_attention(config: DeltaNetConfig) -> dict:
+    """The smallest attention of Ling and Kimi, which says nothing, no experts, and no tied embeddings."""
+    K = config.linear_key_head_dim
+    return {
+        "tie_word_embeddings": False,
+        "num_attention_heads": output_heads(config),
+        "num_key_value_heads": output_heads(config),
+        "kv_lora_rank": K,
+        "qk_rope_head_dim": K,
+        "qk_nope_head_dim": K,
+        "v_head_dim": K,
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 0,
+        "moe_intermediate_size": config.intermediate_size,
+        "mlp_layer_types": ["dense"] * (config.num_hidden_layers + 1),
+    }
+
+
+def bailing_options(config: DeltaNetConfig) -> dict:
+    """Arguments of BailingHybridConfig."""
+    return {
+        **shared_options(config),
+        **_latent_attention(config),
+        "rope_parameters": config.rope_parameters,
+        "head_dim": config.linear_key_head_dim,
+        "short_conv_kernel_size": config.linear_conv_kernel_dim or 4,
+        "kda_safe_gate": False,
+        "first_k_dense_replace": config.num_hidden_layers + 1,
+        "layer_group_size": config.num_hidden_layers + 1,
+        "num_mtp_layers": 0,
+    }
+
+
+def bailing_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+    """The name that vLLM has the class under."""
+    return {"architectures": ["BailingMoeV3ForCausalLM"]}
+
+
+def untied(outside: Weights) -> dict[str, Tensor]:
+    """What is outside the layers, with a head of its own."""
+    return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
+
+
+def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """What a memory layer is in both; queries and keys have all output heads."""
+    parts = spread(config, mixer, key_heads=output_heads(config))
+    return {f"self_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
+        "self_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+        "self_attn.o_norm.weight": mixer["output_gate.norm.weight"],
+    }
+
+
+def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, Tensor]:
+    """A_log [HV] and dt_bias [HV * K]; a decay by head is the same for all of its channels."""
+    if config.gate == "vector":
+        return mixer["decay.A_log"], mixer["decay.dt_bias"]
+    A_log, dt_bias, _ = decay_by_head(config, mixer)
+    return A_log, dt_bias.repeat_interleave(config.linear_key_head_dim)
+
+
+def bailing_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer of Ling."""
+    A_log, dt_bias = _decay_by_channel(config, mixer)
+    if config.gate == "vector":
+        decay = full_rank(mixer, "decay")
+    else:
+        decay = decay_by_head(config, mixer)[2].repeat_interleave(config.linear_key_head_dim, 0)
+    return _kimi_delta(config, mixer) | {
+        "self_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+        "self_attn.forget_gate.f_proj.weight": decay,
+        "self_attn.forget_gate.A_log": A_log,
+        "self_attn.forget_gate.dt_bias": dt_bias,
+    }
+
+
+def kimi_options(config: DeltaNetConfig) -> dict:
+    """Arguments of KimiLinearConfig."""
+    return {
+        **shared_options(config),
+        **_latent_attention(config),
+        "linear_head_dim": config.linear_key_head_dim,
+        "linear_num_heads": output_heads(config),
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
+    }
+
+
+def kimi_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+    """Sizes as the published model has them, counted from 1."""
+    layers = config.num_hidden_layers
+    linear = {"num_heads": theirs.linear_num_heads, "head_dim": theirs.linear_head_dim}
+    linear |= {"short_conv_kernel_size": theirs.linear_conv_kernel_dim}
+    linear |= {"kda_layers": list(range(1, layers + 1)), "full_attn_layers": [layers + 1]}
+    return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1}
+
+
+def kimi_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer of Kimi, whose gates are products; a smaller rank has rows of zeros."""
+    K = config.linear_key_head_dim
+    A_log, dt_bias = _decay_by_channel(config, mixer)
+    if config.gate == "vector":
+        down, up = mixer["decay.down.weight"], mixer["decay.proj.weight"]
+    else:
+        by_head = decay_by_head(config, mixer)[2]
+        down = pad_rows(by_head, K)
+        up = torch.eye(len(by_head), K, dtype=by_head.dtype).repeat_interleave(K, 0)
+    gate = mixer["output_gate.proj.weight"]
+    return _kimi_delta(config, mixer) | {
+        "self_attn.g_a_proj.weight": pad_rows(mixer["output_gate.down.weight"], K),
+        "self_attn.g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
+        "self_attn.forget_gate.f_a_proj.weight": down,
+        "self_attn.forget_gate.f_b_proj.weight": up,
+        "self_attn.forget_gate.A_log": A_log.view(1, 1, -1, 1),
+        "self_attn.forget_gate.dt_bias": dt_bias,
+    }
+
+
+def olmo_hybrid_engines(config: DeltaNetConfig) -> dict[str, str]:
+    """What runs the target."""
+    return {"transformers": "", "vLLM": ""}
+
+
+def bailing_engines(config: DeltaNetConfig) -> dict[str, str]:
+    """What runs the target, and what is in the way of this model there."""
+    safe = "its decay is bounded (kda_safe_gate)"
+    return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": safe, "MLX": safe}
+
+
+def kimi_engines(config: DeltaNetConfig) -> dict[str, str]:
+    """What runs the target, and what is in the way of this model there."""
+    eps = "" if config.rms_norm_eps == 1e-5 else "the eps of its output norm is 1e-5"
+    return {"transformers": "", "vLLM": eps, "SGLang": "", "llama.cpp": "", "MLX": ""}

@@ -1,0 +1,144 @@
+"""Write a model as one of the targets, load it back, and compare before saying that it is the same."""
+
+import copy
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
+
+from hf_memory.export.parts import kept_layers
+from hf_memory.export.targets import Target, find_target
+from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM
+
+TOKENIZER = "tokenizer_config.json"
+TOKENS = 24  # that both models read, in two rows
+TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 where a fault is 1e-2
+IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits again
+
+
+class Export(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    target: Target
+    engines: dict[str, str]  # what runs the target: empty, or what is in the way of this model there
+    error: float  # largest difference of logits, whole and token by token, as a part of the largest logit
+
+    def __str__(self) -> str:
+        runs = ", ".join(name for name, fault in self.engines.items() if not fault)
+        faults = "".join(f"; not {name}: {fault}" for name, fault in self.engines.items() if fault)
+        kind = f"{self.target.model_type}, logits within {self.error:.0e} of the largest"
+        return f"{kind}. Engines that have it: {runs}{faults}"
+
+
+def export_model(model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto") -> Export:
+    """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have: the same function.
+
+    Args:
+        model: a causal language model of ours, or where it was saved; then its tokenizer and chat template go along.
+        folder: to write to; it must not exist yet.
+        target: the name of one in TARGETS, or `"auto"`: the first that is exactly this model.
+
+    Raises:
+        ValueError: if no target is exactly the model, with the fields of its config that stand in the way, or if the
+            result, loaded with transformers, has other logits, whole or token by token.
+    """
+    folder, source = Path(folder), None
+    if folder.exists():
+        raise ValueError(f"folder must not exist yet, got {folder}")
+    if not isinstance(model, PreTrainedModel):
+        source, model = str(model), AutoModelForCausalLM.from_pretrained(model)
+    if not isinstance(model, MemoryForCausalLM):
+        raise ValueError(f"model must be a causal language model of hf_memory, got {type(model).__name__}")
+    found = find_target(model.config, target)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        partial = Path(work) / folder.name
+        save(rewrite(model, found), partial, found, model.config)
+        error = compare(model, partial, found)
+        if source is not None and cached_file(source, TOKENIZER, _raise_exceptions_for_missing_entries=False):
+            AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+        partial.rename(folder)
+    return Export(folder, found, found.engines(model.config), error)
+
+
+@torch.no_grad()
+def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
+    """The target's own model with our weights, on the CPU."""
+    config, layers = model.config, model.config.num_hidden_layers
+    kinds = ["linear_attention" if kind == "memory" else kind for kind in config.layer_types]
+    if target.needs_attention and not kept_layers(config):
+        kinds.append("full_attention")
+    shape = {"num_hidden_layers": len(kinds)} | ({"layer_types": kinds} if target.needs_attention else {})
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(target.model_type, **target.options(config), **shape)
+        )
+    weights = _rename(_weights(model, target), target.names)
+    for name, x in theirs.state_dict().items():
+        if f".layers.{layers}." in name:  # the layer that says nothing
+            weights[name] = torch.zeros(x.shape, dtype=model.dtype)
+    theirs.load_state_dict(weights, assign=True)
+    theirs.tie_weights()
+    theirs.generation_config = copy.deepcopy(model.generation_config)
+    return theirs
+
+
+def _weights(model: MemoryForCausalLM, target: Target) -> dict[str, Tensor]:
+    config, ours = model.config, {name: x.cpu() for name, x in model.state_dict().items()}
+    weights = dict(target.top({name: x for name, x in ours.items() if ".layers." not in name}))
+    for i, kind in enumerate(config.layer_types):
+        prefix = f"model.layers.{i}."
+        layer = {name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)}
+        mixer = {name.removeprefix("mixer."): layer.pop(name) for name in list(layer) if name.startswith("mixer.")}
+        layer |= (target.memory if kind == "memory" else target.attention)(config, mixer)
+        weights |= {prefix + name: x.contiguous() for name, x in target.block(config, layer).items()}
+    return weights
+
+
+def _rename(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, x in weights.items():
+        start = next((start for start in names if name.startswith(start)), "")
+        renamed[names.get(start, "") + name.removeprefix(start)] = x
+    return renamed
+
+
+def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryConfig) -> None:
+    """Write the target's files, with what single engines want in config.json."""
+    saved = {name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)}
+    theirs.save_pretrained(folder, state_dict=saved)
+    file = folder / CONFIG_NAME
+    fields = json.loads(file.read_text(encoding="utf-8")) | target.fields(config, theirs.config)
+    fields.pop("time_step_limit", None)  # (0, infinity) is the default everywhere, and JSON has no infinity
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
+    """Largest difference of logits in float32, whole and token by token, as a part of the largest logit.
+
+    Raises:
+        ValueError: if it is more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=generator)
+    wide = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    expected = wide(tokens.to(wide.device)).logits.cpu()
+    del wide
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    whole = theirs(tokens, use_cache=False).logits
+    cache = {target.cache: DynamicCache(config=theirs.config)}
+    parts = (tokens[:, : TOKENS // 2], *tokens[:, TOKENS // 2 :].split(1, dim=1))
+    steps = [theirs(part, use_cache=True, **cache).logits for part in parts]
+    differences = [(logits - expected).abs().max() for logits in (whole, torch.cat(steps, 1))]
+    error = float(max(differences) / expected.abs().max())
+    if not error < (TOLERANCE if model.dtype == torch.float32 else IN_16_BITS):
+        raise ValueError(f"the export must have the model's logits, got a difference of {error:.1e} of the largest")
+    return error

@@ -1,0 +1,207 @@
+"""The Mamba-2 gate as `granitemoehybrid` without experts, and as `mamba2`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from hf_memory.export.parts import (
+    Weights,
+    attention_scale,
+    check_mlp,
+    check_pure,
+    check_shell,
+    joined,
+    kept_layers,
+    output_heads,
+    shared_options,
+    spread,
+)
+from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
+
+
+def groups(config: GatedLinearAttentionConfig) -> int:
+    """Groups of value heads, with as many of zeros at the end as make the inner width a multiple of the model's."""
+    query_heads, *_, V = config.memory_heads
+    width = output_heads(config) // query_heads * V
+    return next(
+        n for n in range(query_heads, query_heads + config.hidden_size + 1) if n * width % config.hidden_size == 0
+    )
+
+
+def _sizes(config: GatedLinearAttentionConfig) -> tuple[int, int, int]:
+    """Groups, value heads, and the inner width as a multiple of the model's."""
+    query_heads, *_, V = config.memory_heads
+    heads = groups(config) * output_heads(config) // query_heads
+    return groups(config), heads, heads * V // config.hidden_size
+
+
+def check(config: GatedLinearAttentionConfig) -> list[str]:
+    """What is in the way of both targets."""
+    faults = check_shell(config)
+    if not config.linear_conv_kernel_dim:
+        faults.append("linear_conv_kernel_dim above 0, got 0")
+    return faults
+
+
+def check_granite(config: GatedLinearAttentionConfig) -> list[str]:
+    """What is in the way of Granite."""
+    faults = [*check(config), *check_mlp(config)]
+    kept, rotates = kept_layers(config), config.no_rope_layers
+    if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
+        faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
+    if kept and config.use_qk_norm:
+        faults.append("use_qk_norm=False (attention has no q/k norm there), got True")
+    if kept and config.head_dim * config.num_attention_heads != config.hidden_size:
+        expected = f"hidden_size / num_attention_heads = {config.hidden_size / config.num_attention_heads:g}"
+        faults.append(f"head_dim={expected}, got {config.head_dim}")
+    if kept and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
+        faults.append(f"partial_rotary_factor=1, got {config.rope_parameters['partial_rotary_factor']}")
+    return faults
+
+
+def check_mamba2(config: GatedLinearAttentionConfig) -> list[str]:
+    """What is in the way of Mamba-2."""
+    return [*check(config), *check_pure(config)]
+
+
+def _rotates(config: GatedLinearAttentionConfig) -> bool:
+    kept = kept_layers(config)
+    return bool(kept) and (config.no_rope_layers is None or bool(config.no_rope_layers[kept[0]]))
+
+
+def granite_options(config: GatedLinearAttentionConfig) -> dict:
+    """Arguments of GraniteMoeHybridConfig."""
+    n_groups, heads, expand = _sizes(config)
+    *_, K, V = config.memory_heads
+    return {
+        **shared_options(config),
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+        "rope_parameters": config.rope_parameters,
+        "position_embedding_type": "rope" if _rotates(config) else "nope",  # MLX takes null for rope
+        "attention_bias": config.attention_bias or config.attention_output_bias,
+        "attention_multiplier": attention_scale(config),
+        "embedding_multiplier": config.embedding_multiplier,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": config.intermediate_size,
+        "mamba_n_groups": n_groups,
+        "mamba_n_heads": heads,
+        "mamba_d_state": K,
+        "mamba_d_head": V,
+        "mamba_d_conv": config.linear_conv_kernel_dim,
+        "mamba_expand": expand,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": config.attention_bias or config.attention_output_bias,
+    }
+
+
+def granite_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
+    """Layer types as the published models have them, which llama.cpp and MLX look for, and SGLang's flat rope."""
+    words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
+    return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"]}
+
+
+def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
+    """Arguments of Mamba2Config."""
+    n_groups, heads, expand = _sizes(config)
+    *_, K, V = config.memory_heads
+    shared = shared_options(config)
+    for name in ("intermediate_size", "max_position_embeddings"):
+        del shared[name]
+    return {
+        **shared,
+        "layer_norm_epsilon": shared.pop("rms_norm_eps"),
+        "n_groups": n_groups,
+        "num_heads": heads,
+        "state_size": K,
+        "head_dim": V,
+        "conv_kernel": config.linear_conv_kernel_dim,
+        "expand": expand,
+        "use_bias": config.attention_bias or config.attention_output_bias,
+    }
+
+
+def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
+    """The inner width, which MLX reads."""
+    return {"intermediate_size": theirs.num_heads * theirs.head_dim}
+
+
+def memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer: rows of in_proj are z, x, B, C and dt, our g, v, k, q and decay."""
+    query_heads, *_, K, V = config.memory_heads
+    n_groups, heads, _ = _sizes(config)
+    parts = spread(config, mixer, key_heads=query_heads)
+    parts |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
+    rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
+    for name, x in parts.items():
+        part, _, kind = name.partition("_")
+        if part in rows and kind.startswith(("proj", "conv1d")):
+            parts[name] = _longer(x, rows[part])
+    found = {
+        "in_proj.weight": joined(parts, "gvkqd", "proj.weight"),
+        "conv1d.weight": joined(parts, "vkq", "conv1d.weight")[:, None],
+        "conv1d.bias": joined(parts, "vkq", "conv1d.bias"),
+        "A_log": _longer(mixer["decay.A_log"], heads),
+        "dt_bias": _longer(mixer["decay.dt_bias"], heads),
+        "D": _longer(mixer["D"], heads),
+        "norm.weight": _longer(mixer["o_norm.weight"], heads * V),
+        "out_proj.weight": _longer(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
+    }
+    if config.attention_bias or config.attention_output_bias:
+        zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
+        biases = {f"{part}_b": parts.get(f"{part}_proj.bias", zeros[part]) for part in rows}
+        found["in_proj.bias"] = joined(biases, "gvkqd", "b")
+        found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
+    return found
+
+
+def _longer(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
+
+
+def granite_memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer of Granite."""
+    return {f"mamba.{name}": x for name, x in memory(config, mixer).items()}
+
+
+def granite_attention(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One attention layer, with biases everywhere if there are any."""
+    found = {f"self_attn.{name}": x for name, x in mixer.items()}
+    if config.attention_bias or config.attention_output_bias:
+        for part in "qkvo":
+            zeros = torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0])
+            found.setdefault(f"self_attn.{part}_proj.bias", zeros)
+    return found
+
+
+def granite_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The MLP is a shared expert there."""
+    rest = {name: x for name, x in layer.items() if not name.startswith("mlp.")}
+    return rest | {
+        "shared_mlp.input_linear.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
+        "shared_mlp.output_linear.weight": layer["mlp.down_proj.weight"],
+    }
+
+
+def mamba2_memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer of Mamba-2."""
+    return {f"mixer.{name}": x for name, x in memory(config, mixer).items()}
+
+
+def mamba2_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The only norm of a layer."""
+    return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
+
+
+def engines(config: GatedLinearAttentionConfig) -> dict[str, str]:
+    """What runs the targets, and what is in the way of this model there."""
+    n_groups, _, expand = _sizes(config)
+    return {
+        "transformers": "",
+        "vLLM": "",
+        "SGLang": "",
+        "llama.cpp": "" if expand == 2 else "its inner width is twice the model's, which a GGUF file is padded to",
+        "MLX": "" if n_groups == 1 else "its norm is over all groups of heads at once",
+    }

@@ -1,0 +1,184 @@
+"""Gated DeltaNet as `qwen3_5_text`, and attention with or without q/k norm as Qwen3.5's gated attention."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from hf_memory.export.parts import (
+    Weights,
+    attention_scale,
+    check_mlp,
+    check_output_norm,
+    check_shell,
+    decay_by_head,
+    full_rank,
+    interval,
+    joined,
+    kept_layers,
+    output_heads,
+    shared_options,
+    spread,
+)
+from hf_memory.modeling.delta_net import DeltaNetConfig
+
+PIN = 4097.0  # 1 + w of the norms that are pinned: w is exact in every precision, and q / PIN is far from 1
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # that attention kernels have
+READERS = {  # what reads a norm's output
+    "input_layernorm.weight": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "linear_attn.in_proj_"),
+    "post_attention_layernorm.weight": ("mlp.gate_proj.", "mlp.up_proj."),
+}
+
+
+def is_pinned(config: DeltaNetConfig) -> bool:
+    """Whether attention has no q/k norm, so that those of the target are made to do nothing."""
+    return bool(kept_layers(config)) and not config.use_qk_norm
+
+
+def head_dim(config: DeltaNetConfig) -> int:
+    """Channels of an attention head there: a pinned norm needs two more, for a constant in two digits."""
+    D = config.head_dim
+    return next(size for size in (*HEAD_DIMS, 2 * D) if size >= D + 2) if is_pinned(config) else D
+
+
+def check(config: DeltaNetConfig) -> list[str]:
+    """What is in the way."""
+    faults = [*check_shell(config), *check_mlp(config), *check_output_norm(config, config.rms_norm_eps)]
+    kept, rotates = kept_layers(config), config.no_rope_layers
+    if rotates is not None and not all(rotates[i] for i in kept):
+        faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
+    if kept and config.use_qk_norm and config.query_pre_attn_scalar not in (None, config.head_dim):
+        faults.append(f"query_pre_attn_scalar=head_dim={config.head_dim}, got {config.query_pre_attn_scalar}")
+    return faults
+
+
+def options(config: DeltaNetConfig) -> dict:
+    """Arguments of Qwen3_5TextConfig."""
+    query_heads, _, _, K, V = config.memory_heads
+    D = head_dim(config)
+    rotating = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return {
+        **shared_options(config),
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+        "head_dim": D,
+        "attention_bias": is_pinned(config),
+        "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": rotating / D},
+        "linear_num_key_heads": query_heads,
+        "linear_num_value_heads": output_heads(config),
+        "linear_key_head_dim": K,
+        "linear_value_head_dim": V,
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
+    }
+
+
+def fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+    """Entries of config.json that single engines want."""
+    every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
+    bias = {"qkv_bias": True} if is_pinned(config) else {}
+    rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
+    return {**every, **bias, **rope, "mamba_ssm_dtype": "float32", "output_gate_type": "silu"}
+
+
+def memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One memory layer."""
+    parts = spread(config, mixer, key_heads=config.memory_heads[0])
+    A_log, dt_bias, decay = decay_by_head(config, mixer)
+    return {
+        "linear_attn.in_proj_qkv.weight": joined(parts, "qkv", "proj.weight"),
+        "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+        "linear_attn.in_proj_z.weight": full_rank(mixer, "output_gate"),
+        "linear_attn.in_proj_b.weight": mixer["b_proj.weight"],
+        "linear_attn.in_proj_a.weight": decay,
+        "linear_attn.A_log": A_log,
+        "linear_attn.dt_bias": dt_bias,
+        "linear_attn.norm.weight": mixer["output_gate.norm.weight"],
+        "linear_attn.out_proj.weight": mixer["o_proj.weight"],
+    }
+
+
+def attention(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+    """One attention layer; its gate is sigmoid(0), one half, which the output projection makes up for."""
+    D = head_dim(config)
+    heads = {part: _wider(mixer[f"{part}_proj.weight"], config.head_dim, D) for part in "qkv"}
+    out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
+    norms = (
+        _pinned(config, heads)
+        if is_pinned(config)
+        else {f"{x}_norm.weight": mixer[f"{x}_norm.weight"] - 1 for x in "qk"}
+    )
+    return {f"self_attn.{name}": x for name, x in norms.items()} | {
+        "self_attn.q_proj.weight": F.pad(heads["q"], (0, 0, 0, D)).flatten(0, 1),
+        "self_attn.k_proj.weight": heads["k"].flatten(0, 1),
+        "self_attn.v_proj.weight": heads["v"].flatten(0, 1),
+        "self_attn.o_proj.weight": 2 * F.pad(out, (0, D - config.head_dim)).flatten(1),
+    }
+
+
+def _wider(x: Tensor, before: int, after: int) -> Tensor:
+    """[heads * before, width] -> [heads, after, width], zeros in the new channels."""
+    return F.pad(x.unflatten(0, (-1, before)), (0, 0, 0, after - before))
+
+
+def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
+    """Biases and norms that leave queries and keys as they are, up to a factor.
+
+    Two new channels of every head hold constants so large, c together, that the root mean square of a head is
+    c / sqrt(D). The norms give back what that divides by, and hide the new channels.
+    """
+    D, dtype = head_dim(config), heads["q"].dtype
+    c = PIN * math.sqrt(math.sqrt(D) / attention_scale(config))
+    coarse = torch.tensor(c * (1 - 2**-8)).to(dtype)  # below c also after rounding
+    fine = torch.tensor(math.sqrt(c**2 - float(coarse) ** 2)).to(dtype)
+    bias = torch.zeros(D, dtype=dtype)
+    bias[config.head_dim], bias[config.head_dim + 1] = coarse, fine
+    norm = torch.full((D,), PIN - 1, dtype=dtype)
+    norm[config.head_dim :] = -1
+    count = {part: len(x) for part, x in heads.items()}
+    return {
+        "q_proj.bias": F.pad(bias.expand(count["q"], D), (0, D)).flatten(),
+        "k_proj.bias": bias.repeat(count["k"]),
+        "v_proj.bias": torch.zeros(count["v"] * D, dtype=dtype),
+        "o_proj.bias": torch.zeros(config.hidden_size, dtype=dtype),
+        "q_norm.weight": norm,
+        "k_norm.weight": norm.clone(),
+    }
+
+
+def block(config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Norms multiply by 1 + w there, and w - 1 would lose the digits of a small w in 16 bits.
+
+    So w is doubled until it is above 2, and the matrices that read it are halved as often, which rounds nothing.
+    """
+    layer = dict(layer)
+    for norm, readers in READERS.items():
+        smallest = max(layer[norm].abs().min().item(), 2**-8)
+        factor = 2.0 ** max(0, math.ceil(math.log2(2 / smallest)))
+        layer[norm] = layer[norm] * factor - 1
+        for name in layer:
+            if name.startswith(readers) and name.endswith(".weight"):
+                layer[name] = layer[name] / factor
+    return layer
+
+
+def top(outside: Weights) -> dict[str, Tensor]:
+    """What is outside the layers."""
+    return {**outside, "model.norm.weight": outside["model.norm.weight"] - 1}
+
+
+def engines(config: DeltaNetConfig) -> dict[str, str]:
+    """What runs the target, and what is in the way of this model there."""
+    *_, K, V = config.memory_heads
+    periodic = "" if interval(config) else "it has attention in every n-th layer alone"
+    plain = config.rope_parameters["rope_type"] == "default"
+    llama_cpp = "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
+    return {
+        "transformers": "",
+        "vLLM": "",
+        "SGLang": "it has no biases in this architecture's attention" if is_pinned(config) else periodic,
+        "llama.cpp": llama_cpp if K == V else "its keys and values are of one width",
+        "MLX": periodic,
+        "TensorRT-LLM": "",
+    }

@@ -1,0 +1,203 @@
+"""The table of targets: architectures that engines have, and which of our models are exactly one of them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_memory.export import delta, mamba, qwen3_5
+from hf_memory.export.parts import SIZES, Weights
+from hf_memory.modeling.base import MemoryConfig
+from hf_memory.modeling.delta_net import DeltaNetConfig
+from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
+
+FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+REASONS = {  # why other values of a field are in the way
+    "norm_placement": "norms are before mixer and MLP there",
+    "hidden_act": "the memory and the MLP share one activation there",
+    "memory_rope": "a memory's queries and keys are not rotated there",
+    "output_gate": "the output's gate is of this kind there",
+    "allow_negative_eigenvalues": "the write strength is at most 1 there",
+    "attention_bias": "memory layers have no biases there",
+    "attention_output_bias": "memory layers have no biases there",
+    "use_qk_norm": "attention has no q/k norm there",
+    "gate": "the memory decays in this way there",
+}
+
+
+def _no_attention(config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
+    raise AssertionError("the target takes pure models alone")
+
+
+def _as_they_are(config: MemoryConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    return layer
+
+
+class Target(NamedTuple):
+    """One architecture of transformers: which of our models it is, and how their weights are named and laid out."""
+
+    name: str
+    model_type: str
+    family: type[MemoryConfig]
+    accepts: Mapping[str, tuple | None]  # values of our config's fields, None for any; a field left out has its default
+    check: Callable[..., list[str]]  # what fields must have in common, in words that go on from "it needs "
+    options: Callable[..., dict]  # arguments of its config, but for its layers
+    memory: Callable[..., dict[str, Tensor]]  # the weights of a mixer's
+    engines: Callable[..., dict[str, str]]  # names, and what is in the way of a model there
+    attention: Callable[..., dict[str, Tensor]] = _no_attention
+    block: Callable[..., dict[str, Tensor]] = _as_they_are  # the weights of a whole layer
+    top: Callable[[Weights], Mapping[str, Tensor]] = dict  # the weights outside the layers
+    fields: Callable[..., dict] = lambda config, theirs: {}  # more entries of config.json, for single engines
+    names: Mapping[str, str] = {}  # beginnings of names that differ
+    unsaved: str = "-"  # names that end so are zeros that engines do not have
+    cache: str = "past_key_values"  # the argument of its forward
+    needs_attention: bool = True  # so that a pure model has one layer more, which adds zero
+
+    def faults(self, config: MemoryConfig) -> list[str]:
+        """What this target would need a model to be, and what it is; empty where they are the same function."""
+        faults = []
+        for field in dataclasses.fields(config):
+            accepted = self.accepts.get(field.name, (field.default,))
+            if accepted is None or field.name in FIELDS_OF_ALL_MODELS:
+                continue
+            value = getattr(config, field.name)
+            if value not in accepted:
+                reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
+                faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
+        return faults + self.check(config)
+
+
+DELTA = {**SIZES, "gate": ("scalar", "none"), "output_gate": ("silu",)}
+DELTA |= dict.fromkeys(("use_qk_norm", "query_pre_attn_scalar", "output_gate_low_rank_dim"))
+KIMI = {**DELTA, "gate": ("vector", "scalar", "none"), "output_gate": ("sigmoid",)}
+MAMBA = {**SIZES, "gate": ("mamba2",), "attention_bias": None, "attention_output_bias": None}
+MAMBA |= dict.fromkeys(
+    (
+        "use_qk_norm",
+        "query_pre_attn_scalar",
+        "output_gate",
+        "output_gate_low_rank_dim",
+        "gate_low_rank_dim",
+        "gate_logit_normalizer",
+    )
+)
+
+TARGETS = (
+    Target(
+        "qwen3_5",
+        "qwen3_5_text",
+        DeltaNetConfig,
+        DELTA,
+        qwen3_5.check,
+        qwen3_5.options,
+        qwen3_5.memory,
+        qwen3_5.engines,
+        attention=qwen3_5.attention,
+        block=qwen3_5.block,
+        top=qwen3_5.top,
+        fields=qwen3_5.fields,
+        unsaved="self_attn.o_proj.bias",
+    ),
+    Target(
+        "granite",
+        "granitemoehybrid",
+        GatedLinearAttentionConfig,
+        {**MAMBA, "embedding_multiplier": None},
+        mamba.check_granite,
+        mamba.granite_options,
+        mamba.granite_memory,
+        mamba.engines,
+        attention=mamba.granite_attention,
+        block=mamba.granite_block,
+        fields=mamba.granite_fields,
+    ),
+    Target(
+        "mamba2",
+        "mamba2",
+        GatedLinearAttentionConfig,
+        {**MAMBA, "intermediate_size": (0,)},
+        mamba.check_mamba2,
+        mamba.mamba2_options,
+        mamba.mamba2_memory,
+        mamba.engines,
+        block=mamba.mamba2_block,
+        fields=mamba.mamba2_fields,
+        names={
+            "model.embed_tokens.": "backbone.embeddings.",
+            "model.layers.": "backbone.layers.",
+            "model.norm.": "backbone.norm_f.",
+        },
+        cache="cache_params",
+        needs_attention=False,
+    ),
+    Target(
+        "olmo_hybrid",
+        "olmo_hybrid",
+        DeltaNetConfig,
+        {**DELTA, "allow_negative_eigenvalues": None},
+        delta.check_olmo_hybrid,
+        delta.olmo_hybrid_options,
+        delta.olmo_hybrid_memory,
+        delta.olmo_hybrid_engines,
+    ),
+    Target(
+        "bailing",
+        "bailing_hybrid",
+        DeltaNetConfig,
+        KIMI,
+        delta.check_bailing,
+        delta.bailing_options,
+        delta.bailing_memory,
+        delta.bailing_engines,
+        top=delta.untied,
+        fields=delta.bailing_fields,
+    ),
+    Target(
+        "kimi",
+        "kimi_linear",
+        DeltaNetConfig,
+        KIMI,
+        delta.check_kimi,
+        delta.kimi_options,
+        delta.kimi_memory,
+        delta.kimi_engines,
+        top=delta.untied,
+        fields=delta.kimi_fields,
+    ),
+)
+NAMES = tuple(target.name for target in TARGETS)
+
+
+def has_targets(config: MemoryConfig) -> bool:
+    """Whether models of this family are exactly other architectures, with some values of their fields."""
+    return isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
+
+
+def find_target(config: MemoryConfig, name: str = "auto") -> Target:
+    """The target of that name, or the first that is exactly the model.
+
+    Raises:
+        ValueError: if the model is not exactly the target, or no target is; it says which fields of the config stand
+            in the way.
+    """
+    if name not in ("auto", *NAMES):
+        raise ValueError(f"target must be auto, {', '.join(NAMES)}, got {name!r}")
+    if not has_targets(config):
+        gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
+        raise ValueError(
+            f"no engine has the memory of {config.model_type}{gate}; generate and serve of transformers run it, and "
+            "hf_memory.generate_stream does for many texts at once"
+        )
+    of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
+    if not of_family:
+        family = next(target.family.model_type for target in TARGETS if target.name == name)
+        raise ValueError(f"target {name} is for models of type {family}, got {config.model_type}")
+    faults = {target.name: target.faults(config) for target in of_family}
+    exact = [target for target in of_family if not faults[target.name]]
+    if exact:
+        return exact[0]
+    nearest = sorted(faults, key=lambda name: len(faults[name]))
+    needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
+    raise ValueError(f"the model is not exactly one that engines have: {needs}")

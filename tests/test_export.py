@@ -1,0 +1,264 @@
+"""An export is the same function as its model, or it is refused: every line of the table of targets."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+import hf_memory
+from cases import SIZES, Case, make_config, random_tokens
+from hf_memory.conversion import import_model
+from hf_memory.export import TARGETS, export_model, exporting, find_target
+
+HYBRID = {"num_hidden_layers": 4, "layer_types": ["memory", "memory", "memory", "full_attention"]}
+ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["full_attention", "memory"] * 2}
+QWEN3 = {**HYBRID, "use_qk_norm": True, "memory_qk_norm": False}
+GDN = {"gate": "scalar", "output_gate": "silu", "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+KDA = {"gate": "vector", "output_gate": "sigmoid", "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+STUDENT = {"gate": "mamba2", "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTANET, GATED = "hf_memory_deltanet", "hf_memory_gated"
+
+
+class Line(NamedTuple):
+    """One line of the table."""
+
+    target: str
+    case: Case
+
+
+EXACT = (
+    Line("qwen3_5", Case("qwen3", DELTANET, {**GDN, **QWEN3})),
+    Line("qwen3_5", Case("tied", DELTANET, {**GDN, **QWEN3, **ALTERNATING, "tie_word_embeddings": True})),
+    Line("qwen3_5", Case("no-decay-no-conv", DELTANET, {**GDN, **QWEN3, "gate": "none", "linear_conv_kernel_dim": 0})),
+    Line("qwen3_5", Case("pure", DELTANET, {**GDN, "output_gate_low_rank_dim": 3})),
+    Line("qwen3_5", Case("llama", DELTANET, {**GDN, **HYBRID})),
+    Line(
+        "qwen3_5",
+        Case(
+            "partial-rope-and-scale",
+            DELTANET,
+            {
+                **GDN,
+                **HYBRID,
+                "query_pre_attn_scalar": 20,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        ),
+    ),
+    Line(
+        "qwen3_5",
+        Case(
+            "more-and-wider-values",
+            DELTANET,
+            {**GDN, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 16},
+        ),
+    ),
+    Line("granite", Case("llama", GATED, {**STUDENT, **HYBRID})),
+    Line("granite", Case("qwen2", GATED, {**STUDENT, **HYBRID, "attention_bias": True, "embedding_multiplier": 2.0})),
+    Line("granite", Case("smollm3", GATED, {**STUDENT, **HYBRID, "no_rope_layers": [1, 1, 1, 0]})),
+    Line("granite", Case("new", GATED, MAMBA)),
+    Line(
+        "granite",
+        Case(
+            "padded",
+            GATED,
+            {
+                **STUDENT,
+                "num_attention_heads": 2,
+            },
+        ),
+    ),
+    Line("mamba2", Case("new", GATED, {**MAMBA, "intermediate_size": 0})),
+    Line(
+        "olmo_hybrid", Case("turning", DELTANET, {**GDN, "allow_negative_eigenvalues": True, "output_norm_eps": 1e-5})
+    ),
+    Line("bailing", Case("kda", DELTANET, KDA)),
+    Line("bailing", Case("gdn", DELTANET, {**GDN, "output_gate": "sigmoid", "tie_word_embeddings": True})),
+    Line("kimi", Case("kda", DELTANET, {**KDA, "output_gate_low_rank_dim": 8})),
+    Line("kimi", Case("gdn", DELTANET, {**KDA, "gate": "scalar", "output_gate_low_rank_dim": 4})),
+)
+every_line = pytest.mark.parametrize("line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT])
+PURE = r"layer_types of 'memory' throughout .*got attention in \[3\]"
+REFUSED = (
+    (DELTANET, {**GDN, **HYBRID, "use_qk_norm": True}, "qwen3_5 needs memory_qk_norm=False .*got q/k norm"),
+    (DELTANET, {**GDN, **HYBRID, "output_gate": "sigmoid"}, "qwen3_5 needs output_gate='silu' .*got 'sigmoid'"),
+    (DELTANET, {**GDN, **HYBRID, "memory_rope": True}, "qwen3_5 needs memory_rope=False .*got True"),
+    (DELTANET, {**GDN, **HYBRID, "allow_negative_eigenvalues": True}, "qwen3_5 needs allow_negative_eigenvalues=False"),
+    (DELTANET, {**GDN, **HYBRID, "output_norm_eps": 1e-5}, "qwen3_5 needs output_norm_eps=1e-06, got 1e-05"),
+    (DELTANET, {**GDN, **HYBRID, "attention_bias": True}, "qwen3_5 needs attention_bias=False .*got True"),
+    (DELTANET, {**GDN, **HYBRID, "no_rope_layers": [1, 1, 1, 0]}, "qwen3_5 needs no_rope_layers=1 in all layers"),
+    (DELTANET, {**GDN, **QWEN3, "query_pre_attn_scalar": 20}, "qwen3_5 needs query_pre_attn_scalar=head_dim=8, got 20"),
+    (DELTANET, {**GDN, "norm_placement": "post"}, "needs norm_placement='pre' .*got 'post'"),
+    (DELTANET, {**GDN, "hidden_act": "gelu"}, "needs hidden_act='silu'"),
+    (DELTANET, {**GDN, "mlp_bias": True}, "needs mlp_bias=False"),
+    (DELTANET, {**GDN, "intermediate_size": 0}, "needs intermediate_size above 0"),
+    (DELTANET, {**GDN, "final_logit_softcapping": 3.0}, "needs final_logit_softcapping=None"),
+    (DELTANET, {**GDN, "embedding_multiplier": 2.0}, "needs embedding_multiplier=1.0"),
+    (
+        DELTANET,
+        {**GDN, "layer_types": ["memory", "sliding_attention"], "sliding_window": 4},
+        "layer_types of 'memory' and 'full_attention' alone, got 'sliding_attention'",
+    ),
+    (DELTANET, {**KDA, **HYBRID}, f"bailing needs {PURE}"),
+    (
+        DELTANET,
+        {**KDA, "linear_value_head_dim": 16},
+        "bailing needs linear_value_head_dim=linear_key_head_dim=8, got 16",
+    ),
+    (GATED, {**STUDENT, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False}, "granite needs use_qk_norm=False"),
+    (GATED, {**STUDENT, **HYBRID, "memory_rope": True}, "granite needs memory_rope=False"),
+    (GATED, {**STUDENT, **HYBRID, "linear_conv_kernel_dim": 0}, "granite needs linear_conv_kernel_dim above 0, got 0"),
+    (
+        GATED,
+        {**STUDENT, **HYBRID, "head_dim": 16},
+        "granite needs head_dim=hidden_size / num_attention_heads = 8, got 16",
+    ),
+    (GATED, {**STUDENT, **ALTERNATING, "no_rope_layers": [1, 1, 0, 1]}, "granite needs no_rope_layers the same"),
+    (GATED, {**STUDENT, **HYBRID, "intermediate_size": 0}, f"mamba2 needs {PURE}"),
+)
+UNSERVED = (
+    ("hf_memory_linear", {}),
+    ("hf_memory_deltaformer", {}),
+    ("hf_memory_titans", {"variant": "lmm"}),
+    *((GATED, {"gate": gate}) for gate in ("vector", "scalar", "retention")),
+)
+
+
+def make_model(case, **options):
+    """A model with every weight random, so that none is at a value which would hide that it was not carried over."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(case, eos_token_id=2, **options)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@every_line
+def test_an_export_is_its_model(line, tmp_path):
+    model = make_model(line.case)
+    export = export_model(model, tmp_path / "export", line.target)
+    theirs = AutoModelForCausalLM.from_pretrained(export.folder)
+    assert not type(theirs).__module__.startswith("hf_memory")
+    tokens = random_tokens(2, 40, seed=1)
+    with torch.no_grad():
+        expected, logits = model(tokens).logits, theirs(tokens).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5 * float(expected.abs().max()))
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert theirs.generate(tokens, **greedy).tolist() == model.generate(tokens, **greedy).tolist()
+
+
+@every_line
+def test_auto_takes_the_first_target_that_is_exact(line):
+    names = [target.name for target in TARGETS]
+    found = find_target(make_config(line.case)).name
+    assert names.index(found) <= names.index(line.target)
+    assert found == line.target or line.target == "kimi"  # which bailing stands before
+
+
+@pytest.mark.parametrize(("model_type", "options", "message"), REFUSED)
+def test_what_is_not_exact_is_refused_with_the_field_to_change(model_type, options, message):
+    with pytest.raises(ValueError, match=message):
+        find_target(make_config(Case("refused", model_type, options)))
+
+
+@pytest.mark.parametrize(("model_type", "options"), UNSERVED)
+def test_memories_that_no_engine_has_are_refused_with_what_runs_them(model_type, options):
+    with pytest.raises(ValueError, match=f"no engine has the memory of {model_type}.*generate_stream"):
+        find_target(make_config(Case("unserved", model_type, options)))
+
+
+@pytest.mark.parametrize(
+    ("target", "case", "message"),
+    [
+        ("gguf", Case("", DELTANET, GDN), "target must be auto, qwen3_5, .*got 'gguf'"),
+        ("granite", Case("", DELTANET, GDN), "granite is for models of type hf_memory_gated, got hf_memory_deltanet"),
+        (
+            "kimi",
+            Case("", DELTANET, KDA),
+            "kimi needs output_gate_low_rank_dim of at most linear_key_head_dim=8, got None",
+        ),
+        ("olmo_hybrid", Case("", DELTANET, GDN), "olmo_hybrid needs output_norm_eps=1e-05, got 1e-06"),
+    ],
+)
+def test_a_target_that_is_named_is_the_only_one_considered(target, case, message):
+    with pytest.raises(ValueError, match=message):
+        find_target(make_config(case), target)
+
+
+def test_small_norms_survive_16_bits(tmp_path):
+    model = make_model(Case("", DELTANET, {**GDN, **HYBRID}))
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.uniform_(0.01, 0.3)
+        layer.post_attention_layernorm.weight.data.uniform_(0.01, 0.3)
+    model = model.to(torch.bfloat16)
+    export = export_model(model, tmp_path / "export")
+    assert AutoModelForCausalLM.from_pretrained(export.folder).dtype == torch.bfloat16
+    assert export.error < 5e-4
+
+
+def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch):
+    faulty = find_target(make_config(EXACT[0].case))
+    faulty = faulty._replace(options=lambda config: {**TARGETS[0].options(config), "rms_norm_eps": 1e-2})
+    monkeypatch.setattr(exporting, "find_target", lambda config, name: faulty)
+    with pytest.raises(ValueError, match="the export must have the model's logits"):
+        export_model(make_model(EXACT[0].case), tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_to_mamba2_is_imported_as_it_was(tmp_path):
+    model = make_model(next(line.case for line in EXACT if line.target == "mamba2"))
+    folder = export_model(model, tmp_path / "export").folder
+    again = import_model(AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors"))
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], x, rtol=0, atol=0)
+
+
+def test_files_have_what_single_engines_want(tmp_path):
+    def written(case, name):
+        folder = export_model(make_model(case), tmp_path / name).folder
+        return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+    config, weights = written(Case("", DELTANET, {**GDN, **HYBRID}), "qwen3_5")
+    assert {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "qkv_bias": True}.items() <= config.items()
+    assert not any(name.endswith("o_proj.bias") for name in weights)
+    config, _ = written(Case("", DELTANET, {**GDN, **QWEN3, **ALTERNATING}), "alternating")
+    assert "full_attention_interval" not in config
+    config, _ = written(Case("", GATED, {**STUDENT, **HYBRID}), "granite")
+    assert config["layer_types"] == ["mamba", "mamba", "mamba", "attention"]
+
+
+def test_tokenizer_and_generation_config_go_along(tmp_path):
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["end", "a", "b", "c"])}, unk_token="end"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", chat_template="{{ messages }}")
+    model = make_model(Case("", DELTANET, {**GDN, **QWEN3}))
+    model.generation_config.max_new_tokens = 7
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "student")
+    folder = export_model(tmp_path / "student", tmp_path / "export").folder
+    exported = AutoTokenizer.from_pretrained(folder)
+    assert exported("a c b").input_ids == [1, 3, 2]
+    assert exported.chat_template == "{{ messages }}"
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_new_tokens == 7
+
+
+def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="folder must not exist yet"):
+        export_model(make_model(EXACT[0].case), tmp_path)
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(ValueError, match="model must be a causal language model of hf_memory, got GPT2LMHeadModel"):
+        export_model(other, tmp_path / "export")
+    assert hf_memory.export_model is export_model
