@@ -169,6 +169,19 @@ def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatc
     assert "damaged" in run("chat", student, "--memory", memory)[2]
 
 
+def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, text, tmp_path):
+    student, folder = tmp_path / "student", tmp_path / "export"
+    options = ["-o", "gate=mamba2", "-o", "memory_rope=false", "-o", "linear_conv_kernel_dim=4"]
+    assert run("convert", teacher, "--to", "gated", "--text", text, "--output", student, *options, *FAST)[0] == 0
+    code, _, err = run("export", student, "--output", folder, "--to", "qwen3_5")
+    assert (code, folder.exists()) == (2, False)
+    assert "target qwen3_5 is for models of type hf_memory_deltanet" in err
+    code, out, err = run("export", student, "--output", folder)
+    assert (code, err) == (0, "")
+    assert re.search("granitemoehybrid, logits within .e-0[5-8].*vLLM: has it.*MLX: not this model", out, re.DOTALL)
+    assert "generated_text" in pipeline("text-generation", str(folder))("the snake", max_new_tokens=4)[0]
+
+
 def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
     code, out, _ = run("info", teacher)
     assert code == 0

@@ -15,6 +15,7 @@ COMMANDS = {
     "fine-tune": "Teach a student the text itself, at a longer context.",
     "generate": "Continue a prompt.",
     "chat": "Talk line by line on one memory.",
+    "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",
     "info": "Show parameters, layers, and the memory that a sequence needs.",
 }
 

@@ -30,12 +30,6 @@ class Export(NamedTuple):
     engines: dict[str, str]  # what runs the target: empty, or what is in the way of this model there
     error: float  # largest difference of logits, whole and token by token, as a part of the largest logit
 
-    def __str__(self) -> str:
-        runs = ", ".join(name for name, fault in self.engines.items() if not fault)
-        faults = "".join(f"; not {name}: {fault}" for name, fault in self.engines.items() if fault)
-        kind = f"{self.target.model_type}, logits within {self.error:.0e} of the largest"
-        return f"{kind}. Engines that have it: {runs}{faults}"
-
 
 def export_model(model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto") -> Export:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have: the same function.

@@ -1,0 +1,26 @@
+"""hf-memory export."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memory.cli.options import found
+from hf_memory.cli.terminal import console
+from hf_memory.export import TARGETS, export_model
+
+NAMES = ", ".join(target.name for target in TARGETS)
+
+
+def export(
+    student: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    to: Annotated[str, typer.Option(help=f"{NAMES}, or auto: the first that is exactly the student.")] = "auto",
+) -> None:
+    """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that it is the same."""
+    export = export_model(found(student), output, to)
+    console.print(
+        f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest", highlight=False
+    )
+    for engine, fault in export.engines.items():
+        console.print(f"  {engine}: {f'not this model, since {fault}' if fault else 'has it'}", highlight=False)
