@@ -139,17 +139,21 @@ def test_packed_chunk_equals_packed_reference(op, variant):
 @every_form
 @pytest.mark.parametrize("backend", ["reference", "chunk"])
 @pytest.mark.parametrize("where", [slice(0, 9), slice(20, 30), slice(60, 65)], ids=["left", "middle", "right"])
-def test_identity_tokens_leave_no_trace(op, variant, backend, where):
-    arguments = make(op, variant, 65)
+def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, where):
+    arguments = {**make(op, variant, 65), "mask": torch.ones(2, 65, dtype=torch.bool)}
     keep = torch.ones(65, dtype=torch.bool)
     keep[where] = False
     padded = {
-        n: x.detach() * keep.view(1, -1, *(1 for _ in x.shape[2:])).to(x.dtype) if n in op.identity else x
+        n: x.detach().masked_fill(~keep.view(1, -1, *(1 for _ in x.shape[2:])), torch.nan)
+        if is_real(x) and n != "initial_state" and x.shape[:2] == (2, 65)
+        else x
         for n, x in arguments.items()
     }
+    padded["mask"] = keep.expand(2, -1)
     o, state = op.op(**padded, backend=backend, output_final_state=True)
     expected, expected_state = op.op(**tokens_of(arguments, op, keep), backend=backend, output_final_state=True)
     assert_equal(o[:, keep], expected)
+    assert not o[:, ~keep].any()
     if not op.grows:  # else the state has rows for them, which nobody sees
         assert_equal(state, expected_state)
 
@@ -263,7 +267,7 @@ def test_bad_input_is_refused_by_name(op, variant, message):
 @every_form
 def test_a_gate_of_the_wrong_shape_is_refused(op, variant):
     arguments = op.example(T=20, **variant)
-    for name in set(op.identity) - {"k"} & set(arguments):
+    for name in {"beta", "g", "lr", "momentum", "decay"} & set(arguments) | {"mask"}:
         with pytest.raises(ValueError, match=f"^{name} must have shape"):
             op.op(**{**arguments, name: torch.zeros(2, 3)})
 

@@ -18,7 +18,7 @@ class Context(NamedTuple):
     """What a memory must know of the tokens beside their hidden states; see `MemoryMixer.forward`."""
 
     positions: Positions | None
-    attention_mask: Tensor | None  # [B, T]
+    attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; empty means an empty memory
 
@@ -146,7 +146,8 @@ class MemoryMixer(Projections, ABC):
             hidden_states = hidden_states.flatten(0, 1)[None]
             positions = None if positions is None else positions.one_row(B)
         layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
-        context = Context(positions, attention_mask, cu_seqlens, {})
+        mask = None if attention_mask is None else attention_mask.bool()
+        context = Context(positions, mask, cu_seqlens, {})
         if layer is None:
             output, _ = self.mix(hidden_states, context)
         else:
@@ -208,10 +209,3 @@ class OutputGate(nn.Module):
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, H, D] -> [B, T, heads, D]: what a group of heads shares, once for each; more heads than that stay."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
-def mask_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Zero x [B, T, ...] where the mask [B, T] is zero."""
-    if attention_mask is None:
-        return x
-    return x * attention_mask.to(x.dtype).view(*attention_mask.shape, *(1 for _ in x.shape[2:]))

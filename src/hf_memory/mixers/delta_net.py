@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from hf_memory.layers import unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.ops import delta_rule
 
@@ -33,13 +33,13 @@ class DeltaNetMixer(MemoryMixer):
         beta = self.b_proj(hidden_states).float().sigmoid()
         if self.config.allow_negative_eigenvalues:
             beta = 2 * beta
-        g = mask_tokens(self.decay(hidden_states), context.attention_mask) if self.config.gate != "none" else None
         o, new_states["memory"] = delta_rule(
             unit_length(q),
-            mask_tokens(unit_length(k), context.attention_mask),
+            unit_length(k),
             v,
-            mask_tokens(beta, context.attention_mask),
-            g,
+            beta,
+            self.decay(hidden_states) if self.config.gate != "none" else None,
+            mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,

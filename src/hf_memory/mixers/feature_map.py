@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from hf_memory.mixers.base import Context, States, mask_tokens
+from hf_memory.mixers.base import Context, States
 from hf_memory.ops import feature_maps
 from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 
@@ -32,14 +32,14 @@ class FeatureMap(nn.Module):
             init.copy_(self.projection, feature_maps.orthogonal_projection(*self.projection.shape))
 
     def forward(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None, States]:
-        """Features of q and k, zero for keys at padding, the decay that they need, and the map's own states."""
+        """Features of q and k, the decay that they need, and the map's own states."""
         _, mask, cu_seqlens, states = context
         if self.name == "favor":
             starts = None if cu_seqlens is None else _starts(cu_seqlens, k.shape[1])
             q = feature_maps.favor_query(q, self.projection)
             k, g, running_max = feature_maps.favor_key(k, self.projection, states.get("running_max"), mask, starts)
             return q, k, g, {"running_max": running_max}
-        return self._map(q, "q_weight"), mask_tokens(self._map(k, "k_weight"), mask), None, {}
+        return self._map(q, "q_weight"), self._map(k, "k_weight"), None, {}
 
     def _map(self, x: Tensor, weight: str) -> Tensor:
         phi = getattr(feature_maps, self.name)

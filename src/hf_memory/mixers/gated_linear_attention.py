@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States, mask_tokens
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
 from hf_memory.ops import linear_attention
 
@@ -34,12 +34,12 @@ class GatedLinearAttentionMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        g = mask_tokens(self.decay(hidden_states), context.attention_mask)
         o, new_states["memory"] = linear_attention(
             q,
-            mask_tokens(k, context.attention_mask),
+            k,
             v,
-            g,
+            self.decay(hidden_states),
+            mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,
@@ -76,10 +76,11 @@ class Mamba2Mixer(MemoryMixer):
         steps = self.decay.steps(hidden_states)
         o, new_states["memory"] = linear_attention(
             q,
-            mask_tokens(k, context.attention_mask),
+            k,
             (x * steps[..., None]).to(x.dtype),
-            mask_tokens(self.decay.decay(steps), context.attention_mask),
+            self.decay.decay(steps),
             scale=1.0,
+            mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,

@@ -30,6 +30,7 @@ class LinearAttentionMixer(MemoryMixer):
             v,
             g,
             normalize=self.config.normalize,
+            mask=context.attention_mask,
             initial_state=self._initial_state(context.states),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,

@@ -70,8 +70,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Tokens that end no later than the segment of any row."""
         states, C = context.states, self.config.segment_length
-        real = torch.ones(x.shape[:2], device=x.device) if context.attention_mask is None else context.attention_mask
-        real = real.bool()
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if context.attention_mask is None else context.attention_mask
         begins = (states["offset"] == C) & real.any(1)
         now = states.get("memory_weights", states["then"])
         then = torch.where(begins[:, None, None], now, states["then"])

@@ -97,7 +97,7 @@ class NeuralMemoryMixer(MemoryMixer):
             chunk_size=self.config.memory_chunk_size,
             activation=self.config.memory_activation,
             residual=self.config.memory_residual,
-            mask=None if context.attention_mask is None else context.attention_mask.bool(),
+            mask=context.attention_mask,
             initial_state=_memory_state(context.states),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,

@@ -32,7 +32,6 @@ class Op(NamedTuple):
     op: Callable
     example: Callable  # makes valid random arguments
     variants: tuple[dict, ...]  # arguments of `example` that select each mathematically different form
-    identity: tuple[str, ...]  # arguments that are zero at a token that leaves the state alone
     grows: bool = False  # the state has a row for each token; then packed sequences have none
 
 
@@ -42,7 +41,6 @@ OPS = (
         linear_attention,
         _linear_attention.example,
         tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
-        ("k", "g"),
     ),
     Op(
         "delta_rule",
@@ -51,7 +49,6 @@ OPS = (
         tuple(
             {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
         ),
-        ("k", "beta", "g"),
     ),
     Op(
         "deltaformer",
@@ -69,7 +66,6 @@ OPS = (
                 ("linear", "round", "delta"),
             )
         ),
-        ("mask",),
         grows=True,
     ),
     Op(
@@ -83,6 +79,5 @@ OPS = (
             {"depth": 2, "chunk_size": 4, "decay": False, "loss": "full"},
             {"depth": 3, "chunk_size": 7},
         ),
-        ("mask",),
     ),
 )

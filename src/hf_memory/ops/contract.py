@@ -184,6 +184,16 @@ def repeat_heads(x: Tensor, HV: int) -> Tensor:
     return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
+def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> list:
+    """q and other inputs [B, T, ...] of an op with zeros where its mask [B, T] is False."""
+    if mask is None:
+        return [q, *others]
+    check_tensor("mask", mask, tuple(q.shape[:2]), like=q)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must have dtype torch.bool, got {mask.dtype}")
+    return [x if x is None else blank(x, mask) for x in (q, *others)]
+
+
 def blank(x: Tensor, mask: Tensor) -> Tensor:
     """Zeros at tokens [B, T] that the mask leaves out: whatever stands there reaches neither results nor gradients."""
     return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)

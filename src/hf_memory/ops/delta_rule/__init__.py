@@ -12,6 +12,7 @@ from hf_memory.ops.contract import (
     kernel_limits,
     matrix_state,
     per_sequence,
+    without_padding,
 )
 from hf_memory.ops.delta_rule import chunk, reference
 
@@ -24,6 +25,7 @@ def delta_rule(
     g: Tensor | None = None,
     *,
     scale: float | None = None,
+    mask: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -33,8 +35,7 @@ def delta_rule(
 
         S <- e^(g_t) S_{t-1};   S_t = S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S_t^T q_t
 
-    A token with k = 0, beta = 0 and g = 0 leaves the memory as it is. Keys should have unit length: longer ones make
-    the memory diverge. With beta in (1, 2] the memory is turned over along k.
+    Keys should have unit length: longer ones make the memory diverge. With beta in (1, 2] it is turned over along k.
 
     Args:
         q: queries [B, T, H, K].
@@ -44,6 +45,8 @@ def delta_rule(
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV] (Gated DeltaNet), or for each of its
             key channels [B, T, HV, K] (Kimi Delta Attention); None means no decay (DeltaNet).
         scale: factor of q, default K ** -0.5.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
+            zero. None means no padding.
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
@@ -63,6 +66,7 @@ def delta_rule(
         check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
     scale = dims.K**-0.5 if scale is None else scale
+    q, k, v, beta, g = without_padding(mask, q, k, v, beta, g)
     backend = choose_backend(backend, q, kernel_limits(q, dims))
     if backend == "triton":
         from hf_memory.ops.delta_rule.kernels import delta_rule as in_kernels

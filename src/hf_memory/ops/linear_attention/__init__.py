@@ -14,6 +14,7 @@ from hf_memory.ops.contract import (
     kernel_limits,
     matrix_state,
     per_sequence,
+    without_padding,
 )
 from hf_memory.ops.linear_attention import chunk, reference
 from hf_memory.ops.linear_attention.reference import LinearState
@@ -27,6 +28,7 @@ def linear_attention(
     *,
     normalize: bool = False,
     scale: float | None = None,
+    mask: Tensor | None = None,
     initial_state: Tensor | LinearState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -37,7 +39,6 @@ def linear_attention(
         S_t = e^(g_t) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t
         z_t = e^(g_t) z_{t-1} + k_t,         o_t = S_t^T q_t / (z_t^T q_t + 1e-6)   with `normalize`
 
-    A token with k = 0 and g = 0 leaves the memory as it is.
 
     Args:
         q: queries [B, T, H, K], after the feature map.
@@ -47,6 +48,8 @@ def linear_attention(
             [B, T, HV, K]; None means no decay.
         normalize: divide by the sum of the weights. `scale` would cancel and is not used.
         scale: factor of q, default K ** -0.5.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
+            zero. None means no padding.
         initial_state: [N, HV, K, V], or `LinearState` with `normalize`; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
@@ -65,6 +68,7 @@ def linear_attention(
         check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)
     scale = dims.K**-0.5 if scale is None else scale
+    q, k, v, g = without_padding(mask, q, k, v, g)
     backend = choose_backend(backend, q, kernel_limits(q, dims))
     if backend == "triton":
         from hf_memory.ops.linear_attention.kernels import linear_attention as in_kernels

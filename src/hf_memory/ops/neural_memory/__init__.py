@@ -12,13 +12,13 @@ from torch import Tensor
 from hf_memory.ops.contract import (
     Backend,
     Dims,
-    blank,
     check_gate,
     check_inputs,
     check_tensor,
     choose_backend,
     kernel_limits,
     per_sequence,
+    without_padding,
 )
 from hf_memory.ops.neural_memory import chunk, reference
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
@@ -86,7 +86,8 @@ def neural_memory(
         forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
             come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
             tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
-        mask: [B, T] bool; a token where it is False changes nothing, and its output is 0.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
+            zero. None means no padding.
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
@@ -108,7 +109,7 @@ def neural_memory(
         if gate is not None:
             check_gate(name, gate, dims, like=q, vector=False)
     bias = _check_weights(weights, dims, q)
-    _check_options(dims, q, chunk_size, residual, norm, mask)
+    _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
     _check_choice("loss", loss, ("half", "full"))
     _check_choice("grad_at", grad_at, ("previous", "decayed"))
@@ -128,7 +129,7 @@ def neural_memory(
         op = partial(in_kernels, fresh=fresh)
     elif backend == "chunk":
         op = partial(chunk.neural_memory, fresh=fresh)
-    rows: Any = [x if x is None or mask is None else blank(x, mask) for x in (q, k, v, lr, momentum, decay)]
+    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay)
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
@@ -170,7 +171,7 @@ def _check_weights(weights: tuple[Tensor, ...], dims: Dims, q: Tensor) -> bool:
     return bias
 
 
-def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm, mask: Tensor | None) -> None:
+def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm) -> None:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
     if residual and dims.K != dims.V:
@@ -180,10 +181,6 @@ def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm,
             raise ValueError(f"norm must be a pair of tensors, weight and bias, got {type(norm).__name__}")
         for name, x in zip(("norm[0]", "norm[1]"), norm):
             check_tensor(name, x, (dims.HV, dims.V), like=q)
-    if mask is not None:
-        check_tensor("mask", mask, (dims.B, dims.T), like=q)
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask must have dtype torch.bool, got {mask.dtype}")
 
 
 def _state(
