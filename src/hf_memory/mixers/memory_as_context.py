@@ -8,6 +8,10 @@ from hf_memory.cache import States
 from hf_memory.layers import RMSNorm, real_tokens_first
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.base import Context
+from hf_memory.mixers.positions import Positions
+from hf_memory.ops import masks
+from hf_memory.ops.contract import per_sequence
+from hf_memory.ops.masks import Tokens
 
 
 class MemoryAsContextMixer(AttentionAndMemoryMixer):
@@ -31,7 +35,12 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their
         keys and values, and those of what the memory said, [N, segment, 2, H, D]."""
         if context.cu_seqlens is not None:
-            return self._each_sequence(hidden_states, context), {}
+            alone = context._replace(cu_seqlens=None)
+
+            def one(x: Tensor, *angles: Tensor, initial_state):
+                return self.mix(x, alone._replace(positions=Positions(*angles) if angles else None))[0], initial_state
+
+            return per_sequence(one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={})
         if context.states:  # rows may be anywhere in their segments: a token at a time
             return self._pieces(hidden_states, context, 1)
         mask, order = context.attention_mask, None
@@ -44,12 +53,6 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         )
         output, states = self._pieces(hidden_states, context, self.config.segment_length)
         return torch.zeros_like(output).scatter(1, order[..., None].expand_as(output), output), states
-
-    def _each_sequence(self, hidden_states: Tensor, context: Context) -> Tensor:
-        bounds = context.cu_seqlens.tolist()  # type: ignore[union-attr]
-        alone = context._replace(cu_seqlens=None)
-        parts = [slice(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
-        return torch.cat([self.mix(hidden_states[:, x], alone.of(x, {}))[0] for x in parts], dim=1)
 
     def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
         states, outputs = context.states or self._empty(hidden_states), []
@@ -92,8 +95,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
         keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
         values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
-        seen = torch.arange(keys.shape[1], device=x.device) <= places[..., None].clamp(max=keys.shape[1] - 1)
-        seen = seen.repeat_interleave(2, -1)[:, None]  # [B, 1, T, 2 * segment]
+        columns = torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]  # of pairs
+        seen = masks.seen(masks.causal, Tokens(places), Tokens(columns))  # [B, 1, T, 2 * segment]
         k, v = (pairs.flatten(1, 2).transpose(1, 2).to(q.dtype) for pairs in (keys, values))
         always = self.always(x.dtype)
         if always is not None:

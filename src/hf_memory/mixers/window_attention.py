@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from hf_memory.cache import States
 from hf_memory.layers import real_tokens_first
+from hf_memory.ops import masks
+from hf_memory.ops.masks import Tokens
 
 
 def window_attention(
@@ -44,14 +46,12 @@ def window_attention(
         lengths, order = attention_mask.sum(1), attention_mask
         (q, order), (k, _), (v, _) = (_compacted(x, attention_mask) for x in (q, k, v))
     past = window - 1 if states or window < T else 0
-    seen = states["seen"] if states else torch.zeros_like(lengths)
+    before = states["seen"] if states else torch.zeros_like(lengths)
     k, v = _after_past(k, "keys", states, past), _after_past(v, "values", states, past)
-    place = torch.arange(past + T, device=q.device)
-    exists = (place >= past - seen[:, None].clamp(max=past)) & (place < past + lengths[:, None])
-    o = _attend(q, k, v, exists, _sequence(cu_seqlens, past, T, q), window, past, scaling, always)
+    o = _attend(q, k, v, _columns(before, lengths, past, T, cu_seqlens), window, scaling, always)
     if order is not None:
         o = torch.zeros_like(o).scatter(1, order[..., None, None].expand_as(o), o)
-    return o, _last(k, v, seen, lengths, window, past)
+    return o, _last(k, v, before, lengths, window, past)
 
 
 def _compacted(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,22 +66,25 @@ def _after_past(x: Tensor, name: str, states: States, past: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, past, 0))
 
 
-def _sequence(cu_seqlens: Tensor | None, past: int, T: int, like: Tensor) -> Tensor | None:
-    """Which packed sequence each place belongs to [past + T]."""
-    if cu_seqlens is None:
-        return None
-    tokens = torch.arange(T, device=like.device, dtype=cu_seqlens.dtype)
-    return F.pad(torch.searchsorted(cu_seqlens, tokens, right=True), (past, 0))
+def _columns(before: Tensor, lengths: Tensor, past: int, T: int, cu_seqlens: Tensor | None) -> Tokens:
+    """Which tokens the places of the past and the present have, [1 or B, past + T]."""
+    if cu_seqlens is not None:
+        return Tokens(*(F.pad(x, (past, 0), value=-1) for x in masks.packed(cu_seqlens, T)))  # type: ignore[arg-type]
+    place = torch.arange(-past, T, device=before.device)
+    return Tokens(torch.where(place < lengths[:, None], before[:, None] + place, -1))
 
 
-def _attend(q, k, v, exists, sequence, window: int, past: int, scaling: float, always) -> Tensor:
+def _attend(q, k, v, columns: Tokens, window: int, scaling: float, always) -> Tensor:
     """In blocks of queries, each with the keys that some query of the block sees."""
     B, T = q.shape[:2]
+    past = k.shape[1] - T
     C = T if past == 0 else min(T, window)
     blocks = -(-T // C)
     q = F.pad(q, (0, 0, 0, 0, 0, blocks * C - T)).unflatten(1, (blocks, C)).flatten(0, 1).transpose(1, 2)
-    k, v = (_windows(x, past, C, blocks) for x in (k, v))  # [B * blocks, H, past + C, D]
-    seen = _seen(exists, sequence, window, past, C, blocks)  # [B * blocks, 1, C, past + C]
+    k, v = (_windows(x, past, C, blocks).transpose(1, 2) for x in (k, v))  # [B * blocks, H, past + C, D]
+    columns = Tokens(*(None if x is None else _windows(x, past, C, blocks, empty=-1) for x in columns))  # type: ignore
+    seen = masks.seen(masks.causal & masks.window(window), columns.of(slice(past, None)), columns)
+    seen = seen | seen.new_ones(C, past + C).tril(past).triu(past)  # padding sees itself: a row must see something
     if always is not None:
         first = (x.transpose(0, 1).expand(len(k), -1, -1, -1).to(k.dtype) for x in always)
         k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))
@@ -90,28 +93,16 @@ def _attend(q, k, v, exists, sequence, window: int, past: int, scaling: float, a
     return o.transpose(1, 2).unflatten(0, (B, blocks)).flatten(1, 2)[:, :T]
 
 
-def _windows(x: Tensor, past: int, C: int, blocks: int) -> Tensor:
-    """[B, past + T, H, D] -> [B * blocks, H, past + C, D]: block n has the places from n * C on."""
-    x = F.pad(x, (0, 0, 0, 0, 0, past + blocks * C - x.shape[1]))
-    return x.unfold(1, past + C, C).flatten(0, 1).transpose(-1, -2)
+def _windows(x: Tensor, past: int, C: int, blocks: int, empty: int = 0) -> Tensor:
+    """[B, past + T, ...] -> [B * blocks, past + C, ...]: block n has the places from n * C on."""
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + blocks * C - x.shape[1]), value=empty)
+    return x.unfold(1, past + C, C).flatten(0, 1).movedim(-1, 1)
 
 
-def _seen(exists: Tensor, sequence: Tensor | None, window: int, past: int, C: int, blocks: int) -> Tensor:
-    """Who sees whom [B * blocks, 1, C, past + C]; padding sees itself, since a row must see something."""
-    distance = past + torch.arange(C, device=exists.device)[:, None] - torch.arange(past + C, device=exists.device)
-    near = (distance >= 0) & (distance < window)
-    exists = F.pad(exists, (0, past + blocks * C - exists.shape[1])).unfold(1, past + C, C)  # [B, blocks, past + C]
-    seen = near & exists[:, :, None]
-    if sequence is not None:
-        ids = F.pad(sequence, (0, past + blocks * C - len(sequence)), value=-1).unfold(0, past + C, C)
-        seen = seen & (ids[:, past:, None] == ids[:, None])
-    return (seen | (distance == 0)).flatten(0, 1)[:, None]
-
-
-def _last(k: Tensor, v: Tensor, seen: Tensor, lengths: Tensor, window: int, past: int) -> States:
+def _last(k: Tensor, v: Tensor, before: Tensor, lengths: Tensor, window: int, past: int) -> States:
     """The last window - 1 tokens, at the end of their places."""
     missing = window - 1 - past
     k, v = (F.pad(x, (0, 0, 0, 0, missing, 0)) for x in (k, v))
     places = (lengths[:, None] + torch.arange(window - 1, device=k.device))[..., None, None]
     keys, values = (x.gather(1, places.expand(-1, -1, *x.shape[2:])) for x in (k, v))
-    return {"keys": keys, "values": values, "seen": (seen + lengths).clamp(max=window - 1)}
+    return {"keys": keys, "values": values, "seen": (before + lengths).clamp(max=window - 1)}
