@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from hf_memory import cli
-from hf_memory.cli.info import CONTEXTS
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
@@ -149,26 +148,6 @@ def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, senten
     assert sentence in err
 
 
-def test_a_chat_goes_on_from_its_memory(run, teacher, text, tmp_path, monkeypatch):
-    student, memory = tmp_path / "student", tmp_path / "memory"
-    assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
-    lines = iter(["the snake is", "a new python", ""])
-    monkeypatch.setattr(console, "input", lambda prompt: next(lines))
-    code, out, err = run("chat", student, "--memory", memory, "--max-new-tokens", 3)
-    assert (code, err) == (0, "")
-    read = int(re.search(r"kept .*: (\d+) tokens", out).group(1))
-    assert 6 + 2 <= read <= 6 + 6
-
-    def end_of_input(prompt):
-        raise EOFError
-
-    monkeypatch.setattr(console, "input", end_of_input)
-    assert f"kept {memory}: {read} tokens" in run("chat", student, "--memory", memory)[1]
-    assert run("chat", student)[1] == ""
-    memory.write_bytes(b"")
-    assert "damaged" in run("chat", student, "--memory", memory)[2]
-
-
 def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, text, tmp_path):
     student, folder = tmp_path / "student", tmp_path / "export"
     options = ["-o", "gate=mamba2", "-o", "memory_rope=false", "-o", "linear_conv_kernel_dim=4"]
@@ -180,12 +159,6 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
     assert (code, err) == (0, "")
     assert re.search("granitemoehybrid, logits within .e-0[5-8].*vLLM: has it.*MLX: not this model", out, re.DOTALL)
     assert "generated_text" in pipeline("text-generation", str(folder))("the snake", max_new_tokens=4)[0]
-
-
-def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
-    code, out, _ = run("info", teacher)
-    assert code == 0
-    assert out.count("100.00%") == len(CONTEXTS)
 
 
 def test_options_reach_the_config(run, teacher, text, tmp_path):

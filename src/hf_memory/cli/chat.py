@@ -1,37 +1,68 @@
 """hf-memory chat."""
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from hf_memory.cli.options import Seed, found
-from hf_memory.cli.terminal import console
+from hf_memory.cli.options import Seed
+from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, Writer, load, sampling
 from hf_memory.serving import Conversation, load_memory, save_memory
+
+RESET = "/reset"
+ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
     memory: Annotated[Path | None, typer.Option(help="File to remember from, if it exists, and to keep.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 200,
+    system: Annotated[str | None, typer.Option(help="What the model is told first; it needs a chat template.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 200,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    greedy: Greedy = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Talk line by line on one memory, which does not grow; an empty line or the end of the input ends it."""
-    tokenizer = AutoTokenizer.from_pretrained(found(model))
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    """Talk line by line on one memory; an empty line or the end of the input ends it, /reset makes it forget."""
+    options = sampling(temperature, top_p, top_k, greedy)
+    if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
+        raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
+    loaded, tokenizer = load(model, device, dtype)
     cache = load_memory(memory, loaded) if memory and memory.exists() else None
-    conversation = Conversation(loaded, tokenizer, cache=cache, max_new_tokens=max_new_tokens, seed=seed)
+    conversation = Conversation(
+        loaded, tokenizer, cache=cache, system=system, max_new_tokens=max_new_tokens, options=options, seed=seed
+    )
+    try:
+        with _ended_by_signals():
+            _talk(conversation)
+    finally:
+        if memory is not None:
+            _keep(conversation, memory)
+
+
+def _talk(conversation: Conversation) -> None:
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end a talk
     while line := _line():
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-        for token in conversation.answer(line):
-            streamer.put(torch.tensor([token]))
-        streamer.end()
-    if memory and conversation.cache is not None:
-        kept = conversation.memory()
-        save_memory(kept, memory, loaded)
-        console.print(f"kept {memory}: {kept.get_seq_length()} tokens", highlight=False, soft_wrap=True)
+        if line == RESET:
+            conversation.reset()
+            continue
+        writer = Writer(conversation.tokenizer)
+        with closing(conversation.answer(line)) as answer:
+            for token in answer:
+                writer.put(torch.tensor([token]))
+        writer.end()
+        writer.say_speed()
 
 
 def _line() -> str:
@@ -39,3 +70,27 @@ def _line() -> str:
         return console.input("> ")
     except EOFError:
         return ""
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Raise SystemExit where a signal would end the process at once."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in ENDS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _keep(conversation: Conversation, memory: Path) -> None:
+    if conversation.cache is None and not conversation.unread:
+        console.out(visible(f"nothing was said that {memory} could keep"), highlight=False)
+        return
+    kept = conversation.memory()
+    save_memory(kept, memory, conversation.model)
+    console.out(visible(f"kept {memory}: {kept.get_seq_length()} tokens"), highlight=False)

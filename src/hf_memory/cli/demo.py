@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.generate import continuation
 from hf_memory.cli.options import Option, read_pairs
 from hf_memory.cli.results import bars, how_to_load, print_results
 from hf_memory.cli.terminal import console
+from hf_memory.cli.writing import load, write
 from hf_memory.conversion.report import RESULTS, check_free
 from hf_memory.demo import PROMPTS, Demo, run_demo
 
@@ -39,7 +39,8 @@ def _write(folder: Path, made: Demo) -> None:
     shutil.copy(folder / "student" / RESULTS, folder)  # marks a folder that the next run may replace
 
 
-def _show_continuations(name: str, model: str) -> None:
+def _show_continuations(name: str, folder: str) -> None:
+    model, tokenizer = load(folder, None, "auto")
     for prompt in PROMPTS:
         console.print(f"\n[bold]{name}[/bold]", highlight=False)
-        console.print(continuation(model, prompt, max_new_tokens=60, seed=0), markup=False, highlight=False)
+        write(model, tokenizer, prompt, seed=0, max_new_tokens=60)

@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_memory.cli.options import found
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import console, visible
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 
 CONTEXTS = (1024, 8192, 32768, 131072)
@@ -22,7 +22,8 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     kinds = layer_types(config)
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    console.print(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}", highlight=False)
+    line = f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}"
+    console.out(visible(line), highlight=False)
     console.print(_memory_table(config))
 
 

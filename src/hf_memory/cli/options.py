@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.conversion.run_file import RUN, read_flags
 
@@ -62,7 +64,15 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def found(model: str) -> str:
-    """A folder that exists, or what may be a name on the Hub."""
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-        raise ValueError(f"model must be a folder that exists or the name of a repository on the Hub, got {model}")
+    """A folder that exists, or the name of a model in the cache or on the Hub, which is asked once and not for long."""
+    if Path(model).is_dir():
+        return model
+    wanted = f"model must be a folder that exists or the name of a repository on the Hub, got {model}"
+    if model.startswith(("/", ".", "~")):
+        raise ValueError(wanted)
+    if not isinstance(try_to_load_from_cache(model, CONFIG_NAME), str):
+        try:
+            HfApi().model_info(model, timeout=10)
+        except Exception as error:  # whatever the Hub's client raises, the name leads to no model
+            raise ValueError(f"{wanted}: {error}") from error
     return model

@@ -88,6 +88,8 @@ def check_length(tokens: Tensor, length: int) -> None:
 def documents(source: Path | str) -> Iterator[str]:
     """The texts of one source; see `read_tokens`."""
     path = Path(source)
+    if not str(source):
+        raise ValueError("text must be a file, a folder or the name of a data set, got ''")
     if path.is_file():
         return READERS.get(path.suffix, _text)(path)
     if path.is_dir() or _may_be_on_the_hub(str(source)):

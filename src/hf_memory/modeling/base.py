@@ -35,6 +35,7 @@ NORMS = {  # names, after transformers' models: before and after the mixer, befo
         "post_feedforward_layernorm",
     ),
 }
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 MASKS = {
     "memory": create_recurrent_attention_mask,
     "full_attention": create_causal_mask,
@@ -130,6 +131,9 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        for name in SIZES:
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:

@@ -1,6 +1,6 @@
 """A person and a model in turn, on one memory."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from jinja2 import TemplateError
@@ -50,7 +50,7 @@ class Conversation:
         self.max_new_tokens, self.options, self.seed = max_new_tokens, options or {}, seed
         self.unread: list[int] = []  # tokens of the talk that the cache has not read
 
-    def answer(self, line: str) -> Iterator[int]:
+    def answer(self, line: str) -> Generator[int, None, None]:
         """Read a line, and give the tokens of the answer as they come; an iterator that is closed has cut it there."""
         said: list = []
         unread = self.unread + self._turn(line)

@@ -1,0 +1,80 @@
+"""What generate and chat have in common: flags of sampling, a model that writes, and its tokens on the terminal."""
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from hf_memory.cli.options import found
+from hf_memory.cli.terminal import console, errors, visible
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Temperature = Annotated[float | None, typer.Option(help="Of the draws; default, as of the next two: the model's.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likely tokens of so much probability together.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from so many likely tokens; 0: all.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of drawing one.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
+Dtype = Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}; auto: as they were saved.")]
+
+
+def sampling(temperature: float | None, top_p: float | None, top_k: int | None, greedy: bool) -> dict:
+    """Flags as options of a GenerationConfig."""
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    given = {name: value for name, value in given.items() if value is not None}
+    if greedy and given:
+        raise ValueError(f"greedy must not be given with {', '.join(given)}")
+    return {"do_sample": False} if greedy else given and {"do_sample": True, **given}
+
+
+def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer, ready to write."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's words for devices that it does not know, or has not
+        raise ValueError(f"device must be one that torch finds here, got {device}: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(found(model))
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return loaded.to(device), tokenizer  # type: ignore[arg-type]
+
+
+class Writer(TextStreamer):
+    """Shows tokens as text when they come, and knows how fast they came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Tokens of a prompt [1, T], or a new one [1]."""
+        if value.ndim == 1:
+            self.times.append(time.perf_counter())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Text that no later token changes."""
+        console.out(visible(text), end="\n" if stream_end else "", highlight=False)
+        console.file.flush()
+
+    def say_speed(self) -> None:
+        """Tokens a second, apart from the text."""
+        if len(self.times) > 1:
+            rate = (len(self.times) - 1) / (self.times[-1] - self.times[0])
+            errors.out(f"{len(self.times)} tokens, {rate:.1f} tokens/s", highlight=False)
+
+
+def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, **options) -> Writer:
+    """Show a prompt and what a model writes after it; the options are those of `generate`."""
+    read = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if not read["input_ids"].numel():
+        raise ValueError(f"prompt must have at least one token, got {prompt!r}")
+    torch.manual_seed(seed)
+    writer = Writer(tokenizer)
+    model.generate(**read, streamer=writer, **options)  # type: ignore[operator]
+    return writer

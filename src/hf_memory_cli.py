@@ -1,0 +1,60 @@
+"""Starts the command line: `hf-memory COMMAND`. A command is a file of hf_memory/cli and an entry of COMMANDS.
+
+This file lies outside the package, whose import takes seconds, since it brings torch and registers the families; so
+the help is there at once.
+"""
+
+from importlib import import_module, metadata
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS = {
+    "demo": "Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes.",
+    "convert": "Turn a trained Transformer into a memory model.",
+    "fine-tune": "Teach a student the text itself, at a longer context.",
+    "generate": "Continue a prompt.",
+    "chat": "Talk line by line on one memory.",
+    "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",
+    "info": "Show parameters, layers, and the memory that a sequence needs.",
+}
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Commands(TyperGroup):
+    """Commands that are imported when they are called."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.commands |= {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+
+    def resolve_command(self, ctx, args):
+        """The command that is called, as its file defines it."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, import_module("hf_memory.cli").load(name), rest
+
+
+commands = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP
+)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(metadata.version("hf-memory"))
+        raise typer.Exit
+
+
+@commands.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_say_version, help="Of hf-memory."),
+) -> None:
+    """Memory language models: convert a Transformer into one, train it on, and use it."""
+
+
+def app() -> None:
+    """Run the command line; an error is one sentence on stderr and exit code 2."""
+    try:
+        commands()
+    except Exception as error:
+        import_module("hf_memory.cli").explain(error)

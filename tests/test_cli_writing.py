@@ -1,0 +1,192 @@
+# ruff: noqa: F401, F811
+"""generate, chat and info as a user types them, and how the command line begins and ends."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cases import CASES, make_model
+from hf_memory.cli import chat
+from hf_memory.cli.info import CONTEXTS
+from test_cli import _wide_console, run, teacher, text  # fixtures
+
+WORDS = ["<end>", "<start>", "user", "assistant", "system", "snake", "new", ":smile:", "[/b]", "\x1b[31m", "a\rb"]
+TEMPLATE = """{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}
+{%- if add_generation_prompt %}<start> assistant {% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """A folder with a small random student, whose words are not all harmless."""
+    folder = tmp_path_factory.mktemp("student")
+    make_model(CASES[4], vocab_size=len(WORDS), eos_token_id=0).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="new"))
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    words.add_special_tokens(["<end>", "<start>"])
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def test_help_is_there_without_torch():
+    code = """
+import sys, hf_memory_cli
+try:
+    hf_memory_cli.app()
+finally:
+    assert not {"torch", "transformers", "hf_memory"} & set(sys.modules)
+"""
+    for flag, expected in (("--help", "chat "), ("-h", "chat "), ("--version", "0.1.0")):
+        said = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        assert expected in said.stdout
+
+
+def test_text_is_shown_as_it_is_and_commands_no_terminal(run, student):
+    prompt = "snake :smile: [/b] \x1b[31m a\rb"
+    code, out, err = run("generate", student, "--prompt", prompt, "--max-new-tokens", 4, "--greedy")
+    assert code == 0
+    assert out.startswith("snake :smile: [/b] \\x1b[31m a\\x0db")
+    assert out.count("\n") == 1
+    assert err.startswith("4 tokens, ")
+    assert err.endswith(" tokens/s\n")
+
+
+def test_flags_of_sampling_are_those_of_generate(run, student):
+    def said(*flags):
+        code, out, _ = run("generate", student, "--prompt", "snake", "--max-new-tokens", 8, *flags)
+        assert code == 0
+        return out
+
+    greedy = said("--greedy")
+    assert said("--top-k", 1) == said("--top-p", 0.01) == said("--temperature", 1e-4) == greedy
+    assert said() == greedy  # the model's own generation_config
+    drawn = {said("--temperature", 9, "--seed", seed) for seed in (0, 0, 1, 2)}
+    assert len(drawn) == 3
+    assert said("--dtype", "bfloat16", "--device", "cpu", "--greedy").startswith("snake")
+
+
+@pytest.fixture
+def type_lines(monkeypatch):
+    """What the user types, as bytes."""
+    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8"))
+
+
+def tokens_of(out):
+    assert "kept " in out
+    return int(out.split(": ")[-1].split()[0])
+
+
+def test_a_chat_goes_on_from_its_memory(run, student, type_lines, tmp_path):
+    memory = tmp_path / "memory"
+    talk = ("chat", student, "--memory", memory, "--max-new-tokens", 3, "--temperature", 1)
+    type_lines(b"snake", b"new snake", b"", b"snake")
+    code, out, err = run(*talk)
+    assert code == 0, err
+    assert err.count(" tokens/s") <= 2
+    read = tokens_of(out)
+    assert 2 * 6 + 3 <= read <= 2 * 6 + 3 + 2 * 3
+    type_lines(b"")
+    assert tokens_of(run(*talk)[1]) == read
+    type_lines(b"snake\xff", b"new")  # a byte that is not UTF-8
+    assert tokens_of(run(*talk)[1]) >= read + 2 * 6
+    type_lines(b"snake", b"/reset", b"new", b"")
+    assert tokens_of(run(*talk)[1]) <= 6 + 3
+    type_lines(b"/reset")
+    assert "nothing was said" in run(*talk)[1]
+    memory.write_bytes(b"")
+    assert "damaged" in run(*talk)[2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_talk_that_is_ended_is_kept(run, student, type_lines, tmp_path, monkeypatch, number, code):
+    shown = []
+
+    class Ended(chat.Writer):
+        def put(self, value):
+            shown.append(value)
+            if len(shown) == 2:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(chat, "Writer", Ended)
+    type_lines(b"snake", b"new", b"new")
+    flags = (
+        "--memory",
+        tmp_path / "memory",
+        "--system",
+        "new",
+        "--max-new-tokens",
+        3,
+        "--temperature",
+        1,
+        "--top-k",
+        5,
+    )
+    before = signal.getsignal(number)
+    found, out, err = run("chat", student, *flags, "--seed", 3)
+    assert found == code
+    assert "Traceback" not in err
+    assert tokens_of(out) >= 4 + 6 + 2
+    assert signal.getsignal(number) == before
+
+
+def test_a_system_prompt_is_read_first(run, student, type_lines, tmp_path):
+    flags = ("--memory", tmp_path / "memory", "--system", "new", "--max-new-tokens", 1, "--greedy")
+    type_lines(b"snake")
+    code, out, _ = run("chat", student, *flags)
+    assert code == 0
+    assert tokens_of(out) >= 4 + 6
+    assert "system must be None with a memory of what was said before" in run("chat", student, *flags)[2]
+
+
+def test_info_of_a_transformer_compares_it_with_itself(run, teacher):
+    code, out, _ = run("info", teacher)
+    assert code == 0
+    assert out.count("100.00%") == len(CONTEXTS)
+
+
+def damaged(student, folder):
+    whole = (student / "model.safetensors").read_bytes()
+    return write_model(student, folder, {"model.safetensors": whole[:-100]})
+
+
+def without_heads(student, folder):
+    config = json.loads((student / "config.json").read_text())
+    return write_model(student, folder, {"config.json": json.dumps(config | {"num_attention_heads": 0}).encode()})
+
+
+def write_model(student, folder, files):
+    for file in student.iterdir():
+        (folder / file.name).write_bytes(files.get(file.name, file.read_bytes()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["info", "./[/b]"], "model must be a folder that exists or the name of a repository on the Hub, got ./[/b]"),
+        (["info", "studnt"], "model must be a folder that exists or the name of a repository on the Hub, got studnt"),
+        (["info", "./\x1b[31m"], r"got ./\x1b[31m"),
+        (["info", without_heads], "num_attention_heads must be"),
+        (["generate", damaged, "--prompt", "new"], "a file of weights is damaged or was cut"),
+        (["generate", "STUDENT", "--prompt", ""], "prompt must have at least one token, got ''"),
+        (["generate", "STUDENT", "--prompt", "new", "--greedy", "--top-k", 3], "greedy must not be given with top_k"),
+        (["generate", "STUDENT", "--prompt", "new", "--temperature", -1], "temperature"),
+        (["generate", "STUDENT", "--prompt", "new", "--dtype", "int8"], "dtype must be one of auto, float32,"),
+        (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be one that torch finds here"),
+        (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
+        (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
+        (["convert", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
+    ],
+)
+def test_errors_are_sentences(run, student, tmp_path, arguments, sentence):
+    names = {"STUDENT": student, "OUT": tmp_path / "out"}
+    arguments = [x(student, tmp_path) if callable(x) else names.get(x, x) for x in arguments]
+    code, _, err = run(*arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("Error: ")
+    assert sentence in err
