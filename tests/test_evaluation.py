@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cases import SIZES, every_family, make_model
@@ -16,6 +17,7 @@ from hf_memory.evaluation import (
     copy_gain,
     cost_by_context,
     kv_cache_bytes,
+    language,
     perplexity,
     perplexity_by_position,
     plot_contexts,
@@ -204,6 +206,70 @@ def test_recall_by_distance_sees_how_far_a_memory_reaches():
     found = recall_by_distance(Predictor(forget_after), text, [12, 24], passage=4, trials=4)
     assert found[12] > 2
     assert found[24] == pytest.approx(0, abs=1e-6)
+
+
+MEASURES = {
+    "perplexity": lambda model, text, **how: perplexity(model, text, length=16, **how),
+    "agreement": lambda model, text, **how: agreement(model, model, text, length=16, **how),
+    "perplexity_by_position": lambda model, text, **how: perplexity_by_position(model, text, length=64, **how),
+    "copy_gain": lambda model, text, **how: copy_gain(model, text, passage=8, gap=8, **how),
+    "recall_by_distance": lambda model, text, **how: recall_by_distance(model, text, [8, 24], passage=8, **how),
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_measure_keeps_to_its_budget_and_says_what_it_has_read(name):
+    read, told = [], []
+
+    def predict(tokens):
+        read.append(tokens.numel())
+        return know_nothing(tokens)
+
+    text = counting(1000)
+    MEASURES[name](Predictor(predict), text, max_tokens=300, progress=told.append)
+    models = 2 if name == "agreement" else 1
+    assert models * sum(told) == sum(read)
+    assert 100 < sum(told) <= 300
+    told.clear()
+    MEASURES[name](Predictor(predict), text, max_tokens=None, progress=told.append)
+    assert sum(told) > 300
+
+
+def test_a_part_of_the_windows_is_spread_over_the_text():
+    seen = []
+
+    def predict(tokens):
+        seen.extend(tokens[:, 0].tolist())
+        return torch.zeros(*tokens.shape, 1000)
+
+    perplexity(Predictor(predict), torch.arange(1000), length=20, max_tokens=60)
+    assert seen == [0, 490, 980]
+
+
+class Float32Sizes(TorchDispatchMode):
+    """The sizes of all float32 tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.sizes.append(made.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_no_more_than_a_slice_of_the_logits_is_in_float32(name, monkeypatch):
+    text = random_text(300)
+    random_logits = torch.randn(400, SIZES["vocab_size"], generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = Predictor(lambda x: random_logits[x + torch.arange(x.shape[1])])
+    whole = MEASURES[name](model, text)
+    monkeypatch.setattr(language, "SLICE", 3 * 8 * SIZES["vocab_size"])
+    with Float32Sizes() as made:
+        assert MEASURES[name](model, text) == pytest.approx(whole, rel=1e-5)
+    assert max(made.sizes) <= language.SLICE
 
 
 def test_the_plot_is_a_picture(tmp_path):

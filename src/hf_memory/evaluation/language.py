@@ -1,12 +1,20 @@
-"""How well a model predicts text, recalls it, and agrees with another model."""
+"""How well a model predicts text, recalls it, and agrees with another model.
 
-from collections.abc import Iterable
+All measures read at most `max_tokens` tokens, of windows evenly spread over a text that has more (None: all of it), and
+tell `progress` after each batch how many it had.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+BUDGET = 2**16  # tokens that a measure reads unless it is asked for more
+SLICE = 2**24  # logits that are in float32 at a time, beside those that the model returns
+Progress = Callable[[int], object]
 
 
 class Agreement(NamedTuple):
@@ -16,7 +24,19 @@ class Agreement(NamedTuple):
     top1: float  # how often both find the same token most likely
 
 
-def perplexity(model: PreTrainedModel, tokens: Tensor, *, length: int = 256, batch_size: int = 8) -> float:
+def say_nothing(tokens: int) -> None:
+    """The progress of who does not want to know it."""
+
+
+def perplexity(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    length: int = 256,
+    batch_size: int = 8,
+    max_tokens: int | None = BUDGET,
+    progress: Progress = say_nothing,
+) -> float:
     """exp of the mean loss over tokens, each predicted from at least half a window of context, except the first ones.
 
     Args:
@@ -24,32 +44,48 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, *, length: int = 256, bat
         tokens: [T] of one text, T >= length. Up to half a window at the end may go unread.
         length: tokens of a window; windows overlap by half.
         batch_size: windows read at once.
+        max_tokens: read at most.
+        progress: is told of tokens read.
 
     Raises:
         ValueError: if there are fewer tokens than a window has.
     """
     stride = length // 2
-    losses = torch.cat([token_losses(model, x) for x in _windows(tokens, length, stride).split(batch_size)])
+    losses = _losses(model, _windows(tokens, length, stride, max_tokens), batch_size, progress)
     scored = torch.cat([losses[:1, :-stride].flatten(), losses[:, -stride:].flatten()])
     return scored.double().mean().exp().item()
 
 
 @torch.no_grad()
 def agreement(
-    student: PreTrainedModel, teacher: PreTrainedModel, tokens: Tensor, *, length: int = 256, batch_size: int = 8
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    length: int = 256,
+    batch_size: int = 8,
+    max_tokens: int | None = BUDGET,
+    progress: Progress = say_nothing,
 ) -> Agreement:
     """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
     kl, same = [], []
-    for batch in _windows(tokens, length, length).split(batch_size):
-        logits = _logits(student, batch), _logits(teacher, batch)
-        p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
-        kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
-        same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
+    for batch in _batches(_windows(tokens, length, length, max_tokens), batch_size, progress):
+        for logits in zip(*(_slices(_logits(model, batch)) for model in (student, teacher))):
+            p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
+            same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
+            kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
     return Agreement(torch.cat(kl).mean().item(), torch.cat(same).mean().item())
 
 
 def perplexity_by_position(
-    model: PreTrainedModel, tokens: Tensor, *, length: int = 1024, windows: int = 16, batch_size: int = 4
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    length: int = 1024,
+    windows: int = 16,
+    batch_size: int = 4,
+    max_tokens: int | None = BUDGET,
+    progress: Progress = say_nothing,
 ) -> dict[int, float]:
     """Perplexity of the tokens that stand where in a window: what more context is worth, and where a model gives up.
 
@@ -59,27 +95,49 @@ def perplexity_by_position(
         length: tokens of a window, a power of two.
         windows: read at most, evenly spread over the text.
         batch_size: windows read at once.
+        max_tokens: read at most.
+        progress: is told of tokens read.
 
     Returns:
         {32: of the tokens before the 32nd, 64: of those from there to the 64th, ..., length: of the last half}
     """
-    rows = _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)))[:windows]
-    losses = torch.cat([token_losses(model, x) for x in rows.split(batch_size)]).double().mean(0)
+    if max_tokens is not None:
+        windows = max(1, min(windows, max_tokens // length))
+    rows = _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
+    losses = _losses(model, rows, batch_size, progress).double().mean(0)
     ends = [2**i for i in range(min(5, length.bit_length() - 1), length.bit_length())]
     parts = losses[: ends[-1]].tensor_split([end - 1 for end in ends[:-1]])  # the first token has no loss
     return {end: part.mean().exp().item() for end, part in zip(ends, parts)}
 
 
 def recall_by_distance(
-    model: PreTrainedModel, tokens: Tensor, distances: Iterable[int], *, passage: int = 32, trials: int = 32
+    model: PreTrainedModel,
+    tokens: Tensor,
+    distances: Iterable[int],
+    *,
+    passage: int = 32,
+    trials: int = 32,
+    max_tokens: int | None = BUDGET,
+    progress: Progress = say_nothing,
 ) -> dict[int, float]:
     """`copy_gain` where the second reading of a passage begins so many tokens after the first."""
-    settings = {"passage": passage, "trials": trials, "batch_size": 4}
-    return {d: copy_gain(model, tokens, gap=d - passage, **settings) for d in distances}
+    gaps = {d: d - passage for d in distances}
+    if max_tokens is not None:
+        trials = max(1, min(trials, max_tokens // sum(2 * _row(passage, gap) for gap in gaps.values())))
+    settings: dict = {"passage": passage, "trials": trials, "batch_size": 4, "max_tokens": None, "progress": progress}
+    return {d: copy_gain(model, tokens, gap=gap, **settings) for d, gap in gaps.items()}
 
 
 def copy_gain(
-    model: PreTrainedModel, tokens: Tensor, *, passage: int = 64, gap: int = 96, trials: int = 32, batch_size: int = 8
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    passage: int = 64,
+    gap: int = 96,
+    trials: int = 32,
+    batch_size: int = 8,
+    max_tokens: int | None = BUDGET,
+    progress: Progress = say_nothing,
 ) -> float:
     """What it helps, in nats a token, to have read a passage before: what the model still recalls.
 
@@ -94,8 +152,12 @@ def copy_gain(
         gap: tokens between its two readings.
         trials: passages tried, evenly spread over the text.
         batch_size: rows read at once.
+        max_tokens: read at most, by trying fewer passages.
+        progress: is told of tokens read.
     """
     before = passage // 2
+    if max_tokens is not None:
+        trials = max(1, min(trials, max_tokens // (2 * _row(passage, gap))))
     starts = torch.linspace(0, len(tokens) - passage, trials).long()
     fillers = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
     texts = tokens[starts[:, None] + torch.arange(passage)]
@@ -104,17 +166,39 @@ def copy_gain(
     read = unread.clone()
     read[:, before : before + passage] = texts
     losses = [
-        torch.cat([token_losses(model, x)[:, 1 - passage :] for x in rows.split(batch_size)]) for rows in (unread, read)
+        _losses(model, rows, batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
     ]  # without the first token, which nothing announces
     return (losses[0] - losses[1]).double().mean().item()
+
+
+def _row(passage: int, gap: int) -> int:
+    """Tokens of a row of `copy_gain`."""
+    return passage // 2 + passage + gap + passage
 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The negative log-likelihood [B, T - 1] of each token of [B, T] but the first, in float32."""
-    logits = _logits(model, input_ids)
-    labels = input_ids[:, 1:].to(logits.device)
-    return F.cross_entropy(logits[:, :-1].float().mT, labels, reduction="none").cpu()
+    logits = _slices(_logits(model, input_ids)[:, :-1])
+    labels = input_ids[:, 1:].to(logits[0].device).split([x.shape[1] for x in logits], dim=1)
+    losses = [F.cross_entropy(x.float().mT, y, reduction="none") for x, y in zip(logits, labels)]
+    return torch.cat(losses, dim=1).cpu()
+
+
+def _losses(model: PreTrainedModel, rows: Tensor, batch_size: int, progress: Progress) -> Tensor:
+    return torch.cat([token_losses(model, batch) for batch in _batches(rows, batch_size, progress)])
+
+
+def _batches(rows: Tensor, batch_size: int, progress: Progress) -> Iterator[Tensor]:
+    for batch in rows.split(batch_size):
+        yield batch
+        progress(batch.numel())
+
+
+def _slices(logits: Tensor) -> tuple[Tensor, ...]:
+    """Views of [B, T, V] along T, of no more than SLICE numbers unless one place has more."""
+    B, _, V = logits.shape
+    return logits.split(max(1, SLICE // (B * V)), dim=1)
 
 
 def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -126,7 +210,10 @@ def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         model.train(was_training)
 
 
-def _windows(tokens: Tensor, length: int, stride: int) -> Tensor:
+def _windows(tokens: Tensor, length: int, stride: int, max_tokens: int | None) -> Tensor:
+    """[N, length]: the windows of a text, or as many of them as may be read."""
     if len(tokens) < length:
         raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
-    return tokens.unfold(0, length, stride)
+    windows = tokens.unfold(0, length, stride)
+    most = len(windows) if max_tokens is None else max(1, max_tokens // length)
+    return windows if len(windows) <= most else windows[torch.linspace(0, len(windows) - 1, most).long()]
