@@ -129,12 +129,14 @@ CASES = (
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
 every_family = pytest.mark.parametrize("case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY])
-RECURRENT = [case for case in FIRST_OF_FAMILY if case.model_type != "hf_memory_deltaformer"]  # its cache grows
-every_recurrent_family = pytest.mark.parametrize("case", RECURRENT, ids=[case.name for case in RECURRENT])
 
 
 def family_of(case: Case) -> hf_memory.Family:
     return next(family for family in hf_memory.FAMILIES if family.config.model_type == case.model_type)
+
+
+RECURRENT = [case for case in FIRST_OF_FAMILY if family_of(case).growth == "fixed"]
+every_recurrent_family = pytest.mark.parametrize("case", RECURRENT, ids=[case.name for case in RECURRENT])
 
 
 def make_config(case: Case, **options):

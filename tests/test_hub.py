@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_memory
 import hub_server
 from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens
-from hf_memory.modeling.base import MemoryConfig
+from hf_memory.modeling import AUTO_CLASSES
+from hf_memory.modeling.configuration import MemoryConfig
 
 SHIM = "modeling_hf_memory.py"
 SAVED = ["config.json", "generation_config.json", "model.safetensors", SHIM]
@@ -83,7 +84,7 @@ def test_folder_names_every_class(case, tmp_path):
     }
     loaded = {}
     exec((tmp_path / SHIM).read_text(), loaded)
-    assert all(loaded[member.__name__] is member for member in family)
+    assert all(loaded[getattr(family, part).__name__] is getattr(family, part) for part in AUTO_CLASSES)
 
 
 def test_config_alone_saves_the_shim_too(tmp_path):

@@ -1,6 +1,7 @@
 """What every model keeps: one function of its tokens, however they are fed, padded, packed, saved or differentiated."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
+    GenerationMixin,
 )
 
 import hf_memory
@@ -130,6 +132,12 @@ def test_packed_rows_in_a_batch_stay_apart(case):
     assert_close(packed, torch.cat(apart))
 
 
+@every_family
+def test_a_mask_of_pairs_is_refused(case):
+    with pytest.raises(ValueError, match=r"attention_mask must be .* got shape \(1, 1, 5, 5\)"):
+        make_model(case)(random_tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5).tril())
+
+
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "past_key_values"])
 def test_contradictory_packing_is_refused(argument):
     model, tokens = make_model(CASES[0]), random_tokens(1, 11)
@@ -140,6 +148,9 @@ def test_contradictory_packing_is_refused(argument):
     }[argument]
     with pytest.raises(ValueError, match=argument):
         model(tokens, **kwargs)
+
+
+WIDE = {"A_log", "dt_bias", "D", "projection", "initial_weights"}  # in a model of low precision too
 
 
 @every_case
@@ -154,6 +165,7 @@ def test_save_and_load_change_nothing(case, dtype, tmp_path):
     theirs = loaded.state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
+        assert tensor.dtype == (torch.float32 if WIDE & {*name.split(".")} else dtype), name
     tokens = random_tokens(1, 9)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
@@ -231,13 +243,12 @@ def test_gradients_flow_through_a_cache(case):
     assert_close(split, model.model.embed_tokens.weight.grad, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name != "titans-mac"], ids=lambda case: case.name)
+@every_case
 @torch.no_grad()
-def test_compiled_forward_is_one_graph(case):
-    """But for MAC, whose segments ask the memory where in its chunks each row is."""
+def test_compiled_forward_is_one_graph_where_a_model_says_so(case):
     model, tokens = make_model(case), random_tokens(2, 9)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=model._can_compile_fullgraph)
     assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
 
 
@@ -350,3 +361,13 @@ def test_auto_classes_find_the_family(case):
     family, config = family_of(case), make_config(case)
     assert type(AutoModelForCausalLM.from_config(config)) is family.causal_lm
     assert type(AutoModelForTokenClassification.from_config(config)) is family.token_classifier
+    assert GenerationMixin in family.causal_lm.__bases__
+
+
+@every_case
+def test_plans_name_what_a_model_has(case):
+    model = make_model(case)
+    names = {*model.state_dict(), *(name for name, _ in model.named_modules())}
+    assert set(model.tp_plan) <= {re.sub(r"\.\d+\.", ".*.", name) for name in names}
+    assert len(model.tp_plan) > 8
+    assert model._keep_in_fp32_modules_strict == WIDE & {part for name in names for part in name.split(".")}

@@ -6,9 +6,10 @@ import torch
 import test_cache
 import test_generation
 import test_modeling
-from cases import every_recurrent_family
+from cases import CASES, every_recurrent_family
 from hf_memory.cache import MemoryLayer
 from hf_memory.mixers import base
+from hf_memory.modeling.base import MemoryPreTrainedModel
 
 
 @every_recurrent_family
@@ -50,6 +51,13 @@ def test_a_forgotten_row_is_seen(case, monkeypatch):
         test_cache.test_rows_move_with_their_past(
             case, lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]
         )
+
+
+def test_a_decay_in_low_precision_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(MemoryPreTrainedModel, "_keep_in_fp32_modules_strict", [])
+    case = next(case for case in CASES if case.name == "mamba2")
+    with pytest.raises(AssertionError, match="float32"):
+        test_modeling.test_save_and_load_change_nothing(case, torch.bfloat16, tmp_path)
 
 
 def _without(argument):

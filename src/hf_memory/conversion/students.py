@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memory.conversion.placement import Keep, kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
 from hf_memory.modeling import FAMILIES, Family
-from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM
+from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.deltaformer import DeltaFormerConfig
 from hf_memory.modeling.titans import TitansConfig
 

@@ -14,7 +14,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.targets import Target, find_target
-from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM
+from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.configuration import MemoryConfig
 
 TOKENIZER = "tokenizer_config.json"
 TOKENS = 24  # that both models read, in two rows

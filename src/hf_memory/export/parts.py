@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.modeling.base import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig
 
 Weights = Mapping[str, Tensor]
 SIZES = {  # fields of a config that every target has, whatever they are, or that change no result; see `Target.accepts`

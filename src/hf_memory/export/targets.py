@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_memory.export import delta, mamba, qwen3_5
 from hf_memory.export.parts import SIZES, Weights
-from hf_memory.modeling.base import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 

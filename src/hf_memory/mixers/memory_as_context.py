@@ -26,6 +26,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
     """
 
     memory_reads_persistent = False
+    is_one_graph = False  # its segments ask the memory where in its chunks each row is
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -1,10 +1,12 @@
 """DeltaNet, Gated DeltaNet and Kimi Delta Attention, by the config's `gate`."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.delta_net import DeltaNetMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
 GATES = ("none", "scalar", "vector")
@@ -54,7 +56,7 @@ class DeltaNetModel(MemoryModel):
     config: DeltaNetConfig
 
 
-class DeltaNetForCausalLM(MemoryForCausalLM):
+class DeltaNetForCausalLM(MemoryForCausalLM, GenerationMixin):
     """DeltaNet that predicts the next token."""
 
     config: DeltaNetConfig

@@ -1,10 +1,12 @@
 """DeltaFormer: a Transformer whose values are corrected by what was written before. https://arxiv.org/abs/2505.19488."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.deltaformer import DeltaFormerMixer
-from hf_memory.modeling.base import MemoryConfig, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import MemoryConfig, check_word
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
 
 CACHES = {"memory": "full_attention", "sliding_memory": "sliding_attention"}  # a memory here is a growing KV cache
@@ -66,7 +68,7 @@ class DeltaFormerModel(MemoryModel):
     config: DeltaFormerConfig
 
 
-class DeltaFormerForCausalLM(MemoryForCausalLM):
+class DeltaFormerForCausalLM(MemoryForCausalLM, GenerationMixin):
     """DeltaFormer that predicts the next token."""
 
     config: DeltaFormerConfig

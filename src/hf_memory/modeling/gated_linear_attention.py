@@ -1,10 +1,12 @@
 """Gated linear attention: retention, gated retention, GLA and Mamba-2, by the config's `gate`."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
 GATES = ("retention", "scalar", "vector", "mamba2")
@@ -71,7 +73,7 @@ class GatedLinearAttentionModel(MemoryModel):
     config: GatedLinearAttentionConfig
 
 
-class GatedLinearAttentionForCausalLM(MemoryForCausalLM):
+class GatedLinearAttentionForCausalLM(MemoryForCausalLM, GenerationMixin):
     """Gated linear attention that predicts the next token."""
 
     config: GatedLinearAttentionConfig

@@ -11,6 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
+from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
+
 SHIM_MODULE = "modeling_hf_memory"
 SHIM = '''"""The classes of this model; they live in the package hf-memory: `pip install hf-memory`."""
 
@@ -68,12 +70,10 @@ class HubConfigMixin(HubClassMixin):
 
 def auto_classes(config_class: type) -> dict[str, str]:
     """Name of the class that each Auto class finds for a family's config; empty for configs derived elsewhere."""
-    from hf_memory.modeling import AUTO_CLASSES, FAMILIES  # which import this module
-
-    for family in FAMILIES:
-        if family.config is config_class:
-            return {AUTO_CLASSES[part].__name__: getattr(family, part).__name__ for part in family._fields}
-    return {}
+    if config_class not in REGISTERED:
+        return {}
+    family = REGISTERED[config_class]
+    return {auto_class.__name__: getattr(family, part).__name__ for part, auto_class in AUTO_CLASSES.items()}
 
 
 def write_shim(folder: Path, classes) -> None:

@@ -1,16 +1,12 @@
 """Linear Transformer: softmax attention's kernel replaced by one of finite features. https://arxiv.org/abs/2006.16236."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
-from hf_memory.modeling.base import (
-    MemoryConfig,
-    MemoryForCausalLM,
-    MemoryModel,
-    MemoryPreTrainedModel,
-    check_word,
-)
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import MemoryConfig, check_word
 from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 
 
@@ -63,7 +59,7 @@ class LinearTransformerModel(MemoryModel):
     config: LinearTransformerConfig
 
 
-class LinearTransformerForCausalLM(MemoryForCausalLM):
+class LinearTransformerForCausalLM(MemoryForCausalLM, GenerationMixin):
     """The Linear Transformer that predicts the next token."""
 
     config: LinearTransformerConfig

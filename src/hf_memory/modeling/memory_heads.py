@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from hf_memory.modeling.base import MemoryConfig, check_word
+from hf_memory.modeling.configuration import MemoryConfig, check_word
 
 
 @strict

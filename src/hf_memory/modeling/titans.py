@@ -1,12 +1,14 @@
 """Titans: a memory that learns at test time, alone or with attention over a window. https://arxiv.org/abs/2501.00663."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, check_word
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
 VARIANTS = {
@@ -99,7 +101,7 @@ class TitansModel(MemoryModel):
     config: TitansConfig
 
 
-class TitansForCausalLM(MemoryForCausalLM):
+class TitansForCausalLM(MemoryForCausalLM, GenerationMixin):
     """Titans that predict the next token."""
 
     config: TitansConfig

@@ -1,0 +1,176 @@
+"""What every family's config has."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.hub import HubConfigMixin
+from hf_memory.ops.contract import BACKENDS
+
+NORMS = {  # names, after transformers' models: before and after the mixer, before and after the MLP
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@strict
+class MemoryConfig(HubConfigMixin, PreTrainedConfig):
+    """What every family's config has. Names and meanings are Llama's where Llama has them.
+
+    Args:
+        num_key_value_heads (`int`, defaults to `num_attention_heads`): heads of keys and values, each read by a group
+            of query heads.
+        head_dim (`int`, defaults to `hidden_size // num_attention_heads`): channels of a head.
+        layer_types (`list[str]`, defaults to all `"memory"`): the mixer of each layer: `"memory"`, `"full_attention"`
+            or `"sliding_attention"`.
+        sliding_window (`int`): tokens that a sliding attention layer sees, the present one included.
+        attention_bias (`bool`, defaults to `False`): biases of the q, k and v projections.
+        attention_output_bias (`bool`, defaults to `False`): bias of the o projection.
+        use_qk_norm (`bool`, defaults to `False`): RMS norm of each head's queries and keys, before rotation.
+        qk_norm_whole_width (`bool`, defaults to `False`): let that norm span all heads at once, as in OLMo-2; not with
+            tensor parallelism, where no process has all heads.
+        rope_parameters (`dict`, *optional*): as in transformers; `partial_rotary_factor` in it is the part of a head's
+            channels that rotates.
+        norm_placement (`str`, defaults to `"pre"`): norms before mixer and MLP as in Llama, `"post"`: after them as in
+            OLMo-2, or `"both"` as in Gemma-2.
+        no_rope_layers (`list[int]`, defaults to all 1): 1 for a layer that rotates queries and keys, 0 for one that
+            does not, as in SmolLM3.
+        query_pre_attn_scalar (`float`, defaults to `head_dim`): attention scores are divided by its square root.
+        attn_logit_softcapping (`float`, *optional*): attention scores s become cap tanh(s / cap), as in Gemma-2. SDPA
+            does not have it: the default is then eager attention.
+        final_logit_softcapping (`float`, *optional*): the same for the logits.
+        embedding_multiplier (`float`, defaults to 1): of the embeddings before the first layer.
+        memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
+        mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
+            `"triton"`. Results differ by rounding only.
+    """
+
+    model_type = "hf_memory"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    mixers = {"full_attention": AttentionMixer, "sliding_attention": AttentionMixer}  # a family adds its "memory"
+
+    base_model_tp_plan = {
+        "layers.*.mixer.q_proj": "colwise",
+        "layers.*.mixer.k_proj": "colwise",
+        "layers.*.mixer.v_proj": "colwise",
+        "layers.*.mixer.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.mixer.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.mixer.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    attention_dropout: float | int = 0.0
+    mlp_bias: bool = False
+    use_qk_norm: bool = False
+    qk_norm_whole_width: bool = False
+    norm_placement: str = "pre"
+    no_rope_layers: list[int] | None = None
+    query_pre_attn_scalar: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    final_logit_softcapping: float | int | None = None
+    embedding_multiplier: float | int = 1.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    memory_rope: bool = False
+    mixer_backend: str = "auto"
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        for name in SIZES:
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["memory"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @property
+    def has_memory_qk_norm(self) -> bool:
+        """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
+        return self.use_qk_norm
+
+    @property
+    def mlp_types(self) -> list[str]:
+        """What follows the mixer of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
+        return ["swiglu" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
+
+    @property
+    def mixer_types(self) -> list[str]:
+        """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""
+        return self.layer_types
+
+    def validate_architecture(self):
+        """Check what the sizes and words of a config must have in common."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim * self.num_attention_heads != self.hidden_size and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads unless head_dim says otherwise, "
+                f"got {self.hidden_size} and {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, since positions rotate pairs of channels, got {self.head_dim}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("sliding_window must be set when layer_types has 'sliding_attention', got None")
+        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
+            raise ValueError(
+                f"no_rope_layers must have a number for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {len(self.no_rope_layers)}"
+            )
+        check_word("norm_placement", self.norm_placement, tuple(NORMS))
+        check_word("mixer_backend", self.mixer_backend, BACKENDS)
+
+    def validate_layer_type(self):
+        """Check `layer_types`, whose words are not transformers' own."""
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must name each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {len(self.layer_types)} names"
+            )
+        for mixer_type in self.mixer_types:
+            check_word("layer_types", mixer_type, tuple(self.mixers))
+
+
+def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
+    """Raise ValueError unless a config's word is one of those that exist."""
+    if word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {word!r}")

@@ -1,0 +1,51 @@
+"""Where packed sequences begin and end in a batch, and which position each token has."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import find_packed_sequence_indices
+
+
+def packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs: dict) -> Tensor | None:
+    """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None where nothing is packed.
+
+    Trainers say it in three ways: `cu_seq_lens_q` and `seq_idx`, which are taken at their word, and `position_ids`
+    that start again, which count as packing only where neither a mask nor a cache explains them.
+    """
+    B, T = inputs_embeds.shape[:2]
+    cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if cu_seqlens is None and seq_idx is None:
+        if position_ids is None or attention_mask is not None or past_key_values is not None:
+            return None
+        seq_idx = find_packed_sequence_indices(position_ids.expand(B, T))
+        if seq_idx is None:
+            return None
+    elif isinstance(attention_mask, Tensor) and not attention_mask.all():
+        raise ValueError("attention_mask must be all ones or None when cu_seq_lens_q or seq_idx packs sequences")
+    elif past_key_values is not None:
+        raise ValueError("past_key_values must be None when cu_seq_lens_q or seq_idx packs sequences")
+    if cu_seqlens is not None:
+        if cu_seqlens[-1] != B * T:
+            raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {B * T}, got {int(cu_seqlens[-1])}")
+        return cu_seqlens.to(torch.int32)
+    starts = torch.ones(B, T, dtype=torch.bool, device=inputs_embeds.device)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    starts = starts.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_full((1,), B * T)]).to(torch.int32)
+
+
+def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:
+    """[B, T]: the position of each token in its own sequence."""
+    B, T = inputs_embeds.shape[:2]
+    tokens = torch.arange(B * T, device=inputs_embeds.device, dtype=cu_seqlens.dtype)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
+    return (tokens - starts).view(B, T)
+
+
+def default_positions(inputs_embeds: Tensor, attention_mask, past_key_values: Cache | None) -> Tensor:
+    """[1 or B, T]: padding does not count, so that a padded row is rotated as the row alone would be."""
+    T = inputs_embeds.shape[1]
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+    return (torch.arange(T, device=inputs_embeds.device) + past)[None]

@@ -1,0 +1,48 @@
+"""How transformers finds the classes of a family, and what tests must know of it."""
+
+from typing import Literal, NamedTuple
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    configuration_utils,
+)
+
+# The Trainer reads the config of a checkpoint that it resumes from without our class, and checks the words of all.
+configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
+
+AUTO_CLASSES = {
+    "config": AutoConfig,
+    "model": AutoModel,
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classifier": AutoModelForSequenceClassification,
+    "token_classifier": AutoModelForTokenClassification,
+}
+
+
+class Family(NamedTuple):
+    """One family's classes; the Auto class that finds each is in AUTO_CLASSES under the same name."""
+
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    causal_lm: type[PreTrainedModel]
+    sequence_classifier: type[PreTrainedModel]
+    token_classifier: type[PreTrainedModel]
+    growth: Literal["fixed", "token"] = "fixed"  # of its memory with the past
+
+
+REGISTERED: dict[type[PreTrainedConfig], Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Have the Auto classes find it, and saved folders name them."""
+    AutoConfig.register(family.config.model_type, family.config)
+    for name, auto_class in list(AUTO_CLASSES.items())[1:]:
+        auto_class.register(family.config, getattr(family, name))
+    REGISTERED[family.config] = family
+    return family
