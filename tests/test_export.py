@@ -3,6 +3,7 @@
 import json
 from typing import NamedTuple
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -262,3 +263,80 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match="model must be a causal language model of hf_memory, got GPT2LMHeadModel"):
         export_model(other, tmp_path / "export")
     assert hf_memory.export_model is export_model
+
+
+def bytes_tokenizer(before):
+    """BPE over bytes, cut by these steps before it merges."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = Tokenizer(models.BPE({x: i for i, x in enumerate(["end", *sorted(alphabet), "ab"])}, [("a", "b")]))
+    words.pre_tokenizer = before
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", chat_template="{{ messages }}")
+
+
+def written_gguf(case, tmp_path, before, **options):
+    """The fields and tensors of a student's file."""
+    for saved in (make_model(case, vocab_size=320, **options), bytes_tokenizer(before)):
+        saved.save_pretrained(tmp_path / "student")
+    export_model(tmp_path / "student", tmp_path / "export", gguf=tmp_path / "student.gguf")
+    file = gguf.GGUFReader(tmp_path / "student.gguf")
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    return fields, {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
+
+
+def test_a_gguf_file_of_qwen3_5_has_its_value_heads_apart(tmp_path):
+    case = Case("", DELTANET, {**GDN, **QWEN3, "linear_num_key_heads": 2, "linear_num_value_heads": 4})
+    fields, tensors = written_gguf(case, tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    layer = {name.removeprefix("model.layers.0."): x for name, x in weights.items() if ".layers.0." in name}
+    torch.testing.assert_close(tensors["blk.0.ssm_a"], -layer["linear_attn.A_log"].exp()[[0, 2, 1, 3]])
+    order = torch.arange(32).view(2, 2, 8).transpose(0, 1).flatten()
+    assert torch.equal(tensors["blk.0.ssm_out.weight"], layer["linear_attn.out_proj.weight"][:, order])
+    assert torch.equal(tensors["blk.0.attn_qkv.weight"][32:], layer["linear_attn.in_proj_qkv.weight"][32:][order])
+    assert torch.equal(tensors["output_norm.weight"], weights["model.norm.weight"] + 1)
+    assert len(tensors) == len(weights)
+    assert (fields["general.architecture"], fields["tokenizer.ggml.pre"]) == ("qwen35", "gpt-2")
+    assert fields["qwen35.attention.recurrent_layers"] == [True, True, True, False]
+    assert fields["tokenizer.ggml.merges"] == ["a b"]
+    assert (fields["tokenizer.ggml.tokens"][0], fields["tokenizer.ggml.tokens"][-1]) == ("end", "[PAD319]")
+    assert fields["tokenizer.ggml.token_type"][::319] == [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_a_gguf_file_of_granite_is_padded_and_ropes(tmp_path):
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    before = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 64
+    case = Case("", GATED, {**STUDENT, **HYBRID, "rope_parameters": llama3})
+    fields, tensors = written_gguf(case, tmp_path, before)
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    assert fields["granitehybrid.ssm.inner_size"] == 2 * SIZES["hidden_size"]
+    assert fields["granitehybrid.rope.scaling.finetuned"] is True
+    assert fields["granitehybrid.attention.head_count_kv"] == [0, 0, 0, 2]
+    assert fields["tokenizer.ggml.pre"] == "smollm"
+    assert tensors["rope_freqs.weight"].tolist()[::3] == [1.0, 8.0]  # the slowest is 8 times as slow
+    out = tensors["blk.0.ssm_out.weight"]
+    assert torch.equal(out[:, :32], weights["model.layers.0.mamba.out_proj.weight"])
+    assert not out[:, 32:].any()
+    q = weights["model.layers.3.self_attn.q_proj.weight"]
+    assert torch.equal(
+        tensors["blk.3.attn_q.weight"][:8], q[[0, 4, 1, 5, 2, 6, 3, 7]]
+    )  # halves of a head are neighbours
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case("", DELTANET, KDA), "hf_memory writes GGUF files of qwen3_5 and granite alone"),
+        (Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}), "its keys and values are of one width"),
+        (Case("", GATED, {**STUDENT, **HYBRID, "attention_bias": True}), "its memory layers have no biases"),
+        (
+            Case("", DELTANET, GDN),
+            "tokenizer must be a BPE tokenizer that cuts text as one of gpt-2, .*got BPE .*Whitesp",
+        ),
+    ],
+)
+def test_what_llama_cpp_does_not_have_is_refused_before_the_work(case, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        written_gguf(case, tmp_path, pre_tokenizers.Whitespace())
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]

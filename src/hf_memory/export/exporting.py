@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
+from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.targets import Target, find_target
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
-TOKENIZER = "tokenizer_config.json"
 TOKENS = 24  # that both models read, in two rows
 TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 where a fault is 1e-2
 IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits again
@@ -32,33 +33,45 @@ class Export(NamedTuple):
     error: float  # largest difference of logits, whole and token by token, as a part of the largest logit
 
 
-def export_model(model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto") -> Export:
+def export_model(
+    model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto", *, gguf: str | Path | None = None
+) -> Export:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have: the same function.
 
     Args:
         model: a causal language model of ours, or where it was saved; then its tokenizer and chat template go along.
         folder: to write to; it must not exist yet.
         target: the name of one in TARGETS, or `"auto"`: the first that is exactly this model.
+        gguf: a file for llama.cpp to write too, with the tokenizer and in the precision of the model.
 
     Raises:
         ValueError: if no target is exactly the model, with the fields of its config that stand in the way, or if the
-            result, loaded with transformers, has other logits, whole or token by token.
+            result, loaded with transformers, has other logits, whole or token by token; for `gguf` also if llama.cpp
+            does not have the model or its tokenizer.
     """
-    folder, source = Path(folder), None
+    folder, tokenizer = Path(folder), None
     if folder.exists():
         raise ValueError(f"folder must not exist yet, got {folder}")
     if not isinstance(model, PreTrainedModel):
-        source, model = str(model), AutoModelForCausalLM.from_pretrained(model)
+        if cached_file(str(model), TOKENIZER, _raise_exceptions_for_missing_entries=False):
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        model = AutoModelForCausalLM.from_pretrained(model)
     if not isinstance(model, MemoryForCausalLM):
         raise ValueError(f"model must be a causal language model of hf_memory, got {type(model).__name__}")
     found = find_target(model.config, target)
+    if gguf is not None:
+        check_gguf(found, model.config, tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         partial = Path(work) / folder.name
         save(rewrite(model, found), partial, found, model.config)
         error = compare(model, partial, found)
-        if source is not None and cached_file(source, TOKENIZER, _raise_exceptions_for_missing_entries=False):
-            AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if gguf is not None:
+            padded = LAYOUTS[found.name].padded(found)
+            write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
+            shutil.move(Path(work) / "gguf", gguf)
         partial.rename(folder)
     return Export(folder, found, found.engines(model.config), error)
 

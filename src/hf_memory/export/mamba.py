@@ -19,21 +19,20 @@ from hf_memory.export.parts import (
 )
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
+LLAMA_CPP_EXPAND = 2  # of the inner width; a GGUF file is padded to it
 
-def groups(config: GatedLinearAttentionConfig) -> int:
-    """Groups of value heads, with as many of zeros at the end as make the inner width a multiple of the model's."""
+
+def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tuple[int, int, int]:
+    """Groups of value heads, value heads, and the inner width as a multiple of the model's.
+
+    There are as many groups of zeros at the end as make it a whole multiple, or the one that is given.
+    """
     query_heads, *_, V = config.memory_heads
-    width = output_heads(config) // query_heads * V
-    return next(
-        n for n in range(query_heads, query_heads + config.hidden_size + 1) if n * width % config.hidden_size == 0
-    )
-
-
-def _sizes(config: GatedLinearAttentionConfig) -> tuple[int, int, int]:
-    """Groups, value heads, and the inner width as a multiple of the model's."""
-    query_heads, *_, V = config.memory_heads
-    heads = groups(config) * output_heads(config) // query_heads
-    return groups(config), heads, heads * V // config.hidden_size
+    heads = output_heads(config) // query_heads
+    n_groups = query_heads
+    while n_groups * heads * V % config.hidden_size or (expand or 0) > n_groups * heads * V // config.hidden_size:
+        n_groups += 1
+    return n_groups, n_groups * heads, n_groups * heads * V // config.hidden_size
 
 
 def check(config: GatedLinearAttentionConfig) -> list[str]:
@@ -70,9 +69,9 @@ def _rotates(config: GatedLinearAttentionConfig) -> bool:
     return bool(kept) and (config.no_rope_layers is None or bool(config.no_rope_layers[kept[0]]))
 
 
-def granite_options(config: GatedLinearAttentionConfig) -> dict:
+def granite_options(config: GatedLinearAttentionConfig, expand: int | None = None) -> dict:
     """Arguments of GraniteMoeHybridConfig."""
-    n_groups, heads, expand = _sizes(config)
+    n_groups, heads, expand = _sizes(config, expand)
     *_, K, V = config.memory_heads
     return {
         **shared_options(config),
@@ -128,10 +127,10 @@ def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) 
     return {"intermediate_size": theirs.num_heads * theirs.head_dim}
 
 
-def memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
     """One memory layer: rows of in_proj are z, x, B, C and dt, our g, v, k, q and decay."""
     query_heads, *_, K, V = config.memory_heads
-    n_groups, heads, _ = _sizes(config)
+    n_groups, heads, _ = _sizes(config, expand)
     parts = spread(config, mixer, key_heads=query_heads)
     parts |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
     rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
@@ -161,9 +160,9 @@ def _longer(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
 
-def granite_memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+def granite_memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
     """One memory layer of Granite."""
-    return {f"mamba.{name}": x for name, x in memory(config, mixer).items()}
+    return {f"mamba.{name}": x for name, x in memory(config, mixer, expand).items()}
 
 
 def granite_attention(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
@@ -197,11 +196,20 @@ def mamba2_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -
 
 def engines(config: GatedLinearAttentionConfig) -> dict[str, str]:
     """What runs the targets, and what is in the way of this model there."""
-    n_groups, _, expand = _sizes(config)
+    n_groups, _, _ = _sizes(config)
     return {
         "transformers": "",
         "vLLM": "",
         "SGLang": "",
-        "llama.cpp": "" if expand == 2 else "its inner width is twice the model's, which a GGUF file is padded to",
+        "llama.cpp": _llama_cpp(config),
         "MLX": "" if n_groups == 1 else "its norm is over all groups of heads at once",
     }
+
+
+def _llama_cpp(config: GatedLinearAttentionConfig) -> str:
+    rope = config.rope_parameters["rope_type"]
+    if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
+        return "the memory's values are there twice as wide as the model"
+    if config.attention_bias or config.attention_output_bias:
+        return "its memory layers have no biases"
+    return "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"
