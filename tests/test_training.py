@@ -35,6 +35,26 @@ def test_every_adapter_matrix_gets_a_gradient(case):
     assert not [name for name, p in adapters.items() if p.grad is None or not p.grad.abs().sum() > 0]
 
 
+@every_case
+@torch.no_grad()
+def test_a_merged_adapter_is_the_same_model(case):
+    model, tokens = lora(make_model(case).double()), random_tokens(1, 12)
+    plain = model(tokens).logits
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    adapted = model(tokens).logits
+    assert not torch.allclose(adapted, plain, atol=1e-2)
+    torch.testing.assert_close(model.merge_and_unload()(tokens).logits, adapted, rtol=0, atol=1e-5)
+
+
+@every_family
+def test_lora_has_targets_where_none_are_named(case):
+    adapted = get_peft_model(make_model(case), LoraConfig(task_type="CAUSAL_LM"))
+    names = {name.split(".")[-3] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 @every_family
 def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
     data = [{"input_ids": row, "labels": row} for row in random_tokens(8, 9)]

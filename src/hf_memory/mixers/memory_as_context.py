@@ -69,7 +69,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
         then = hidden_states.new_zeros(B, self.memory.num_output_heads, self.memory.initial_weights.size)
         offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
-        return {"then": then.float(), "offset": offset, "keys": pairs, "values": pairs}
+        then = then.to(torch.promote_types(then.dtype, torch.float32))
+        return {"then": then, "offset": offset, "keys": pairs, "values": pairs}
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Tokens that end no later than the segment of any row."""

@@ -75,7 +75,7 @@ class NeuralMemoryMixer(MemoryMixer):
         initial = self.initial_weights()
         q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
         q, _ = self.rotate(q, q, positions)
-        q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).float()
+        q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
         rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, "initial")
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)

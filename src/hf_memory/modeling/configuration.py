@@ -6,6 +6,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.hub import HubConfigMixin
+from hf_memory.modeling.registration import tell_peft
 from hf_memory.ops.contract import BACKENDS
 
 NORMS = {  # names, after transformers' models: before and after the mixer, before and after the MLP
@@ -134,6 +135,11 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     def mixer_types(self) -> list[str]:
         """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""
         return self.layer_types
+
+    def to_dict(self) -> dict:
+        """As transformers'; peft asks a model for it before it looks the model type up in a table of its own."""
+        tell_peft(self.model_type)
+        return super().to_dict()
 
     def validate_architecture(self):
         """Check what the sizes and words of a config must have in common."""

@@ -1,5 +1,6 @@
 """How transformers finds the classes of a family, and what tests must know of it."""
 
+import sys
 from typing import Literal, NamedTuple
 
 from transformers import (
@@ -46,3 +47,10 @@ def register(family: Family) -> Family:
         auto_class.register(family.config, getattr(family, name))
     REGISTERED[family.config] = family
     return family
+
+
+def tell_peft(model_type: str) -> None:
+    """What LoRA adapts where a user names nothing, once peft is there: to import it for this would take seconds."""
+    if peft := sys.modules.get("peft"):
+        targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(model_type, ["q_proj", "k_proj", "v_proj", "o_proj"])
