@@ -17,6 +17,7 @@ from transformers import DynamicCache, StaticCache
 
 from cases import CASES, every_case, every_family, make_model, random_tokens
 from hf_memory import Request, generate_stream, load_memory, save_memory
+from hf_memory.serving import memory_file
 from test_generation import generate
 
 NEW = 6
@@ -42,6 +43,13 @@ def test_a_saved_memory_is_what_it_was(case, tmp_path):
     loaded = load_memory(tmp_path / "memory.safetensors", model)
     assert loaded.get_seq_length() == 9
     assert torch.equal(go_on(model, loaded, word), go_on(model, cache, word))
+
+
+def test_a_memory_of_the_model_in_float32_is_one_in_bfloat16(tmp_path):
+    model = make_model(CASES[4])
+    save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model.bfloat16())
+    assert go_on(model, loaded, random_tokens(1, 3)).dtype == torch.bfloat16
 
 
 ANOTHER_PROCESS = """
@@ -91,6 +99,34 @@ def test_a_damaged_memory_is_refused(memory):
         load_memory(path, model)
 
 
+FORGED = {
+    "no count": (lambda header, tensors: header.pop("tokens_seen"), "was changed after it was written"),
+    "negative count": (lambda header, tensors: header.update(tokens_seen="-9"), "got -9 tokens"),
+    "layers": (lambda header, tensors: header.update(layers="["), "must have layers"),
+    "missing state": (lambda header, tensors: tensors.pop("1.keys"), "must have read tokens into the states"),
+    "other state": (lambda header, tensors: tensors.update(x=torch.ones(1)), "must have read tokens into the states"),
+    "not a number": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(float("nan")), "0.memory .* NaN"),
+    "integers": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].int()}), "1.keys .*float32"),
+    "other heads": (lambda header, tensors: tensors.update({"1.values": tensors["1.values"][:, :1]}), "the shape"),
+    "more than was read": (lambda header, tensors: header.update(tokens_seen="8"), "after 8 tokens, got"),
+    "fewer than were read": (lambda header, tensors: header.update(tokens_seen="10"), "the keys of 10 tokens, got 9"),
+    "fewer texts": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].repeat(2, 1, 1, 1)}), "shape"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_memory_is_refused(memory, name):
+    model, path = memory
+    forge, message = FORGED[name]
+    with safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    forge(header, tensors)
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(tensors, path, metadata=header | {"checksum": memory_file._checksum(header, tensors)})
+    with pytest.raises(ValueError, match=message):
+        load_memory(path, model)
+
+
 def test_another_models_memory_is_refused(memory):
     model, path = memory
     other = copy.deepcopy(model)
@@ -122,8 +158,12 @@ def test_a_directory_is_no_memory(memory, tmp_path):
 
 def test_an_empty_or_foreign_cache_is_refused(memory, tmp_path):
     model, _ = memory
-    for cache in (DynamicCache(config=model.config), DynamicCache()):
-        with pytest.raises(ValueError, match="must have read something"):
+    static = StaticCache(config=model.config, max_cache_len=9)
+    go_on(model, static, random_tokens(1, 3))
+    with pytest.raises(ValueError, match="must have read something"):
+        save_memory(DynamicCache(config=model.config), tmp_path / "new", model)
+    for cache in (DynamicCache(), static):
+        with pytest.raises(ValueError, match="cache must be a DynamicCache"):
             save_memory(cache, tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
 

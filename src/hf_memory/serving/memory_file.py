@@ -6,19 +6,22 @@ The file is safetensors. Its header says which model made it, how many tokens it
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_memory.cache import MemoryLayer
+from hf_memory.serving.rows import check_layers, held
 
 FORMAT = "hf_memory memory 1"
+HEADER = {"format", "model", "fingerprint", "tokens_seen", "layers", "checksum"}
 
 
 def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
@@ -36,9 +39,10 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the directory {path}")
-    if len(cache.layers) != model.config.num_hidden_layers or not all(layer.is_initialized for layer in cache.layers):
-        raise ValueError("cache must have read something with this model: a layer of it is empty or missing")
-    tensors = {f"{i}.{name}": x.contiguous() for i, layer in enumerate(cache.layers) for name, x in _tensors(layer)}
+    check_layers(cache, model)
+    if not all(layer.is_initialized for layer in cache.layers):
+        raise ValueError("cache must have read something with this model: a layer of it is empty")
+    tensors = {name: x.contiguous() for name, x in _states(cache)}
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
@@ -72,14 +76,60 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
     if header["fingerprint"] != fingerprint(model):
         raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
     cache = DynamicCache(config=model.config)
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    if json.loads(header["layers"]) != kinds:
+    kinds = json.dumps([type(layer).__name__ for layer in cache.layers])
+    if header["layers"] != kinds:
         raise ValueError(f"{path} must have layers {kinds}, got {header['layers']}")
+    tokens_seen = int(header["tokens_seen"]) if header["tokens_seen"].isdecimal() else 0
+    expected = _expected(model)
+    if tokens_seen < 1 or tensors.keys() != expected.keys():
+        raise ValueError(
+            f"{path} must have read tokens into the states {', '.join(expected)}, got {header['tokens_seen']} tokens "
+            f"in {', '.join(tensors) or 'none'}"
+        )
+    texts = next(iter(tensors.values())).shape[:1]
+    for name, x in tensors.items():
+        fault = _fault(x, [*texts, *expected[name].shape[1:]], expected[name].dtype, tokens_seen)
+        if fault:
+            raise ValueError(f"{path} has a state {name} that {fault}")
+        tensors[name] = x.to(model.device, expected[name].dtype)
     for i, layer in enumerate(cache.layers):
-        prefix = f"{i}."
-        own = {n.removeprefix(prefix): x.to(model.device) for n, x in tensors.items() if n.startswith(prefix)}
-        _fill(layer, own, int(header["tokens_seen"]))
+        own = {n.removeprefix(f"{i}."): x for n, x in tensors.items() if n.startswith(f"{i}.")}
+        if not isinstance(layer, MemoryLayer) and own["keys"].shape[-2] != held(layer, tokens_seen):
+            raise ValueError(f"{path} must have the keys of {tokens_seen} tokens, got {own['keys'].shape[-2]}")
+        _fill(layer, own, tokens_seen)
     return cache
+
+
+class _State(NamedTuple):
+    """What a state of one text looks like."""
+
+    shape: list[int | None]  # None where it grows
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def _expected(model: PreTrainedModel) -> dict[str, _State]:
+    """The states of a model, found by reading a token and another one."""
+    cache, seen = DynamicCache(config=model.config), []
+    for _ in range(2):
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        seen.append({name: (x.shape, x.dtype) for name, x in _states(cache)})
+    one, two = seen
+    return {
+        name: _State([m if m == n else None for m, n in zip(shape, two[name][0], strict=True)], dtype)
+        for name, (shape, dtype) in one.items()
+    }
+
+
+def _fault(x: Tensor, shape: list[int | None], dtype: torch.dtype, tokens_seen: int) -> str | None:
+    fits = len(x.shape) == len(shape) and all(
+        n == m or (m is None and 0 < n <= tokens_seen) for n, m in zip(x.shape, shape)
+    )
+    if not fits:
+        return f"must have the shape {shape} after {tokens_seen} tokens, got {list(x.shape)}"
+    if x.is_floating_point() != dtype.is_floating_point:
+        return f"must be of {dtype}, got {x.dtype}"
+    return "must not be NaN" if x.isnan().any() else None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -105,7 +155,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise ValueError(f"{path} is damaged or no memory: {error}") from error
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
-    if header.get("checksum") != _checksum(header, tensors):
+    if not header.keys() >= HEADER or header["checksum"] != _checksum(header, tensors):
         raise ValueError(f"{path} is damaged or was changed after it was written")
     return header, tensors
 
@@ -118,15 +168,20 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _states(cache: Cache) -> Iterator[tuple[str, Tensor]]:
+    for i, layer in enumerate(cache.layers):
+        for name, x in _tensors(layer):
+            yield f"{i}.{name}", x
+
+
 def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
     if isinstance(layer, MemoryLayer):
         return layer.states.items()
-    if type(layer) is DynamicSlidingWindowLayer:  # holds more than it needs while it records
+    both = (("keys", layer.keys), ("values", layer.values))
+    if isinstance(layer, DynamicSlidingWindowLayer):  # holds more than it needs while it records
         kept = min(layer.keys.shape[-2], layer.sliding_window - 1)
-        return [(name, getattr(layer, name)[..., -kept:, :]) for name in ("keys", "values")]
-    if type(layer) is DynamicLayer:
-        return (("keys", layer.keys), ("values", layer.values))
-    raise ValueError(f"cache must be a DynamicCache of memories, keys and values, got a {type(layer).__name__}")
+        return [(name, x[..., -kept:, :]) for name, x in both]
+    return both
 
 
 def _fill(layer, tensors: dict[str, Tensor], tokens_seen: int) -> None:

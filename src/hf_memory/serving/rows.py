@@ -44,7 +44,7 @@ def keep(cache: DynamicCache, rows: list[int], length: int) -> None:
         if isinstance(layer, MemoryLayer):
             layer.seen_tokens = length
             continue
-        kept = min(length, _held(layer, length))
+        kept = min(length, held(layer, length))
         layer.keys, layer.values = layer.keys[..., -kept:, :], layer.values[..., -kept:, :]
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
@@ -57,11 +57,11 @@ def take(cache: DynamicCache, row: int, length: int) -> DynamicCache:
     return alone
 
 
-def _held(layer: DynamicLayer, length: int) -> int:
+def held(layer: DynamicLayer, length: int) -> int:
     """Tokens whose keys a layer that has seen `length` tokens holds."""
     return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
 
 
 def _padded(layer: DynamicLayer, name: str, length: int) -> Tensor:
     x = getattr(layer, name)
-    return F.pad(x, (0, 0, _held(layer, length) - x.shape[-2], 0))
+    return F.pad(x, (0, 0, held(layer, length) - x.shape[-2], 0))
