@@ -52,7 +52,7 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(rotating)
-    writer.add_rope_dimension_sections([11, 11, 10, 0])  # of text all have one position
+    writer.add_rope_dimension_sections([-(-rotating // 6)] * 3 + [0])  # of pairs; in text all have one position
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
