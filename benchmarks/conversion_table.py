@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import demo
-from hf_memory.conversion import Schedule, convert, distill, fine_tune, measure, train
+from hf_memory.conversion import Recipe, Schedule, convert, distill, fine_tune, measure, resolve, train
 from hf_memory.evaluation import copy_gain, perplexity
 
 RESULTS = Path(__file__).parent / "results" / "conversion_table.json"
@@ -61,13 +61,13 @@ ABLATION: dict[str, dict] = {  # as many steps in all as the pure student has
 MIX = 0.5  # part of the text's own loss in distillation
 FAMILIES: dict[str, dict] = {
     "linear": {"cross_entropy": MIX},
-    "gated": {"gate": "vector", "cross_entropy": MIX},
-    "deltanet": {"gate": "scalar", "cross_entropy": MIX},
+    "gated": {"options": {"gate": "vector"}, "cross_entropy": MIX},
+    "deltanet": {"options": {"gate": "scalar"}, "cross_entropy": MIX},
     "deltaformer": {},  # starts as its teacher, and learns the text alone
-    "titans": {"variant": "mag"},
+    "titans": {"options": {"variant": "mag"}},
 }
 DELTANET = {"to": "deltanet", **FAMILIES["deltanet"]}
-WINDOW = {"to": "titans", "variant": "mag", "sliding_window": 32, "cross_entropy": MIX}
+WINDOW = {"to": "titans", "options": {"variant": "mag", "sliding_window": 32}, "cross_entropy": MIX}
 
 
 def library_sections() -> list[str]:
@@ -133,7 +133,7 @@ def make_teacher():
 
 
 def students() -> dict[str, dict]:
-    """Name of a row: arguments of convert."""
+    """Name of a row: parts of its recipe."""
     rows = {f"{to}, pure": {"to": to, **options} for to, options in FAMILIES.items()}
     for to, options in FAMILIES.items():
         exact = to in ("deltaformer", "titans")  # whatever layer they keep
@@ -147,8 +147,9 @@ def models(teacher, training: Tensor, new: Tensor) -> dict[str, Callable[[], tup
     """Name of a row: what makes its model, and says what else is known of it."""
 
     def converted(arguments: dict):
-        made = convert(teacher, training, **{"transfer": TRANSFER, "distillation": DISTILLATION, **arguments})
-        return made.student, {"kept": made.kept, "ranking": made.ranking}
+        recipe = Recipe(**{"transfer": TRANSFER, "distillation": DISTILLATION, **arguments})
+        made = convert(teacher, training, resolve(recipe, teacher.config, training))
+        return made.student, {"kept": made.plan.kept, "ranking": made.ranking}
 
     def trained_on():
         model = copy.deepcopy(teacher)

@@ -10,7 +10,8 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from hf_memory import cli
-from hf_memory.conversion import convert, processes
+from hf_memory.conversion import Run, processes
+from test_conversion import convert
 from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
 
 STAGES = dict.fromkeys(("transfer", "distillation"), SCHEDULE._replace(steps=6))
@@ -37,7 +38,7 @@ def shard_on_the_cpu() -> None:
 
 def convert_and_save(name: str, folder: Path, **run) -> None:
     """The student, from the first process."""
-    made = convert(make_teacher(), text(), **{**RUN, **STAGES, **run})
+    made = convert(make_teacher(), text(), run=Run(**run), **RUN | STAGES)
     if processes().is_main_process:
         made.student.save_pretrained(folder / name)
 

@@ -180,7 +180,7 @@ def write_model(student, folder, files):
         (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be one that torch finds here"),
         (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
-        (["convert", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
+        (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
     ],
 )
 def test_errors_are_sentences(run, student, tmp_path, arguments, sentence):

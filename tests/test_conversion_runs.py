@@ -16,8 +16,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from cases import SIZES, random_tokens
-from hf_memory.conversion import Schedule, convert
-from hf_memory.conversion.checkpoints import last_whole_checkpoint
+from hf_memory.conversion import Run, Schedule
+from hf_memory.conversion.claims import last_whole_checkpoint
+from test_conversion import convert
 
 SCHEDULE = Schedule(steps=10, learning_rate=1e-2, batch_size=2, length=16)
 RUN = {"to": "gated", "keep": (1,), "transfer": SCHEDULE, "distillation": SCHEDULE, "seed": 1}
@@ -42,7 +43,7 @@ class Slow(TrainerCallback):
 
 
 def convert_and_save(folder, *callbacks):
-    made = convert(make_teacher(), text(), checkpoints=folder / "checkpoints", callbacks=callbacks, **ALL_STAGES)
+    made = convert(make_teacher(), text(), run=Run(folder / "checkpoints", callbacks=callbacks), **ALL_STAGES)
     made.student.save_pretrained(folder / "student")
 
 
@@ -116,11 +117,11 @@ def other_teacher():
 def test_checkpoints_of_another_run_are_refused(tmp_path, teacher, tokens, change, name):
     short = RUN | {"transfer": SCHEDULE._replace(steps=1), "distillation": SCHEDULE._replace(steps=0)}
     with pytest.raises(ValueError, match="options must be"):
-        convert(make_teacher(), text(), checkpoints=tmp_path, gaet="scalar", **short)  # claims nothing
-    convert(make_teacher(), text(), checkpoints=tmp_path, **short)
-    convert(make_teacher(), text(), checkpoints=tmp_path, **short | {"keep": [1]})
+        convert(make_teacher(), text(), run=Run(tmp_path), gaet="scalar", **short)  # claims nothing
+    convert(make_teacher(), text(), run=Run(tmp_path), **short)
+    convert(make_teacher(), text(), run=Run(tmp_path), **short | {"keep": [1]})
     with pytest.raises(ValueError, match=f"checkpoints must be of the same run, got .* with another {name}$"):
-        convert(teacher(), tokens, checkpoints=tmp_path, **short | change)
+        convert(teacher(), tokens, run=Run(tmp_path), **short | change)
 
 
 class Break(TrainerCallback):
@@ -147,4 +148,4 @@ class Break(TrainerCallback):
 def test_a_step_that_is_not_finite_stops_the_stage(stage, name, weight):
     before = "the weight {} is not finite" if weight else "weights are finite, the gradient of {} is not"
     with pytest.raises(ValueError, match=f"must be finite, got loss .* in step 4 of {stage}; {before.format(name)}"):
-        convert(make_teacher(), text(), callbacks=(Break(stage, name, weight=weight),), **RUN)
+        convert(make_teacher(), text(), run=Run(callbacks=(Break(stage, name, weight=weight),)), **RUN)

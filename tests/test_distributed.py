@@ -11,8 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cases import CASES, SIZES, make_model
 from distributed_conversion import STAGES, convert_and_save
-from hf_memory.conversion import convert
+from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
+from test_conversion import convert
 from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
@@ -65,10 +66,11 @@ def same(a, b, tolerance=0.0):
 
 def test_checkpointing_and_accumulation_change_no_student():
     only_distillation = {**RUN, **STAGES, "transfer": SCHEDULE._replace(steps=0)}
-    checkpointed = convert(make_teacher(), text(), **RUN | STAGES, training={"activation_checkpointing": True})
+    checkpointed = convert(make_teacher(), text(), **RUN | STAGES, run=Run(training={"activation_checkpointing": True}))
     assert same(convert(make_teacher(), text(), **RUN | STAGES), checkpointed)
     assert not checkpointed.student.is_activation_checkpointing
-    accumulated = convert(make_teacher(), text(), **only_distillation, training={"gradient_accumulation_steps": 2})
+    in_two = Run(training={"gradient_accumulation_steps": 2})
+    accumulated = convert(make_teacher(), text(), **only_distillation, run=in_two)
     assert same(convert(make_teacher(), text(), **only_distillation), accumulated, tolerance=1e-3)
 
 
@@ -78,21 +80,9 @@ def test_every_student_learns_in_bfloat16(to):
     teacher = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).eval()
     once = SCHEDULE._replace(steps=1, learning_rate=1e-4)
     exact, rounded = (
-        convert(teacher, text(), to=to, transfer=once, distillation=once, training={"bf16": bf16})
+        convert(teacher, text(), to=to, transfer=once, distillation=once, run=Run(training={"bf16": bf16}))
         for bf16 in (False, True)
     )
     for stage, losses in exact.losses.items():
         assert rounded.losses[stage][0]["loss"] == pytest.approx(losses[0]["loss"], rel=0.05, abs=1e-3)
     assert {x.dtype for x in rounded.student.parameters()} == {rounded.student(text()[None]).logits.dtype}
-
-
-@pytest.mark.parametrize(
-    ("training", "message"),
-    [
-        ({"bf61": True, "max_steps": 3}, "training must be arguments of .*, got bf61, max_steps$"),
-        ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3, .* got 2"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(training, message):
-    with pytest.raises(ValueError, match=message):
-        convert(make_teacher(), text(), **RUN | STAGES, training=training)

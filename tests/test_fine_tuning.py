@@ -16,24 +16,27 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_memory import conversion
 from hf_memory.conversion import (
+    Recipe,
+    Run,
     Schedule,
     attention_transfer,
-    convert,
+    check_space,
     distill,
     distill_from_logits,
     fine_tune,
     make_student,
+    resolve,
     save_logits,
-    teacher_logits,
-    teachers,
     train,
 )
-from hf_memory.conversion.checkpoints import check_room
 from hf_memory.conversion.run_file import read_schedule
-from hf_memory.conversion.stages import divergence
-from hf_memory.conversion.starts import start_near
-from hf_memory.conversion.teacher_logits import top_divergence
+from hf_memory.conversion.stages import logits as teacher_logits
+from hf_memory.conversion.stages.distillation import divergence
+from hf_memory.conversion.stages.logits import top_divergence
+from hf_memory.conversion.students.starts import start_near
+from hf_memory.conversion.teachers import quantized as of_few_bits
 from test_cli import FAST, _wide_console, run, teacher, text  # noqa: F401
+from test_conversion import convert
 from test_conversion_runs import SCHEDULE, make_teacher
 from test_conversion_runs import text as tokens
 
@@ -122,9 +125,9 @@ def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
     teacher = make_teacher()  # noqa: F811
     student, whole = student_of(teacher), student_of(teacher)
     with pytest.raises(RuntimeError):
-        fine_tune(student, tokens(), FEW, lora_rank=2, checkpoints=tmp_path, callbacks=(Fail(2),))
+        fine_tune(student, tokens(), FEW, lora_rank=2, run=Run(tmp_path, callbacks=(Fail(2),)))
     assert same(student, whole)
-    fine_tune(student, tokens(), FEW, lora_rank=2, checkpoints=tmp_path)
+    fine_tune(student, tokens(), FEW, lora_rank=2, run=Run(tmp_path))
     fine_tune(whole, tokens(), FEW, lora_rank=2)
     assert same(student, whole)
 
@@ -182,7 +185,7 @@ def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
 
 
 def test_a_conversion_distils_from_saved_logits_that_students_share(tmp_path):
-    run = {"transfer": NONE, "distillation": FEW, "teacher_logits": tmp_path, "top_k": 8, "seed": 2}  # noqa: F811
+    run = {"transfer": NONE, "distillation": FEW, "run": Run(None, tmp_path), "top_k": 8, "seed": 2}  # noqa: F811
     made = convert(make_teacher(), tokens(), to="gated", **run)
     times = [path.stat().st_mtime_ns for path in tmp_path.iterdir()]
     convert(make_teacher(), tokens(), to="linear", **run)
@@ -202,7 +205,7 @@ def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
         assert torch.equal(whole.state_dict()[name], made.student.state_dict()[names[0]])
     learned = convert(whole, tokens(), to="gated", transfer=FEW, distillation=FEW, quantized=rounded).student
     student = make_student(whole, "gated")
-    start_near(student, whole, tokens(), 16, quantized=rounded)
+    start_near(student, whole, tokens(), 16, observed=rounded)
     attention_transfer(student, rounded, tokens(), FEW)
     distill(student, rounded, tokens(), FEW, seed=1)
     assert same(learned, student)
@@ -211,7 +214,7 @@ def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
 def test_bits_that_cannot_be_had_are_explained(monkeypatch):
     with pytest.raises(ValueError, match="teacher_bits must be 8 or 4, got 3"):
         conversion.load_quantized("teacher", 3, "cpu")
-    monkeypatch.setattr(teachers, "is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ValueError, match="a teacher in 4 bits needs bitsandbytes: pip install bitsandbytes"):
         conversion.load_quantized("teacher", 4, "cpu")
 
@@ -227,7 +230,7 @@ def test_bits_that_cannot_be_had_are_explained(monkeypatch):
     ids=["attention transfer", "distillation", "training", "fine-tuning"],
 )
 def test_checkpoints_of_a_stage_are_its_own(tmp_path, stage, change):
-    run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "checkpoints": tmp_path}  # noqa: F811
+    run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "run": Run(tmp_path)}  # noqa: F811
     first = stage(make_teacher(), **run)
     assert stage(make_teacher(), **run) == first
     teacher, others = make_teacher(), {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}  # noqa: F811
@@ -265,10 +268,10 @@ def test_a_full_disk_costs_no_more_than_one_checkpoint(tmp_path, part):
     size = int(part * 4 * student.num_parameters())
     full = r"checkpoint-3 of fine-tuning could not be written to .*, with [\d,.]+ MB free: .*; the checkpoint before it"
     with room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=full):
-        fine_tune(student, tokens(), FEW, checkpoints=tmp_path, callbacks=(FillDisk(size),))
+        fine_tune(student, tokens(), FEW, run=Run(tmp_path, callbacks=(FillDisk(size),)))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-2"]
     student = student_of(make_teacher())
-    fine_tune(student, tokens(), FEW, checkpoints=tmp_path)
+    fine_tune(student, tokens(), FEW, run=Run(tmp_path))
     fine_tune(whole, tokens(), FEW)
     assert same(student, whole)
 
@@ -296,8 +299,11 @@ def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_pa
 
 def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    plan = resolve(Recipe(transfer=FEW, distillation=FEW), make_teacher().config, tokens())
     with pytest.raises(OSError, match=r"must have 0.1 MB free for student, got 0.0 MB"):
-        check_room(tmp_path / "no" / "student", make_teacher())
+        check_space(plan, Run(), output=tmp_path / "no" / "student")
+    with pytest.raises(OSError, match=r"must have \d.\d MB free for student and work, got 0.0 MB"):
+        check_space(plan, Run(tmp_path / "work"), output=tmp_path / "student")
 
 
 def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa: F811
@@ -346,14 +352,14 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
 
 
 def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(teachers, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: True)
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
     code, out, _ = run(*command, "--teacher-logits", tmp_path / "logits", "--top-k", 8, "--teacher-bits", 8)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "teacher's logits 0.01 MB on disk, 8 tokens a place" in lines
     assert any(line.startswith("teacher in 8 bits 0.01 MB, beside 0.02 MB") for line in lines)
-    assert "fine-tuning none" in lines
+    assert not any(line.startswith("fine-tuning") for line in lines)
 
 
 def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):  # noqa: F811

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from cases import random_tokens
-from hf_memory.conversion import Schedule, carry_over, convert, kept_layers, make_student, placement, rank_layers
-from hf_memory.conversion.placement import auto_count, placement_table, restored
+from hf_memory.conversion import Run, Schedule, carry_over, kept_layers, make_student, rank_layers
+from hf_memory.conversion.students import placement
+from hf_memory.conversion.students.placement import auto_count, placement_table, restored
 from hf_memory.evaluation import Agreement, copy_gain
-from test_conversion import make_teacher, same
+from test_conversion import convert, make_teacher, same
 
 SCHEDULE = Schedule(steps=4, learning_rate=1e-2, batch_size=2, length=16)
 BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
@@ -117,18 +118,13 @@ def test_recall_less_kl_decides_and_recall_where_they_are_the_same(monkeypatch):
 
 def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     teacher, tokens = make_teacher(), random_tokens(200)
-    made = convert(teacher, tokens, keep="auto:1/2", checkpoints=tmp_path, **BOTH_STAGES)
-    assert made.kept == (made.ranking[0].layer,)
+    made = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
+    assert made.plan.kept == (made.ranking[0].layer,)
     assert {score.layer for score in made.ranking} == {0, 1}
-    assert made.student.config.layer_types[made.kept[0]] == "full_attention"
-    again = convert(teacher, tokens, keep="auto:1/2", checkpoints=tmp_path, **BOTH_STAGES)
+    assert made.student.config.layer_types[made.plan.kept[0]] == "full_attention"
+    again = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
     assert same(again.student, made.student)
     assert again.ranking == made.ranking
-    chosen = convert(teacher, tokens, keep=made.kept, **BOTH_STAGES)
+    chosen = convert(teacher, tokens, keep=made.plan.kept, **BOTH_STAGES)
     assert same(chosen.student, made.student)
     assert chosen.ranking == ()
-
-
-def test_a_student_that_is_its_teacher_has_no_ranking():
-    with pytest.raises(ValueError, match="keep must not be auto for a student that starts as its teacher"):
-        convert(make_teacher(), random_tokens(200), to="deltaformer", keep="auto")

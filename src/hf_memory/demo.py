@@ -17,10 +17,19 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    TrainerCallback,
 )
 
-from hf_memory.conversion import Results, Schedule, convert, measure, recipe, train
+from hf_memory.conversion import (
+    Recipe,
+    Results,
+    Run,
+    Schedule,
+    convert,
+    measure,
+    resolve,
+    results_of,
+    train,
+)
 
 END = "<|endoftext|>"
 SECTION = 4000  # characters of text that are held out, or not, together
@@ -160,7 +169,7 @@ def run_demo(
     *,
     to: str = "linear",
     settings: Settings = SETTINGS,
-    callbacks: tuple[TrainerCallback, ...] = (),
+    run: Run = Run(),
     say: Callable[[str], None] = print,
     **options,
 ) -> Demo:
@@ -169,41 +178,31 @@ def run_demo(
     Args:
         to: the student's family.
         settings: sizes and schedules.
-        callbacks: of the Trainer in all stages.
+        run: who hears of it.
         say: is told what happens between them.
         **options: of the student's config, such as `gate`.
     """
     corpus = make_corpus(settings.vocab_size, sections())
-    say(f"read the language reference: {len(corpus.training)} tokens to train on, {len(corpus.held_out)} held out")
+    tokens, held_out = corpus.training, corpus.held_out
+    say(f"read the language reference: {len(tokens)} tokens to train on, {len(held_out)} held out")
     teacher = make_teacher(settings, corpus.tokenizer)
+    wanted = Recipe(to, transfer=settings.transfer, distillation=settings.distillation, options=options)
+    plan = resolve(wanted, teacher.config, tokens)
     say(f"made a Llama of {teacher.num_parameters():,} parameters")
     optimizer = MuonWithAdamW(teacher, settings.teacher.learning_rate)
-    losses = {
-        "teacher": train(
-            teacher, corpus.training, settings.teacher, name="teacher", optimizer=optimizer, callbacks=callbacks
-        )
-    }
-    conversion = convert(
-        teacher,
-        corpus.training,
-        to=to,
-        transfer=settings.transfer,
-        distillation=settings.distillation,
-        callbacks=callbacks,
-        **options,
-    )
+    losses = {"teacher": train(teacher, tokens, settings.teacher, name="teacher", optimizer=optimizer, run=run)}
+    made = convert(teacher, tokens, plan, run)
     control = copy.deepcopy(teacher)  # what the distillation's steps give to a teacher that is not converted
-    train(control, corpus.training, settings.distillation, name="control", seed=1, callbacks=callbacks)
-    say("measuring all three on the held-out text")
-    others = (("control", control), ("student", conversion.student))
-    rows = [measure("teacher", teacher, corpus.held_out, None)]
-    rows += [measure(name, model, corpus.held_out, teacher) for name, model in others]
-    results = Results(
+    train(control, tokens, settings.distillation, name="control", seed=1, run=run)
+    rows = [measure("teacher", teacher, held_out, None, report=run.report)]
+    for name, model in (("control", control), ("student", made.student)):
+        rows.append(measure(name, model, held_out, teacher, report=run.report))
+    results = results_of(
+        made.plan,
+        losses | made.losses,
+        rows,
         teacher="a small Llama trained by hf-memory demo",
-        model_type=conversion.student.config.model_type,
-        text=f"the Python language reference ({len(corpus.training)} tokens, {len(corpus.held_out)} held out)",
-        recipe=recipe(to, settings.transfer, settings.distillation, **options),
-        losses=losses | conversion.losses,
-        rows=rows,
+        text=f"the Python language reference ({len(tokens)} tokens, {len(held_out)} held out)",
+        training={},
     )
-    return Demo(teacher, conversion.student, corpus.tokenizer, results)
+    return Demo(teacher, made.student, corpus.tokenizer, results)

@@ -1,13 +1,13 @@
 """hf-memory convert."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_memory import conversion
 from hf_memory.cli.options import (
@@ -23,49 +23,57 @@ from hf_memory.cli.options import (
     Training,
     read_pairs,
 )
-from hf_memory.cli.results import bars, device, how_to_load, names_of, print_plan, print_results, read, result
+from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
-from hf_memory.conversion.checkpoints import check_room
-from hf_memory.conversion.report import check_free
-from hf_memory.conversion.run_file import RUN, read_schedule, write_flags
+from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
+from hf_memory.conversion import Conversion, ModelResult, Recipe, Schedule
+from hf_memory.conversion.run_file import read_schedule, recipe_flags
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
+FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
+OF_RECIPE = ("to", "keep", "lora_rank", "temperature", "cross_entropy", "teacher_bits", "top_k", "seed")
 
+TeacherName = Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")]
+Output = Annotated[Path, typer.Option(help="Folder for the student.")]
+Family = Annotated[str, typer.Option(help="The student's family.")]
 Keep = Annotated[
     str,
     typer.Option("--keep-attention", "--keep", help=f"Layers that keep their attention: {conversion.KEEP_WORDS}."),
 ]
-
-
-def _stage(name: str) -> typer.models.OptionInfo:
-    fields = ", ".join(conversion.Schedule._fields)
-    return typer.Option(help=f"name=value,... of {name}, with names from {fields}; may be repeated.")
+Transfer = Annotated[list[str] | None, typer.Option(help=f"Of attention transfer: {FIELDS}")]
+Distillation = Annotated[list[str] | None, typer.Option(help=f"Of logit distillation: {FIELDS}")]
+FineTuning = Annotated[list[str] | None, typer.Option(help=f"Of fine-tuning, of no steps by default: {FIELDS}")]
+Temperature = Annotated[float, typer.Option(help="Of the distillation.")]
+CrossEntropy = Annotated[
+    float | None, typer.Option(help="Part of the distillation's loss that is the text's own, 0 to 1; default: 0.")
+]
+TeacherBits = Annotated[
+    int | None, typer.Option(help="8 or 4: learn from a teacher in so many bits, with bitsandbytes.")
+]
+TeacherLogits = Annotated[
+    Path | None, typer.Option(help="Folder to save the teacher's likely tokens to, before distillation from them.")
+]
+TopK = Annotated[int | None, typer.Option(help=f"How many of them at each place; default: {conversion.TOP_K}.")]
 
 
 def convert(
     context: typer.Context,
-    teacher: Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")],
+    teacher: TeacherName,
     text: Texts,
-    output: Annotated[Path, typer.Option(help="Folder for the student.")],
-    to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
+    output: Output,
+    to: Family = "linear",
     keep: Keep = "none",
     option: Option = None,
-    transfer: Annotated[list[str] | None, _stage("attention transfer")] = None,
-    distillation: Annotated[list[str] | None, _stage("logit distillation")] = None,
-    fine_tuning: Annotated[list[str] | None, _stage("fine-tuning, of no steps by default")] = None,
+    transfer: Transfer = None,
+    distillation: Distillation = None,
+    fine_tuning: FineTuning = None,
     lora_rank: LoraRank = None,
     max_tokens: MaxTokens = None,
-    temperature: Annotated[float, typer.Option(help="Of the distillation.")] = 1.0,
-    cross_entropy: Annotated[
-        float | None, typer.Option(help="Part of the distillation's loss that is the text's own, 0 to 1; default: 0.")
-    ] = None,
-    teacher_bits: Annotated[
-        int | None, typer.Option(help="8 or 4: learn from a teacher in so many bits, with bitsandbytes.")
-    ] = None,
-    teacher_logits: Annotated[
-        Path | None, typer.Option(help="Folder to save the teacher's likely tokens to, before distillation from them.")
-    ] = None,
-    top_k: Annotated[int, typer.Option(help="How many of them at each place.")] = conversion.TOP_K,
+    temperature: Temperature = 1.0,
+    cross_entropy: CrossEntropy = None,
+    teacher_bits: TeacherBits = None,
+    teacher_logits: TeacherLogits = None,
+    top_k: TopK = None,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
     arguments: Training = None,
@@ -74,101 +82,54 @@ def convert(
     config: Config = None,
 ) -> None:
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
-    check_free(output, overwrite=overwrite)
-    options, shared = read_pairs(option), read_pairs(arguments)
-    conversion.check_training(shared)
-    conversion.check_cross_entropy(cross_entropy or 0)
-    tokenizer, training, held_out = read(teacher, text, max_tokens)
-    stages = _schedules(context)
-    how = {"to": to, "keep": keep, "lora_rank": lora_rank, **stages, **options}
-    saved = top_k if teacher_logits else None
-    if teacher_bits is not None:
-        conversion.check_bits(teacher_bits)
-    plan = conversion.plan(AutoConfig.from_pretrained(teacher), training, teacher_bits=teacher_bits, top_k=saved, **how)
+    with signs_of_life() as report:
+        job = prepare(context, teacher, _recipe(context), report)
+        done = None if dry_run else _convert(teacher, job)
     if dry_run:
-        print_plan(plan)
+        print_plan(job.plan)
+    if done is None:
         return
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    check_room(output, model)
-    processes = conversion.processes()  # each has its own device from here on
-    place = device()
-    quantized = None if teacher_bits is None else conversion.load_quantized(teacher, teacher_bits, place)
-    model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
-    with bars() as (_, callbacks):
-        made = conversion.convert(
-            model,
-            training,
-            temperature=temperature,
-            cross_entropy=cross_entropy,
-            quantized=quantized,
-            teacher_logits=teacher_logits,
-            top_k=top_k,
-            seed=seed,
-            checkpoints=checkpoints,
-            callbacks=callbacks,
-            training=shared,
-            **how,
-        )
-    processes.destroy_process_group()
-    if not processes.is_main_process:
-        return
-    del quantized
-    model.to(place)  # type: ignore[arg-type]
-    recipe: dict = {
-        "to": to,
-        "transfer": stages["transfer"],
-        "distillation": stages["distillation"],
-        conversion.FINE_TUNING: str(stages["fine_tuning"]) if stages["fine_tuning"].steps else None,
-        "cross_entropy": cross_entropy,
-        "lora_rank": lora_rank,
-        "teacher_bits": teacher_bits,
-        "top_k": saved,
-        "kept_layers": _kept(made, keep),
-        "seed": seed,
-    }
-    results = conversion.Results(
-        teacher=teacher,
-        model_type=made.student.config.model_type,
-        text=names_of(text),
-        recipe=conversion.recipe(**{name: x for name, x in recipe.items() if x is not None}, **options, **shared),
-        losses=made.losses,
-        rows=[
-            conversion.measure("teacher", model, held_out, None),
-            conversion.measure("student", made.student, held_out, model),
-        ],
-    )
-    with result(output, overwrite, checkpoints) as folder:
-        conversion.write_report(folder, made.student, tokenizer, results)
-        blocks = {name: schedule._asdict() for name, schedule in stages.items()}
-        write_flags(folder / RUN, context.command.params, context.params | blocks)
+    made, rows = done
     if made.ranking:
         _print_ranking(made)
-    print_results(results)
-    console.print(how_to_load(output), markup=False, soft_wrap=True)
+    results = results_of(context, job, made.plan, made.losses, rows, teacher)
+    finish(context, job, made.student, results, flags=recipe_flags(made.plan.recipe))
 
 
-def _schedules(context: typer.Context) -> dict[str, conversion.Schedule]:
-    """Of the stages of a conversion, the command line over the file."""
-    defaults = {
-        "transfer": conversion.TRANSFER_SCHEDULE,
-        "distillation": conversion.DISTILLATION_SCHEDULE,
-        "fine_tuning": conversion.NO_FINE_TUNING,
+def _recipe(context: typer.Context) -> Recipe:
+    """What the flags say; of a stage's schedule, the command line wins over the file."""
+    given, in_file = context.params, context.default_map or {}
+    schedules: dict[str, Any] = {
+        name: read_schedule(name, default, [*in_file.get(name, ()), *(given[name] or ())])
+        for name, default in Recipe().schedules.items()
     }
-    in_file = context.default_map or {}
-    return {
-        name: read_schedule(name, schedule, [*in_file.get(name, ()), *(context.params[name] or ())])
-        for name, schedule in defaults.items()
-    }
+    same: dict[str, Any] = {name: given[name] for name in OF_RECIPE}
+    if given["teacher_logits"] and given["top_k"] is None:
+        same["top_k"] = conversion.TOP_K
+    return Recipe(options=read_pairs(given["option"]), **same, **schedules)
 
 
-def _print_ranking(made: conversion.Conversion) -> None:
+def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
+    """The student, and how it compares with its teacher; None in all processes but the first."""
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    processes = conversion.processes()  # each has its own device from here on
+    place, bits = device(), job.plan.bits
+    quantized = None if bits is None else conversion.load_quantized(teacher, bits, place)
+    model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
+    made = conversion.convert(model, job.tokens, job.plan, job.run, quantized=quantized)
+    processes.destroy_process_group()
+    if not processes.is_main_process:
+        return None
+    del quantized
+    model.to(place)  # type: ignore[arg-type]
+    report = job.run.report
+    rows = [conversion.measure("teacher", model, job.held_out, None, report=report)]
+    return made, [*rows, conversion.measure("student", made.student, job.held_out, model, report=report)]
+
+
+def _print_ranking(made: Conversion) -> None:
     title = "attention in one layer only, before distillation; recall less KL decides"
     rows = Table(*conversion.PLACEMENT_HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
-    for row in conversion.placement_table(made.ranking, made.kept):
+    for row in conversion.placement_table(made.ranking, made.plan.kept):
         rows.add_row(*row)
     console.print(rows)
-
-
-def _kept(made: conversion.Conversion, words: str) -> str:
-    layers = ", ".join(map(str, made.kept))
-    return layers if words in ("none", layers.replace(" ", "")) else f"{layers} ({words})"

@@ -8,10 +8,11 @@ import typer
 
 from hf_memory import conversion
 from hf_memory.cli.options import Option, read_pairs
-from hf_memory.cli.results import bars, how_to_load, print_results
+from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
+from hf_memory.cli.work import how_to_load, print_results
 from hf_memory.cli.writing import load, write
-from hf_memory.conversion.report import RESULTS, check_free
+from hf_memory.conversion.folders import RESULTS
 from hf_memory.demo import PROMPTS, Demo, run_demo
 
 
@@ -21,9 +22,9 @@ def demo(
     option: Option = None,
 ) -> None:
     """Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes."""
-    check_free(output, overwrite=True)
-    with bars() as (progress, callbacks):
-        made = run_demo(to=to, callbacks=callbacks, say=progress.console.print, **read_pairs(option))
+    conversion.check_output(output, overwrite=True)
+    with signs_of_life() as report:
+        made = run_demo(to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option))
     with conversion.new_folder(output, overwrite=True) as folder:
         _write(folder, made)
     print_results(made.results)

@@ -1,34 +1,21 @@
 """hf-memory fine-tune."""
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import (
-    Checkpoints,
-    Config,
-    DryRun,
-    LoraRank,
-    MaxTokens,
-    Overwrite,
-    Seed,
-    Texts,
-    Training,
-    read_pairs,
-)
-from hf_memory.cli.results import bars, device, how_to_load, names_of, print_plan, print_results, read, result
-from hf_memory.cli.terminal import console
-from hf_memory.conversion.checkpoints import check_room
-from hf_memory.conversion.report import check_free
-from hf_memory.conversion.run_file import RUN, write_flags
+from hf_memory.cli.options import Checkpoints, Config, DryRun, LoraRank, MaxTokens, Overwrite, Seed, Texts, Training
+from hf_memory.cli.progress import signs_of_life
+from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
+from hf_memory.conversion import FINE_TUNING, Recipe, Schedule
 
-FINE_TUNING = conversion.FINE_TUNING_SCHEDULE
+DEFAULT = Recipe().fine_tuning._replace(steps=100)
+NONE = DEFAULT._replace(steps=0)
 
 
 def fine_tune(
@@ -36,10 +23,10 @@ def fine_tune(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a student.")],
     text: Texts,
     output: Annotated[Path, typer.Option(help="Folder for the model that it becomes.")],
-    steps: Annotated[int, typer.Option(help="Of learning.")] = FINE_TUNING.steps,
-    learning_rate: Annotated[float, typer.Option(help="Highest, after a warmup.")] = FINE_TUNING.learning_rate,
-    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = FINE_TUNING.batch_size,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = FINE_TUNING.length,
+    steps: Annotated[int, typer.Option(help="Of learning.")] = DEFAULT.steps,
+    learning_rate: Annotated[float, typer.Option(help="Highest, after a warmup.")] = DEFAULT.learning_rate,
+    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = DEFAULT.batch_size,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = DEFAULT.length,
     lora_rank: LoraRank = None,
     max_tokens: MaxTokens = None,
     seed: Seed = 0,
@@ -50,48 +37,33 @@ def fine_tune(
     config: Config = None,
 ) -> None:
     """Teach a student the text itself, at a longer context; with LoRA the output has it merged, and in adapter/."""
-    check_free(output, overwrite=overwrite)
-    shared = read_pairs(arguments)
-    conversion.check_training(shared)
-    tokenizer, training, held_out = read(model, text, max_tokens)
-    schedule = conversion.Schedule(steps, learning_rate, batch_size, length)
-    plan = conversion.plan_fine_tuning(AutoConfig.from_pretrained(model), training, schedule, lora_rank=lora_rank)
-    if dry_run:
-        print_plan(plan)
-        return
+    schedule = Schedule(steps, learning_rate, batch_size, length)
+    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
+    with signs_of_life() as report, tempfile.TemporaryDirectory() as folder:
+        job, adapter = prepare(context, model, recipe, report), Path(folder) if lora_rank else None
+        done = None if dry_run else _fine_tune(model, job, adapter)
+        if dry_run:
+            print_plan(job.plan)
+        elif done is not None:
+            student, losses, rows = done
+            results = results_of(context, job, job.plan, {FINE_TUNING: losses}, rows, model)
+            finish(context, job, student, results, adapter=adapter)
+
+
+def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedModel, list, list] | None:
+    """The model, its losses, and how it was before and after; None in all processes but the first."""
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    check_room(output, student)
-    processes = conversion.processes()
+    processes, report = conversion.processes(), job.run.report
     student.to(device())  # type: ignore[arg-type]
-    before = conversion.measure("before", student, held_out, None) if processes.is_main_process else None
-    with bars() as (_, callbacks), tempfile.TemporaryDirectory() as adapter:
-        losses = conversion.fine_tune(
-            student,
-            training,
-            schedule,
-            lora_rank=lora_rank,
-            adapter=Path(adapter) if lora_rank else None,
-            seed=seed,
-            checkpoints=checkpoints,
-            callbacks=callbacks,
-            training=shared,
-        )
-        processes.destroy_process_group()
-        if before is None:
-            return
-        recipe = {conversion.FINE_TUNING: str(schedule), "lora_rank": lora_rank, "seed": seed, **shared}
-        results = conversion.Results(
-            teacher=model,
-            model_type=student.config.model_type,
-            text=names_of(text),
-            recipe={name: x for name, x in recipe.items() if x is not None},
-            losses={conversion.FINE_TUNING: losses},
-            rows=[before, conversion.measure("after", student, held_out, None)],
-        )
-        with result(output, overwrite, checkpoints) as folder:
-            conversion.write_report(folder, student, tokenizer, results)
-            if lora_rank:
-                shutil.copytree(adapter, folder / "adapter")
-            write_flags(folder / RUN, context.command.params, context.params)
-    print_results(results)
-    console.print(how_to_load(output), markup=False, soft_wrap=True)
+    rows = []
+    if processes.is_main_process:
+        rows = [conversion.measure("before", student, job.held_out, None, report=report)]
+    (stage,) = job.plan.stages
+    rank, seed = stage.lora_rank, stage.seed
+    losses = conversion.fine_tune(
+        student, job.tokens, stage.schedule, lora_rank=rank, adapter=adapter, seed=seed, run=job.run
+    )
+    processes.destroy_process_group()
+    if not processes.is_main_process:
+        return None
+    return student, losses, [*rows, conversion.measure("after", student, job.held_out, None, report=report)]

@@ -1,21 +1,30 @@
 """A trained Transformer becomes a memory model.
 
-Its weights by a table of names, then attention transfer, then logits, then the text itself at a longer context.
+Its weights by a table of names, then attention transfer, then logits, then the text itself at a longer context:
 
-`convert` does all of it; each stage is also a function of its own.
+    plan = resolve(Recipe(to="deltanet", options={"gate": "scalar"}), teacher.config, tokens)
+    student = convert(teacher, tokens, plan).student
+
+Each stage is also a function of its own.
 """
 
-from hf_memory.conversion.convert import (
-    DISTILLATION_SCHEDULE,
-    NO_FINE_TUNING,
-    TRANSFER_SCHEDULE,
-    Conversion,
-    convert,
-)
+from hf_memory.conversion.convert import Conversion, convert
 from hf_memory.conversion.data import TokenWindows, read_tokens
-from hf_memory.conversion.fine_tuning import FINE_TUNING, FINE_TUNING_SCHEDULE, fine_tune
+from hf_memory.conversion.describe import plan_rows
+from hf_memory.conversion.folders import check_output, new_folder
 from hf_memory.conversion.other_libraries import import_mixer, import_model
-from hf_memory.conversion.placement import (
+from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
+from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
+from hf_memory.conversion.report import ModelResult, Results, measure, results_of, write_report
+from hf_memory.conversion.run import Progress, Run
+from hf_memory.conversion.stages.distillation import distill
+from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
+from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
+from hf_memory.conversion.stages.sharding import processes
+from hf_memory.conversion.stages.trainer import train
+from hf_memory.conversion.stages.transfer import attention_transfer
+from hf_memory.conversion.students import make_student
+from hf_memory.conversion.students.placement import (
     KEEP_WORDS,
     PLACEMENT_HEADER,
     LayerScore,
@@ -23,45 +32,33 @@ from hf_memory.conversion.placement import (
     placement_table,
     rank_layers,
 )
-from hf_memory.conversion.plan import plan, plan_fine_tuning
-from hf_memory.conversion.report import ModelResult, Results, measure, new_folder, recipe, write_report
-from hf_memory.conversion.sharding import processes
-from hf_memory.conversion.stages import (
-    Schedule,
-    attention_transfer,
-    check_cross_entropy,
-    check_training,
-    distill,
-    train,
-)
-from hf_memory.conversion.students import make_student
-from hf_memory.conversion.teacher_logits import TOP_K, distill_from_logits, save_logits
-from hf_memory.conversion.teachers import TEACHERS, Teacher, check_bits, load_quantized
-from hf_memory.conversion.weights import CarriedWeights, carry_over
+from hf_memory.conversion.students.weights import CarriedWeights, carry_over
+from hf_memory.conversion.teachers import TEACHERS, Teacher
+from hf_memory.conversion.teachers.quantized import load_quantized
 
 __all__ = [
-    "DISTILLATION_SCHEDULE",
     "FINE_TUNING",
-    "FINE_TUNING_SCHEDULE",
     "KEEP_WORDS",
-    "NO_FINE_TUNING",
     "PLACEMENT_HEADER",
     "TEACHERS",
     "TOP_K",
-    "TRANSFER_SCHEDULE",
     "CarriedWeights",
     "Conversion",
     "LayerScore",
     "ModelResult",
+    "Plan",
+    "Progress",
+    "Recipe",
     "Results",
+    "Run",
     "Schedule",
     "Teacher",
     "TokenWindows",
     "attention_transfer",
     "carry_over",
-    "check_bits",
-    "check_cross_entropy",
-    "check_training",
+    "check_output",
+    "check_run",
+    "check_space",
     "convert",
     "distill",
     "distill_from_logits",
@@ -74,12 +71,12 @@ __all__ = [
     "measure",
     "new_folder",
     "placement_table",
-    "plan",
-    "plan_fine_tuning",
+    "plan_rows",
     "processes",
     "rank_layers",
     "read_tokens",
-    "recipe",
+    "resolve",
+    "results_of",
     "save_logits",
     "train",
     "write_report",

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -12,15 +12,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 
+from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.run import Progress, silent
+
 
 class TokenWindows(Dataset):
     """Windows of one long text at random places, the same at each call with the same seed."""
 
     def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0):
         check_length(tokens, length)
-        self.tokens, self.length = tokens, length
+        self.tokens, self.length, self.seed = tokens, length, seed
         places = len(tokens) - length + 1
         self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    @classmethod
+    def of(cls, tokens: Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
+        """All windows that a stage reads."""
+        return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -30,7 +38,13 @@ class TokenWindows(Dataset):
         return {"input_ids": window, "labels": window}
 
 
-def read_tokens(sources: Iterable[Path | str], tokenizer, *, limit: int | None = None) -> Tensor:
+def read_tokens(
+    sources: Iterable[Path | str],
+    tokenizer,
+    *,
+    limit: int | None = None,
+    report: Callable[[Progress], None] = silent,
+) -> Tensor:
     """The tokens of texts [T], one document after the other, each followed by the end-of-text token if there is one.
 
     Args:
@@ -39,6 +53,7 @@ def read_tokens(sources: Iterable[Path | str], tokenizer, *, limit: int | None =
             streamed.
         tokenizer: of the teacher.
         limit: read no more than so many tokens; default: all.
+        report: is told how far it is.
 
     Raises:
         ValueError: if something that was read is not text, or all of it is empty.
@@ -52,6 +67,7 @@ def read_tokens(sources: Iterable[Path | str], tokenizer, *, limit: int | None =
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         tokens.append(torch.tensor(ids + end if ids else [], dtype=torch.long))
         count += len(tokens[-1])
+        report(Progress("reading the text", count, limit or 0, 1))
     if not count:
         raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
     return torch.cat(tokens)[:limit]

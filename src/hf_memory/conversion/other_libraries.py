@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_memory.conversion.weights import rename
+from hf_memory.conversion.students.weights import rename
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling import FAMILIES
 from hf_memory.modeling.base import MemoryForCausalLM

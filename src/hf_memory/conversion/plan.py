@@ -1,176 +1,232 @@
-"""What a conversion would do and need, known from the teacher's config and the length of the text alone."""
+"""What a conversion will do. Everything is decided here, once, and what can be known to fail is refused here."""
 
 import copy
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_memory.conversion.convert import NO_FINE_TUNING, check_rankable, check_stages, has_transfer
-from hf_memory.conversion.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned
-from hf_memory.conversion.placement import Keep, auto_count, kept_layers
-from hf_memory.conversion.stages import DISTILLATION, TRANSFER, AttentionTransfer, Schedule
-from hf_memory.conversion.students import make_student
-from hf_memory.conversion.teacher_logits import bytes_of_logits
+from hf_memory.conversion.claims import check_claimable
+from hf_memory.conversion.data import check_tokens
+from hf_memory.conversion.folders import check_folder, check_output, check_room, size_of
+from hf_memory.conversion.recipe import Recipe, Schedule
+from hf_memory.conversion.run import Run
+from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
+from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned
+from hf_memory.conversion.stages.logits import bytes_of_logits
+from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
+from hf_memory.conversion.students import is_exact, student_config
+from hf_memory.conversion.students.placement import auto_count, kept_layers
+from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
-from hf_memory.evaluation import cache_bytes
-from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 
-CONTEXTS = (1024, 32768)
 BYTES = 4  # of a number in float32
 
 
-def plan(
-    config: PreTrainedConfig,
-    tokens: Tensor,
-    *,
-    to: str,
-    keep: Keep,
-    transfer: Schedule,
-    distillation: Schedule,
-    fine_tuning: Schedule = NO_FINE_TUNING,
-    lora_rank: int | None = None,
-    teacher_bits: int | None = None,
-    top_k: int | None = None,
-    **options,
-) -> list[tuple[str, str]]:
-    """What `convert` with these arguments would do, as rows of two columns; no weights are loaded or made.
+@dataclass(frozen=True)
+class Stage:
+    """A stage that will run."""
+
+    slot: str  # its name in the recipe
+    name: str
+    schedule: Schedule
+    seed: int
+    learned: int  # numbers
+    cross_entropy: float = 0.0  # part of the loss that is the text's own
+    lora_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe for one teacher and one text, in which nothing is open but which layers a ranking will choose."""
+
+    recipe: Recipe
+    teacher: PreTrainedConfig
+    student: PreTrainedConfig
+    kept: tuple[int, ...]  # layers with the teacher's attention; without those that are to be ranked
+    ranked: int  # how many layers a ranking chooses
+    is_exact: bool  # whether the student is its teacher before any training
+    window: int  # tokens of a window before fine-tuning
+    stages: tuple[Stage, ...]  # in order
+    num_tokens: int  # of the text
+    teacher_parameters: int
+    student_parameters: int
+    quantized_parameters: int  # of the teacher, that are in few bits
+
+    @property
+    def top_k(self) -> int | None:
+        """How many of the teacher's tokens are saved at each place, if distillation is from those."""
+        is_read = any(stage.name == DISTILLATION for stage in self.stages)
+        return self.recipe.top_k if is_read else None
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Of the teacher that is learned from."""
+        return BYTES * self.teacher_parameters - self.quantized_parameters * (8 * BYTES - (self.bits or 0)) // 8
+
+    @property
+    def bits(self) -> int | None:
+        """Of a weight of the teacher that is learned from, if they are few."""
+        return self.recipe.teacher_bits
+
+    def keeping(self, layers: tuple[int, ...]) -> "Plan":
+        """The same once the ranking has chosen its layers."""
+        to, options = str(self.recipe.to), self.recipe.options
+        return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
+
+    def describe(self, run: Run) -> dict[str, Any]:
+        """All that the work of a run belongs to, but for models and tokens."""
+        recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}
+        kept = self.recipe.keep if self.ranked else self.kept
+        return recipe | {"keep": kept, **self.recipe.options, **run.training}
+
+
+def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
+    """Decide what a recipe means for a teacher and a text; no weights are loaded or made.
 
     Args:
-        config: of the teacher, which is held in float32.
-        tokens: [T] of the text to learn on.
-        to: of `convert`.
-        keep: of `convert`.
-        transfer: of `convert`.
-        distillation: of `convert`.
-        fine_tuning: of `convert`.
-        lora_rank: of `convert`.
-        teacher_bits: of a second teacher to learn from; see `load_quantized`.
-        top_k: of `convert`, if the teacher's logits are saved ahead.
-        **options: of the family's config.
+        recipe: what is wanted.
+        teacher: config of the teacher, or of the model to fine-tune where `recipe.to` is None.
+        tokens: [T] of the text to learn on, made by the teacher's tokenizer.
 
     Raises:
-        ValueError: if `convert` would not start.
+        ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
     """
-    check_stages(tokens, config, transfer, distillation, fine_tuning, lora_rank)
-    teacher = _teacher(config)
-    ranked, num_layers = auto_count(keep, config.num_hidden_layers), config.num_hidden_layers
-    if ranked:
-        check_rankable(_student(teacher, to, (), options), config, transfer)
-    kept = range(ranked) if ranked else kept_layers(keep, num_layers)  # which of them makes no difference here
-    student = _student(teacher, to, kept, options)
-    transfer = transfer if has_transfer(student, config, transfer) else transfer._replace(steps=0)
-    held = _bytes(student) + (_bytes(teacher) if teacher_bits is None else quantized_bytes(teacher, teacher_bits))
-    learned = {
-        TRANSFER: _count(AttentionTransfer(student, teacher).parameters()),
-        DISTILLATION: num_learned(student, None),
-        FINE_TUNING: num_learned(student, lora_rank),
-    }
-    stages = {TRANSFER: transfer, DISTILLATION: distillation, FINE_TUNING: fine_tuning}
-    return [
-        ("text", f"{len(tokens):,} tokens to learn on"),
-        ("teacher", f"{config.model_type}, {_count(teacher.parameters()):,} parameters"),
-        *_quantized_rows(teacher, teacher_bits),
-        ("student", f"{student.config.model_type}, {_count(student.parameters()):,} parameters"),
-        ("attention kept", f"{ranked} layers, to be ranked" if ranked else ", ".join(map(str, kept)) or "in no layer"),
-        *([("ranking", f"first, {TRANSFER} of a student without attention")] if ranked else []),
-        *_logit_rows(distillation, top_k),
-        *chain.from_iterable(
-            _stage_rows(name, stage, learned[name], held, len(tokens), lora_rank if name == FINE_TUNING else None)
-            for name, stage in stages.items()
-        ),
-        *(_cache_row(student.config, teacher.config, context) for context in CONTEXTS),
-    ]
+    recipe.check()
+    if recipe.to is None:
+        return _resolve_fine_tuning(recipe, teacher, tokens)
+    _check_teacher(recipe, teacher)
+    ranked = auto_count(recipe.keep, teacher.num_hidden_layers)
+    kept = () if ranked else kept_layers(recipe.keep, teacher.num_hidden_layers)
+    probable = tuple(range(ranked)) or kept  # which they are makes no difference to sizes
+    config = student_config(teacher, recipe.to, probable, recipe.options)
+    whole, student = _on_meta(teacher), _on_meta(config)
+    carry_over(student, whole)
+    window = _window(recipe, teacher, config, tokens)
+    exact = is_exact(config, teacher, window)
+    if ranked and exact:
+        raise ValueError("keep must not be auto for a student that starts as its teacher whatever it keeps")
+    return Plan(
+        recipe=recipe,
+        teacher=teacher,
+        student=config,
+        kept=kept,
+        ranked=ranked,
+        is_exact=exact,
+        window=window,
+        stages=tuple(_stages(recipe, exact, student, whole)),
+        num_tokens=len(tokens),
+        teacher_parameters=_count(whole),
+        student_parameters=_count(student),
+        quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
+    )
 
 
-def plan_fine_tuning(
-    config: PreTrainedConfig, tokens: Tensor, schedule: Schedule, *, lora_rank: int | None = None
-) -> list[tuple[str, str]]:
-    """What `fine_tune` with these arguments would do; see `plan`.
+def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:
+    """See that a plan can be run there, before it is.
 
     Args:
-        config: of the model, which is held in float32.
-        tokens: [T] of the text to learn on.
-        schedule: of `fine_tune`.
-        lora_rank: of `fine_tune`.
+        plan: what will be done.
+        run: where.
+        output: folder that the result will be written to.
+        overwrite: whether it may replace the result of an earlier run.
 
     Raises:
-        ValueError: if `fine_tune` would not start.
+        ValueError: if an argument of training is wrong, or a folder cannot be written to or is someone else's.
     """
-    check_fine_tuning(tokens, config, schedule, lora_rank)
-    model = _meta(config)
-    return [
-        ("text", f"{len(tokens):,} tokens to learn on"),
-        ("model", f"{config.model_type}, {_count(model.parameters()):,} parameters"),
-        *_stage_rows(FINE_TUNING, schedule, num_learned(model, lora_rank), _bytes(model), len(tokens), lora_rank),
-        *((f"cache of {context:,} tokens", _megabytes(cache_bytes(config, context))) for context in CONTEXTS),
-    ]
+    if (plan.recipe.top_k is None) != (run.teacher_logits is None):
+        raise ValueError(
+            f"top_k and teacher_logits must be given together, got {plan.recipe.top_k} and {run.teacher_logits}"
+        )
+    run.check(*(stage.schedule for stage in plan.stages))
+    work = {"checkpoints": run.checkpoints, "teacher_logits": run.teacher_logits}
+    for name, folder in work.items():
+        if folder is not None:
+            check_folder(name, folder)
+            check_claimable(folder)
+    if output is not None:
+        check_output(output, overwrite=overwrite, beside=work)
 
 
-def quantized_bytes(teacher: PreTrainedModel, bits: int) -> int:
-    """Of a teacher whose linear layers but the last have weights of few bits."""
-    linears = [x for x in teacher.modules() if isinstance(x, nn.Linear) and x is not teacher.get_output_embeddings()]
-    return _bytes(teacher) - sum(x.weight.numel() * (8 * BYTES - bits) // 8 for x in linears)
+def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
+    """Raise OSError if a disk has no room for all that will be written to it; see `check_run`."""
+    check_room(bytes_on_disk(plan, run, output))
 
 
-def _quantized_rows(teacher: PreTrainedModel, bits: int | None) -> Iterable[tuple[str, str]]:
-    if bits is not None:
-        sizes = _megabytes(quantized_bytes(teacher, bits)), _megabytes(_bytes(teacher))
-        yield f"teacher in {bits} bits", f"{sizes[0]}, beside {sizes[1]} in memory of the CPU"
+def bytes_on_disk(plan: Plan, run: Run, output: Path | None = None) -> dict[Path, int]:
+    """What each folder will hold more than it does: a checkpoint has weights and AdamW's two moments."""
+    learned = [stage.learned for stage in plan.stages]
+    needs = {} if output is None else {output: BYTES * plan.student_parameters}
+    if run.checkpoints and learned:
+        needs[run.checkpoints] = max(0, 3 * BYTES * (sum(learned) + max(learned)) - size_of(run.checkpoints))
+    if run.teacher_logits and plan.top_k:
+        whole = bytes_of_logits(plan.recipe.distillation, plan.top_k)
+        needs[run.teacher_logits] = max(0, whole - size_of(run.teacher_logits))
+    return needs
 
 
-def _logit_rows(distillation: Schedule, top_k: int | None) -> Iterable[tuple[str, str]]:
-    if top_k is not None:
-        yield "teacher's logits", f"{_megabytes(bytes_of_logits(distillation, top_k))} on disk, {top_k} tokens a place"
+def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:
+    find_teacher(teacher)
+    if recipe.teacher_bits is not None:
+        check_bits(recipe.teacher_bits)
+    if recipe.top_k is not None and not 1 <= recipe.top_k <= teacher.vocab_size:
+        raise ValueError(f"top_k must be from 1 to the teacher's {teacher.vocab_size} tokens, got {recipe.top_k}")
 
 
-def _teacher(config: PreTrainedConfig) -> PreTrainedModel:
-    find_teacher(config)
-    return _meta(config)
+def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Tensor) -> int:
+    """Tokens of the longest window before fine-tuning, once it is known that models can read it."""
+    lengths = [schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps]
+    check_tokens(tokens, teacher, *lengths)
+    check_fine_tuning(tokens, student, recipe.fine_tuning)
+    return max(lengths, default=recipe.transfer.length)
 
 
-def _meta(config: PreTrainedConfig) -> PreTrainedModel:
+def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel) -> Iterator[Stage]:
+    transfer = AttentionTransfer(student, teacher)  # type: ignore[arg-type]
+    if recipe.transfer.steps and len(transfer.mixers) and not exact:
+        yield Stage("transfer", TRANSFER, recipe.transfer, recipe.seed, _count(transfer))
+    if recipe.distillation.steps:
+        part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
+        yield Stage("distillation", loss_name(part), recipe.distillation, recipe.seed + 1, _count(student), part)
+    if recipe.fine_tuning.steps:
+        yield _fine_tuning(recipe, student, recipe.seed + 2)
+
+
+def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Tensor) -> Plan:
+    check_fine_tuning(tokens, config, recipe.fine_tuning)
+    model = _on_meta(config)
+    return Plan(
+        recipe=recipe,
+        teacher=config,
+        student=config,
+        kept=(),
+        ranked=0,
+        is_exact=True,
+        window=0,
+        stages=(_fine_tuning(recipe, model, recipe.seed),),
+        num_tokens=len(tokens),
+        teacher_parameters=0,
+        student_parameters=_count(model),
+        quantized_parameters=0,
+    )
+
+
+def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:
+    learned = num_learned(model, recipe.lora_rank)
+    return Stage("fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank)
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config.dtype = torch.float32
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
-def _student(teacher: PreTrainedModel, to: str, keep: Keep, options: dict) -> MemoryForCausalLM:
-    with torch.device("meta"):
-        return make_student(teacher, to, keep=keep, **options)
-
-
-def _stage_rows(
-    name: str, stage: Schedule, learned: int, held: int, num_tokens: int, lora_rank: int | None
-) -> Iterable[tuple[str, str]]:
-    """What a stage reads, and the bytes of all models, gradients and the two moments of AdamW."""
-    if not stage.steps:
-        yield name, "none"
-        return
-    read = stage.steps * stage.batch_size * stage.length
-    yield name, str(stage) + (f", LoRA of rank {lora_rank}" if lora_rank else "")
-    yield "", f"{read:,} tokens, {read / num_tokens:.2g} times the text"
-    yield "", f"{_megabytes(held + 3 * BYTES * learned)} of weights, gradients and optimizer"
-
-
-def _cache_row(student: PreTrainedConfig, teacher: PreTrainedConfig, context: int) -> tuple[str, str]:
-    ours, theirs = cache_bytes(student, context), cache_bytes(teacher, context)
-    return (
-        f"cache of {context:,} tokens",
-        f"{_megabytes(ours)}, {ours / theirs:.1%} of the teacher's {_megabytes(theirs)}",
-    )
-
-
-def _count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(x.numel() for x in parameters)
-
-
-def _bytes(*models: nn.Module) -> int:
-    return BYTES * sum(_count(model.parameters()) for model in models)
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.2f} MB"
+def _count(model: nn.Module) -> int:
+    return sum(x.numel() for x in model.parameters())

@@ -1,18 +1,20 @@
-"""What a conversion leaves on disk: model, tokenizer, card, plot and results, all or nothing."""
+"""What a conversion leaves on disk: model, tokenizer, card, plot and results."""
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.stages import DISTILLATION, TRANSFER, Schedule
+from hf_memory.conversion.describe import past, settings, story
+from hf_memory.conversion.folders import RESULTS
+from hf_memory.conversion.plan import Plan
+from hf_memory.conversion.run import Progress, silent
+from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.evaluation import (
     Cost,
     agreement,
@@ -26,7 +28,6 @@ from hf_memory.evaluation import (
 )
 from hf_memory.evaluation.plots import History
 
-RESULTS = "results.json"  # also the mark of a folder that may be replaced
 CARD = Path(__file__).with_name("model_card.md")
 CONTEXTS = (256, 512, 1024, 2048, 4096)  # tokens that the costs, the recall and the perplexity are measured at
 
@@ -52,6 +53,8 @@ class Results:
     teacher: str
     model_type: str
     text: str  # what it learned on
+    past: str  # what the cache of the new model does
+    story: list[str]  # how it was made
     recipe: dict
     losses: dict[str, History]
     rows: list[ModelResult]
@@ -64,6 +67,7 @@ def measure(
     teacher: PreTrainedModel | None,
     *,
     contexts: Iterable[int] = CONTEXTS,
+    report: Callable[[Progress], None] = silent,
 ) -> ModelResult:
     """All that is known of one model; the teacher itself has none to be compared with.
 
@@ -73,62 +77,50 @@ def measure(
         held_out: [T] of text that it has not seen.
         teacher: to compare with.
         contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
+        report: is told how far it is.
     """
-    like = None if teacher is None else agreement(model, teacher, held_out)
     longest = min(getattr(model.config, "max_position_embeddings", None) or len(held_out), len(held_out))
     contexts = [x for x in contexts if x <= longest]
-    return ModelResult(
-        name=name,
-        perplexity=perplexity(model, held_out),
-        copy_gain=copy_gain(model, held_out),
-        kl=None if like is None else like.kl,
-        agreement=None if like is None else like.top1,
-        perplexity_by_position=perplexity_by_position(model, held_out, length=max(contexts)),
-        recall_by_distance=recall_by_distance(model, held_out, [x // 2 for x in contexts]),
-        costs=cost_by_context(model, contexts),
-    )
+    parts: dict[str, Callable] = {
+        "like": lambda: None if teacher is None else agreement(model, teacher, held_out),
+        "perplexity": lambda: perplexity(model, held_out),
+        "copy_gain": lambda: copy_gain(model, held_out),
+        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts)),
+        "recall_by_distance": lambda: recall_by_distance(model, held_out, [x // 2 for x in contexts]),
+        "costs": lambda: cost_by_context(model, contexts),
+    }
+    found: dict[str, Any] = {}
+    for part, find in parts.items():
+        report(Progress(f"measuring {name}", len(found), len(parts)))
+        found[part] = find()
+    report(Progress(f"measuring {name}", len(found), len(parts)))
+    like = found.pop("like")
+    return ModelResult(name, kl=like and like.kl, agreement=like and like.top1, **found)
 
 
-def recipe(to: str, transfer: Schedule, distillation: Schedule, **others) -> dict:
-    """The settings of a conversion in words, for the card."""
-    return {"student": to, TRANSFER: str(transfer), DISTILLATION: str(distillation), **others}
+def results_of(
+    plan: Plan, losses: dict[str, History], rows: list[ModelResult], *, teacher: str, text: str, training: Mapping
+) -> Results:
+    """What is known of a plan that was carried out.
 
-
-@contextmanager
-def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder beside `path` to write to, which takes its place when nothing went wrong.
-
-    Raises:
-        ValueError: if `path` is in use, unless `overwrite` is set and it is the result of an earlier run.
+    Args:
+        plan: what was done.
+        losses: by stage.
+        rows: of the models, the one that others are held to first and the new one last.
+        teacher: what it is called.
+        text: what the text is called.
+        training: arguments of the run.
     """
-    check_free(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if path.exists():
-            old = partial.with_name(f"{partial.name}-old")
-            path.rename(old)
-            partial.rename(path)
-            shutil.rmtree(old)
-        else:
-            partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_free(path: Path, *, overwrite: bool = False) -> None:
-    """Raise ValueError if a folder must not be written to."""
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise ValueError(f"output must be a folder, got the file {path}")
-    if not any(path.iterdir()) or (overwrite and (path / RESULTS).exists()):
-        return
-    if overwrite:
-        raise ValueError(f"output must be a new folder or the result of an earlier run, got {path} with other files")
-    raise ValueError(f"output must be a new folder, got {path}, which is not empty; --overwrite replaces it")
+    return Results(
+        teacher=teacher,
+        model_type=plan.student.model_type,
+        text=text,
+        past=past(plan.student, plan.teacher),
+        story=[sentence for sentence in story(plan) if sentence],
+        recipe=settings(plan, training),
+        losses=losses,
+        rows=rows,
+    )
 
 
 def write_report(folder: Path, model: PreTrainedModel, tokenizer, results: Results) -> None:
@@ -147,7 +139,7 @@ def model_card(results: Results) -> ModelCard:
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=results.teacher if "/" in results.teacher and not Path(results.teacher).exists() else None,
-        tags=["hf_memory", results.model_type, "linear-attention", "distillation"],
+        tags=["hf_memory", results.model_type, *(["distillation"] if DISTILLATION in results.losses else [])],
         model_name=results.model_type,
         eval_results=eval_results(results),
     )

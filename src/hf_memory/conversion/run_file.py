@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from hf_memory.conversion.stages import Schedule
+from hf_memory.conversion.recipe import Recipe, Schedule
 
 RUN = "run.yaml"
 OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # which say nothing about the result
@@ -46,6 +46,14 @@ def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> 
         if x.name not in OF_ONE_CALL and values.get(x.name) is not None
     }
     file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def recipe_flags(recipe: Recipe) -> dict[str, Any]:
+    """The values of flags, by the names of a recipe's parts, that make this recipe."""
+    flags = {name: schedule._asdict() for name, schedule in recipe.schedules.items()}
+    option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
+    keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep)) or "none"
+    return {**vars(recipe), **flags, "keep": keep, "option": option or None}
 
 
 def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedule:

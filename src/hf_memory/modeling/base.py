@@ -97,6 +97,10 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
             )
         return super()._sdpa_can_dispatch(is_init_check)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
+        """As in transformers' own models: for others it passes over modules that have no parameters of their own."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)

@@ -1,14 +1,12 @@
-"""Checkpoints that were written whole, and that belong to the run that goes on from them."""
+"""Work that belongs to one run: checkpoints and saved logits, written whole, in folders that say whose they are."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
@@ -16,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
 OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # of a config, not of the model
-WORK = ("checkpoint-*", "logits-*")  # what a claimed folder may have in it, at any depth
+WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # what a claimed folder may have in it
 SAMPLES = 64  # numbers of each weight that tell models apart
 
 
@@ -38,10 +36,11 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
             there is no work.
 
     Raises:
-        ValueError: if the folder belongs to a run with other arguments.
+        ValueError: if the folder has work of a run with other arguments, or of nobody knows whom.
     """
+    check_claimable(folder)
     file, described = folder / FINGERPRINT, describe(description)
-    if file.exists() and any(found for pattern in WORK for found in folder.rglob(pattern)):
+    if _work(folder):
         before = json.loads(file.read_text(encoding="utf-8"))
         if others := sorted(name for name in described | before if described.get(name) != before.get(name)):
             raise ValueError(
@@ -54,49 +53,15 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     partial.replace(file)
 
 
-def is_claimed(folder: Path) -> bool:
-    """Whether a folder belongs to a run."""
-    return (folder / FINGERPRINT).exists()
+def check_claimable(folder: Path) -> None:
+    """Raise ValueError if a folder has checkpoints or logits that no run of ours has claimed, and might delete."""
+    if (found := _work(folder)) and not (folder / FINGERPRINT).exists():
+        raise ValueError(f"checkpoints must be in a folder of their own, got {folder}, which has a {found[0].name}")
 
 
 def describe(description: dict[str, Any]) -> dict[str, str]:
     """The same in words that differ where the values do, also models and tokens."""
     return {name: _words(value) for name, value in description.items()}
-
-
-def check_room(folder: Path, model: PreTrainedModel) -> None:
-    """Raise OSError unless a folder, which need not be there yet, can hold a model of this size."""
-    place = _place(folder)
-    size, free = sum(x.numel() * x.element_size() for x in model.parameters()), shutil.disk_usage(place).free
-    if free < size:
-        raise OSError(f"{place} must have {size / 1e6:,.1f} MB free for {folder.name}, got {free / 1e6:,.1f} MB")
-
-
-def _place(folder: Path) -> Path:
-    """The nearest folder that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
-@contextmanager
-def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
-    """Say in one sentence that something could not be written, such as for want of space.
-
-    Args:
-        what: is written.
-        folder: where to.
-        otherwise: what is there then.
-
-    Raises:
-        OSError: if writing fails.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is how torch.save says it
-        free = shutil.disk_usage(_place(folder)).free / 1e6
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise OSError(
-            f"{what} could not be written to {folder}, with {free:,.1f} MB free: {reason}; {otherwise}"
-        ) from error
 
 
 def tokens_fingerprint(tokens: Tensor) -> str:
@@ -113,6 +78,10 @@ def model_fingerprint(model: PreTrainedModel) -> str:
         sample = numbers[:: max(1, len(numbers) // SAMPLES)].float().cpu()
         digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _work(folder: Path) -> list[Path]:
+    return [found for pattern in WORK for found in folder.glob(pattern)]
 
 
 def _words(value: Any) -> str:

@@ -2,11 +2,13 @@
 
 import copy
 import math
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memory.conversion.placement import Keep, kept_layers
+from hf_memory.conversion.recipe import Keep
+from hf_memory.conversion.students.placement import kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -17,6 +19,11 @@ from hf_memory.modeling.titans import TitansConfig
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
+OPEN = (
+    "sliding_window",
+    "attention_dropout",
+    "initializer_range",
+)  # what a student may have otherwise than its teacher
 PRESETS: dict[str, dict] = {
     "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
@@ -65,6 +72,23 @@ def find_student(name: str) -> Family:
     return STUDENTS[name]
 
 
+def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], options: Mapping) -> MemoryConfig:
+    """The config of a student that keeps some layers of its teacher's attention.
+
+    Raises:
+        ValueError: if the teacher or the family is not supported, or an option is none, or the teacher's to say.
+    """
+    family, shared = find_student(to), shared_options(teacher)
+    kinds = enumerate(attention_types(teacher))
+    shared["layer_types"] = [kind if i in kept else _memory_type(to, kind) for i, kind in kinds]
+    presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
+    presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    if options.get("gate") == "mamba2":
+        presets["linear_num_value_heads"] = shared["num_key_value_heads"]
+    _check_options(family, shared, options)
+    return family.config(**{**shared, **presets, **options})  # type: ignore[return-value]
+
+
 def make_student(
     teacher: PreTrainedModel, to: str = "linear", *, keep: Keep = (), seed: int = 0, **options
 ) -> MemoryForCausalLM:
@@ -80,19 +104,16 @@ def make_student(
     Raises:
         ValueError: if the teacher or the family is not supported, or a layer does not exist.
     """
-    family, shared = find_student(to), shared_options(teacher.config)
-    layer_types = attention_types(teacher.config)
-    kept = kept_layers(keep, len(layer_types))
-    layer_types = [kind if i in kept else _memory_type(to, kind) for i, kind in enumerate(layer_types)]
-    presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
-    presets |= {"memory_rope": True, **PRESETS.get(to, {})}
-    if options.get("gate") == "mamba2":
-        presets["linear_num_value_heads"] = shared["num_key_value_heads"]
-    _check_options(family, options)
-    config = family.config(**{**shared, "layer_types": layer_types, **presets, **options})
+    kept = kept_layers(keep, teacher.config.num_hidden_layers)
+    return build(student_config(teacher.config, to, kept, options), teacher, seed)
+
+
+def build(config: PreTrainedConfig, teacher: PreTrainedModel, seed: int) -> MemoryForCausalLM:
+    """A student of this config with random weights, on its teacher's device and in its dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        student = family.causal_lm(config)
+        family = next(family for family in FAMILIES if family.config is type(config))
+        student = family.causal_lm(copy.deepcopy(config))  # type: ignore[arg-type]
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.to(teacher.device, teacher.dtype).eval()  # type: ignore[arg-type]
 
@@ -101,7 +122,12 @@ def _memory_type(to: str, attention_type: str) -> str:
     return "sliding_memory" if to == "deltaformer" and attention_type == "sliding_attention" else "memory"
 
 
-def _check_options(family: Family, options: dict) -> None:
+def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
     unknown = sorted(set(options) - set(family.config.__dataclass_fields__))
     if unknown:
         raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}")
+    if "layer_types" in options:
+        raise ValueError("options must leave layer_types to keep, which says which layers keep their attention")
+    taken = sorted(name for name in options if name in shared and name not in OPEN and options[name] != shared[name])
+    if taken:
+        raise ValueError(f"options must leave {' and '.join(taken)} as the teacher has it, got {options[taken[0]]!r}")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -10,14 +10,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memory.conversion.checkpoints import written
-from hf_memory.conversion.data import check_length, check_tokens
-from hf_memory.conversion.sharding import processes
-from hf_memory.conversion.stages import Schedule, StageTrainer, run_trainer
+from hf_memory.conversion.data import TokenWindows, check_length, check_tokens
+from hf_memory.conversion.folders import written
+from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.run import Run
+from hf_memory.conversion.stages.sharding import processes
+from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
 
 FINE_TUNING = "fine-tuning"
-FINE_TUNING_SCHEDULE = Schedule(steps=100, learning_rate=1e-4, length=1024)
 
 
 def fine_tune(
@@ -28,7 +29,7 @@ def fine_tune(
     lora_rank: int | None = None,
     adapter: Path | None = None,
     seed: int = 0,
-    **run,
+    run: Run = Run(),
 ) -> History:
     """Teach a student the text itself: the mean negative log-likelihood of the next token; see `attention_transfer`.
 
@@ -42,7 +43,7 @@ def fine_tune(
         lora_rank: of the updates; default: all weights learn.
         adapter: folder to write the updates to, for peft and the student as it was.
         seed: of the order of the windows, and of A.
-        **run: of `run_trainer`.
+        run: where checkpoints are, and who hears of it.
 
     Returns:
         The loss over the steps.
@@ -52,19 +53,16 @@ def fine_tune(
             other arguments, or a loss is not finite.
         OSError: if the adapter or a checkpoint cannot be written.
     """
-    check_fine_tuning(tokens, student.config, schedule, lora_rank)
+    check_fine_tuning(tokens, student.config, schedule)
     if adapter and lora_rank is None:
         raise ValueError(f"adapter must not be given without lora_rank, got {adapter}")
-    use_cache = student.config.use_cache
-    run |= {"name": FINE_TUNING, "seed": seed, "description": {"student": student, "lora_rank": lora_rank}}
-    if lora_rank is None:
-        losses = run_trainer(StageTrainer, student, tokens, schedule, **run)
-    else:
-        with lora(student, lora_rank, seed) as learner:
-            losses = run_trainer(StageTrainer, learner, tokens, schedule, **run)
-            if adapter and processes().is_main_process:
-                with written("adapter", adapter, "the student is as it was"):
-                    learner.save_pretrained(str(adapter))
+    use_cache, data = student.config.use_cache, TokenWindows.of(tokens, schedule, seed)
+    belongs_to = {"student": student, "lora_rank": lora_rank}
+    with nullcontext(student) if lora_rank is None else lora(student, lora_rank, seed) as learner:
+        losses = run_trainer(StageTrainer, learner, data, schedule, FINE_TUNING, run, belongs_to)
+        if adapter and processes().is_main_process:
+            with written("adapter", adapter, "the student is as it was"):
+                learner.save_pretrained(str(adapter))
     positions = getattr(student.config, "max_position_embeddings", None)
     if positions and positions < schedule.length:
         student.config.max_position_embeddings = schedule.length
@@ -75,6 +73,8 @@ def fine_tune(
 @contextmanager
 def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
     """A model with low-rank updates that alone learn; merged into its weights when nothing went wrong."""
+    if rank < 1:
+        raise ValueError(f"lora_rank must be at least 1, got {rank}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -98,13 +98,9 @@ def num_learned(model: PreTrainedModel, rank: int | None) -> int:
     return sum(rank * (x.in_features + x.out_features) for x in linears)
 
 
-def check_fine_tuning(
-    tokens: Tensor, config: PreTrainedConfig, schedule: Schedule, lora_rank: int | None = None
-) -> None:
+def check_fine_tuning(tokens: Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
     """Raise ValueError if a model of this config cannot learn a text by a schedule."""
     schedule.check(FINE_TUNING)
-    if lora_rank is not None and lora_rank < 1:
-        raise ValueError(f"lora_rank must be at least 1, got {lora_rank}")
     check_tokens(tokens, config)
     if schedule.steps:
         check_length(tokens, schedule.length)

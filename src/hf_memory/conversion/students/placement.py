@@ -1,7 +1,7 @@
 """Which layers of a hybrid keep their attention: said in words, or found by what restoring each does to recall."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import NamedTuple
@@ -9,11 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_memory.conversion.recipe import Keep
+from hf_memory.conversion.run import Progress, silent
 from hf_memory.conversion.teachers import attention_types
 from hf_memory.evaluation import agreement, recall_by_distance
 from hf_memory.modeling.base import MemoryForCausalLM
 
-Keep = Collection[int] | str
 KEEP_WORDS = "none, a fraction such as 1/4, every-other, layers such as 0,3, auto or auto:1/8"
 SHARE = Fraction(1, 4)  # of the layers, that auto keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
@@ -60,7 +61,12 @@ def auto_count(keep: Keep, num_layers: int) -> int:
 
 
 def rank_layers(
-    student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, *, length: int = 256
+    student: MemoryForCausalLM,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    length: int = 256,
+    report: Callable[[Progress], None] = silent,
 ) -> list[LayerScore]:
     """Restore the teacher's attention in one layer at a time; the best layer to keep first.
 
@@ -73,15 +79,19 @@ def rank_layers(
         teacher: stays as it is.
         tokens: [T] of text; its last 32 windows are read.
         length: tokens of a window, no more than the teacher was trained on.
+        report: is told how far it is.
     """
     tokens = tokens[-CALIBRATION * length :]
     distances = length // 4, length // 2  # both readings in one window: no teacher reads further
     scores = []
-    for layer in range(student.config.num_hidden_layers):
+    num_layers = student.config.num_hidden_layers
+    for layer in range(num_layers):
+        report(Progress("ranking layers", layer, num_layers))
         with restored(student, teacher, layer):
             kl = agreement(student, teacher, tokens, length=length).kl
             recall = recall_by_distance(student, tokens, distances, passage=length // 8, trials=64)
             scores.append(LayerScore(layer, sum(recall.values()) / len(recall), kl))
+    report(Progress("ranking layers", num_layers, num_layers))
     return sorted(scores, key=lambda score: (-round(score.recall - score.kl, 2), -score.recall))
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.stages import AttentionTransfer
-from hf_memory.conversion.students import is_exact
-from hf_memory.conversion.weights import CarriedWeights, carry_over
+from hf_memory.conversion.stages.transfer import AttentionTransfer
+from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer, MemoryAsGateMixer
 from hf_memory.mixers.base import OutputGate
@@ -24,7 +23,8 @@ def start_near(
     tokens: Tensor,
     length: int,
     *,
-    quantized: PreTrainedModel | None = None,
+    observed: PreTrainedModel | None = None,
+    is_exact: bool = False,
 ) -> CarriedWeights:
     """Everything before the first step: the teacher's weights, and new ones that start near what they replace.
 
@@ -33,12 +33,14 @@ def start_near(
         teacher: stays as it is.
         tokens: [T] of the text to learn on.
         length: tokens of a window of it.
-        quantized: the same teacher to run instead; no weights are taken from it.
+        observed: the same teacher to run instead, in few bits; no weights are taken from it.
+        is_exact: whether the student is its teacher then, so that there is nothing to match.
     """
     weights = carry_over(student, teacher)
     start_open(student, length)
-    observed = teacher if quantized is None else quantized
-    match_scale(student, observed, tokens[:length][None].to(observed.device))
+    if not is_exact:
+        runs = observed or teacher
+        match_scale(student, runs, tokens[:length][None].to(runs.device))
     return weights
 
 
@@ -87,8 +89,6 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         teacher: stays as it is.
         input_ids: [B, T] of the text to learn on.
     """
-    if is_exact(student.config, teacher.config, input_ids.shape[1]):
-        return
     transfer = AttentionTransfer(student, teacher)
     for mixer, output, target in transfer.outputs(input_ids):
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]

@@ -1,13 +1,10 @@
 """The Transformers that can be converted: what their configs say in the words of ours."""
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_bitsandbytes_available
+from transformers import PreTrainedConfig
 
 from hf_memory.evaluation.efficiency import head_dim
 
@@ -128,38 +125,6 @@ def find_teacher(config: PreTrainedConfig) -> Teacher:
             return teacher
     supported = ", ".join(teacher.model_type for teacher in TEACHERS)
     raise ValueError(f"teacher must be one of {supported}, got a model of type {config.model_type!r}")
-
-
-def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrainedModel:
-    """A teacher with the linear layers inside its blocks in 8 (LLM.int8) or 4 bits (NF4), the rest in float32.
-
-    Its hidden states and logits are float32 and near the teacher's, for a student to learn from; see `convert`.
-
-    Args:
-        name: folder or Hub name of the teacher.
-        bits: of a weight.
-        device: to run on.
-
-    Raises:
-        ValueError: if there are no such weights, or bitsandbytes is not installed.
-    """
-    check_bits(bits)
-    quantized = BitsAndBytesConfig(
-        load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
-    )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells at each step that LLM.int8 rounds its inputs
-    return model.eval()
-
-
-def check_bits(bits: int) -> None:
-    """Raise ValueError if a teacher cannot be loaded in so many bits."""
-    if bits not in (8, 4):
-        raise ValueError(f"teacher_bits must be 8 or 4, got {bits}")
-    if not is_bitsandbytes_available():
-        raise ValueError(f"a teacher in {bits} bits needs bitsandbytes: pip install bitsandbytes")
 
 
 def attention_types(config: PreTrainedConfig) -> list[str]:

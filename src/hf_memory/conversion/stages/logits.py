@@ -1,6 +1,8 @@
 """A teacher's most likely tokens saved ahead of distillation, which then needs no teacher."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,22 +10,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.logging import tqdm
 
-from hf_memory.conversion.checkpoints import FINGERPRINT, claim, describe, written
+from hf_memory.conversion.claims import FINGERPRINT, claim, describe
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.sharding import processes
-from hf_memory.conversion.stages import (
-    DISTILLATION,
-    DistillationTrainer,
-    Schedule,
-    check_cross_entropy,
-    run_trainer,
-)
+from hf_memory.conversion.folders import written
+from hf_memory.conversion.recipe import TOP_K, Schedule
+from hf_memory.conversion.run import Progress, Run, silent
+from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
+from hf_memory.conversion.stages.sharding import processes
+from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
 
-TOP_K = 64
 SHARD = 64  # windows of a file
 SAVED = ("top_ids", "top_log_probs", "rest_log_prob")
 
@@ -43,6 +41,7 @@ def save_logits(
     k: int = TOP_K,
     temperature: float = 1.0,
     seed: int = 0,
+    report: Callable[[Progress], None] = silent,
 ) -> None:
     """Write what a teacher predicts in the windows that a distillation will read, as shards of safetensors.
 
@@ -57,6 +56,7 @@ def save_logits(
         k: most likely tokens to save at each place.
         temperature: of the distillation.
         seed: of the distillation.
+        report: is told how far it is.
 
     Raises:
         ValueError: if k is not from 1 to the teacher's vocabulary, or the folder is of other arguments.
@@ -64,18 +64,20 @@ def save_logits(
     """
     if not 1 <= k <= teacher.config.vocab_size:
         raise ValueError(f"k must be from 1 to the teacher's {teacher.config.vocab_size} tokens, got {k}")
-    windows = TokenWindows(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
+    windows = TokenWindows.of(tokens, schedule, seed)
     state = processes()
     if state.is_main_process:
-        claim(folder, {**_of_windows(windows, temperature, seed), "k": k, "teacher": teacher})
+        claim(folder, {**_of_windows(windows, temperature), "k": k, "teacher": teacher})
     teacher.eval()
-    shards = tqdm(_shards(folder, windows), desc="Saving logits", unit="shard", disable=not state.is_main_process)
+    shards = _shards(folder, windows)
     for number, file in enumerate(shards):
+        report(Progress("saving logits", number, len(shards), SHARD * schedule.length))
         if number % state.num_processes == state.process_index and not file.exists():
             rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
             ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)
             found = [_top(teacher(x, use_cache=False).logits, k, temperature) for x in ids.split(schedule.batch_size)]
             _write(file, dict(zip(SAVED, map(torch.cat, zip(*found)))))
+    report(Progress("saving logits", len(shards), len(shards)))
     state.wait_for_everyone()
 
 
@@ -88,7 +90,7 @@ def distill_from_logits(
     temperature: float = 1.0,
     cross_entropy: float = 0.0,
     seed: int = 0,
-    **run,
+    run: Run = Run(),
 ) -> History:
     """The same as `distill`, from what `save_logits` wrote: the divergence is `top_divergence`.
 
@@ -100,31 +102,17 @@ def distill_from_logits(
         temperature: of `distill`.
         cross_entropy: of `distill`.
         seed: of the order of the windows.
-        **run: of `run_trainer`.
+        run: where checkpoints are, and who hears of it.
 
     Raises:
         ValueError: if the folder is of other arguments, or lacks a shard.
     """
-    check_cross_entropy(cross_entropy)
-
-    def windows(*args) -> TokenWindows:
-        data = WindowsWithLogits(folder, *args)
-        check_saved(folder, data, temperature, seed)
-        return data
-
-    return run_trainer(
-        SavedDistillationTrainer,
-        student,
-        tokens,
-        schedule,
-        name=DISTILLATION,
-        seed=seed,
-        inputs=("input_ids", "labels", *SAVED),
-        windows=windows,
-        trainer_options={"teacher": None, "temperature": temperature, "cross_entropy": cross_entropy},
-        description={"student": student, "temperature": temperature, "cross_entropy": cross_entropy},
-        **run,
-    )
+    how = {"temperature": temperature, "cross_entropy": cross_entropy}
+    data = WindowsWithLogits(folder, TokenWindows.of(tokens, schedule, seed))
+    check_saved(folder, data, temperature)
+    trainer, belongs_to = partial(SavedDistillationTrainer, teacher=None, **how), {"student": student, **how}
+    inputs = ("input_ids", "labels", *SAVED)
+    return run_trainer(trainer, student, data, schedule, DISTILLATION, run, belongs_to, inputs=inputs)
 
 
 def top_divergence(
@@ -165,8 +153,8 @@ class SavedDistillationTrainer(DistillationTrainer):
 class WindowsWithLogits(TokenWindows):
     """Windows of a text, and what `save_logits` wrote of each."""
 
-    def __init__(self, folder: Path, tokens: Tensor, length: int, count: int, seed: int = 0):
-        super().__init__(tokens, length, count, seed)
+    def __init__(self, folder: Path, windows: TokenWindows):
+        super().__init__(windows.tokens, windows.length, len(windows), windows.seed)
         self.folder = folder
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -175,21 +163,21 @@ class WindowsWithLogits(TokenWindows):
             return super().__getitem__(index) | {name: shard.get_slice(name)[row] for name in SAVED}
 
 
-def check_saved(folder: Path, windows: TokenWindows, temperature: float, seed: int) -> None:
+def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None:
     """Raise ValueError unless a folder has all that was predicted in these windows."""
     file = folder / FINGERPRINT
     if not file.exists():
         raise ValueError(f"folder must be one that save_logits filled, got {folder}")
-    saved, expected = json.loads(file.read_text(encoding="utf-8")), describe(_of_windows(windows, temperature, seed))
+    saved, expected = json.loads(file.read_text(encoding="utf-8")), describe(_of_windows(windows, temperature))
     if others := sorted(name for name in expected if expected[name] != saved.get(name)):
         raise ValueError(f"folder must be of the same distillation, got {folder} of another {' and '.join(others)}")
     if missing := [shard.name for shard in _shards(folder, windows) if not shard.exists()]:
         raise ValueError(f"folder must have all logits, got {folder} without {missing[0]}; save_logits goes on")
 
 
-def _of_windows(windows: TokenWindows, temperature: float, seed: int) -> dict:
+def _of_windows(windows: TokenWindows, temperature: float) -> dict:
     size = {"windows": len(windows), "length": windows.length}
-    return {"tokens": windows.tokens, **size, "temperature": temperature, "seed": seed}
+    return {"tokens": windows.tokens, **size, "temperature": temperature, "seed": windows.seed}
 
 
 def _shards(folder: Path, windows: TokenWindows) -> list[Path]:

@@ -1,0 +1,71 @@
+"""Signs of life: bars on a terminal; in a log, a line every minute or every tenth of a task."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich import progress as rich
+
+from hf_memory.cli.terminal import console
+from hf_memory.conversion import Progress
+
+MINUTE = 60.0  # seconds
+
+
+@contextmanager
+def signs_of_life() -> Iterator[Callable[[Progress], None]]:
+    """What shows how far each task is, while the context lasts."""
+    if not console.is_terminal:
+        yield Lines()
+        return
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
+    times = rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[loss]}")
+    with rich.Progress(*columns, *times, console=console) as bars:
+        yield Bars(bars)
+
+
+class Bars:
+    """A bar for each task."""
+
+    def __init__(self, bars: rich.Progress):
+        self.bars = bars
+        self.of_task: dict[str, tuple] = {}
+
+    def __call__(self, now: Progress) -> None:
+        """One step further, or a new bar."""
+        bar, done = self.of_task.get(now.task, (None, 0))
+        if bar is None or now.done < done:
+            bar = self.bars.add_task(now.task, loss="")
+        self.of_task[now.task] = bar, now.done
+        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
+        self.bars.update(bar, completed=now.done, total=now.total or None, loss=loss)
+
+
+class Lines:
+    """A line now and then."""
+
+    def __init__(self) -> None:
+        self.first, self.last = Progress("", 0, 0), Progress("", 0, 0)
+        self.began = self.said = 0.0
+
+    def __call__(self, now: Progress) -> None:
+        """Say it, if it is time."""
+        moment = time.monotonic()
+        if now.task != self.last.task or now.done < self.last.done:
+            self.first = self.last = now
+            self.began = self.said = moment
+        elif now.done == now.total or moment - self.said >= MINUTE or 10 * (now.done - self.last.done) >= now.total > 0:
+            console.print(self._line(now, moment - self.began), highlight=False, markup=False, soft_wrap=True)
+            self.last, self.said = now, moment
+
+    def _line(self, now: Progress, seconds: float) -> str:
+        rate = (now.done - self.first.done) / max(seconds, 1e-9)
+        words = [f"{now.task}: {now.done:,}" + (f"/{now.total:,}" if now.total else "")]
+        if now.loss is not None:
+            words.append(f"loss {now.loss:.3f}")
+        if now.tokens:
+            words.append(f"{rate * now.tokens:,.0f} tokens/s")
+        if now.total and rate:
+            words.append(f"{timedelta(seconds=round((now.total - now.done) / rate))} left")
+        return ", ".join(words)

@@ -1,0 +1,140 @@
+"""What convert, fine-tune and demo have in common: they see that all fits, read a text, compare and write models."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from hf_memory import conversion
+from hf_memory.cli.options import found, read_pairs
+from hf_memory.cli.terminal import console
+from hf_memory.conversion import Plan, Progress, Recipe, Run
+from hf_memory.conversion.folders import written
+from hf_memory.conversion.report import HEADER, table
+from hf_memory.conversion.run_file import RUN, write_flags
+
+MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
+MAXIMUM = 2**18  # tokens to compare models on, however long a text is
+
+
+class Job(NamedTuple):
+    """A plan that fits, and all that it needs but a model."""
+
+    plan: Plan
+    run: Run
+    tokenizer: Any
+    tokens: Tensor  # [T] to learn on
+    held_out: Tensor  # [T] to compare models on
+
+
+def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
+    """See that a command can do what its flags say, and read its text."""
+    given = context.params
+    training = read_pairs(given["arguments"])
+    run = Run(given["checkpoints"], given.get("teacher_logits"), report=report, training=training)
+    config, output = AutoConfig.from_pretrained(found(model)), {x: given[x] for x in ("output", "overwrite")}
+    longest = max(schedule.length for schedule in recipe.schedules.values())
+    conversion.check_run(conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long)), run, **output)
+    tokenizer = AutoTokenizer.from_pretrained(model)  # only now: to read the text may take long
+    tokens = conversion.read_tokens(given["text"], tokenizer, limit=given["max_tokens"], report=report)
+    tokens, held_out = _split(tokens)
+    plan = conversion.resolve(recipe, config, tokens)
+    if not given["dry_run"]:  # which may be on another machine
+        conversion.check_space(plan, run, output=given["output"])
+    return Job(plan, run, tokenizer, tokens, held_out)
+
+
+def finish(
+    context: typer.Context,
+    job: Job,
+    model: PreTrainedModel,
+    results: conversion.Results,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    adapter: Path | None = None,
+) -> None:
+    """Write a result with the file that repeats it, and show it.
+
+    Args:
+        context: of the command.
+        job: what it did.
+        model: the new one.
+        results: what is known of it.
+        flags: values for the file that are not as they were given.
+        adapter: folder of low-rank updates, to be copied.
+    """
+    output = context.params["output"]
+    with _result(output, context.params["overwrite"], job.run.checkpoints) as folder:
+        conversion.write_report(folder, model, job.tokenizer, results)
+        if adapter is not None:
+            shutil.copytree(adapter, folder / "adapter")
+        write_flags(folder / RUN, context.command.params, context.params | dict(flags or {}))
+    print_results(results)
+    console.print(how_to_load(output), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator[Path]:
+    """A folder to write a result to, which is there whole or not at all."""
+    goes_on = f"the same command goes on from {checkpoints}" if checkpoints else "with --checkpoints it would go on"
+    with (
+        written("result", output, f"what was there is unchanged, and {goes_on}"),
+        conversion.new_folder(output, overwrite=overwrite) as folder,
+    ):
+        yield folder
+
+
+def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows: list, model: str):
+    """What is known of a model that a command has made from another."""
+    text = ", ".join(Path(x).name if Path(x).exists() else x for x in context.params["text"])
+    return conversion.results_of(plan, losses, rows, teacher=model, text=text, training=job.run.training)
+
+
+def device() -> str:
+    """Where models run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _split(tokens: Tensor) -> list[Tensor]:
+    """Text to learn on, and the last tenth or what is enough, to compare models on."""
+    if len(tokens) < MINIMUM:
+        raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
+    held_out = min(len(tokens) // 10, MAXIMUM)
+    return list(tokens.split([len(tokens) - held_out, held_out]))
+
+
+def print_plan(plan: Plan) -> None:
+    """What would be done."""
+    rows = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=False, title="plan")
+    for row in conversion.plan_rows(plan):
+        rows.add_row(*row)
+    console.print(rows)
+
+
+def print_results(results: conversion.Results) -> None:
+    """The models in one table."""
+    title = f"on held-out text; cache after {results.rows[0].costs[-1].context} tokens"
+    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
+    for row in table(results):
+        rows.add_row(*row)
+    console.print(rows)
+
+
+def how_to_load(folder: Path) -> str:
+    """What to type next."""
+    return f"""
+Wrote {folder}. To use it:
+
+    import hf_memory
+    from transformers import pipeline
+    pipeline("text-generation", model="{folder}")("The with statement", max_new_tokens=40)
+
+or: hf-memory generate {folder} --prompt "The with statement"; hf-memory info {folder}"""

@@ -1,0 +1,126 @@
+"""Folders for results: whole or not there at all, never another's, and known to have room before there is any work."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+RESULTS = "results.json"  # marks a folder that may be replaced
+LONGEST_NAME = 230  # of the 255 bytes of most file systems: a folder is written under a longer name first
+
+
+@contextmanager
+def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder beside `path` to write to, which takes its place when nothing went wrong.
+
+    Raises:
+        ValueError: if `path` is in use, unless `overwrite` is set and it is the result of an earlier run.
+    """
+    check_output(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if path.exists():
+            old = partial.with_name(f"{partial.name}-old")
+            path.rename(old)
+            partial.rename(path)
+            shutil.rmtree(old)
+        else:
+            partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Path | None] | None = None) -> None:
+    """See that a result can be written to a folder.
+
+    Args:
+        path: of the folder.
+        overwrite: whether it may replace the result of an earlier run.
+        beside: other folders of the run by name, none of which may be in it, or it in them.
+
+    Raises:
+        ValueError: if something is there that must stay, or no folder can be there.
+    """
+    check_folder("output", path)
+    for name, other in (beside or {}).items():
+        places = [x.resolve() for x in (path, other)] if other else []
+        if any(place in (*other.parents, other) for place, other in zip(places, reversed(places))):
+            raise ValueError(f"output must be apart from {name}, got {path} and {other}")
+    if not path.exists() or not any(path.iterdir()) or (overwrite and (path / RESULTS).exists()):
+        return
+    if overwrite:
+        raise ValueError(f"output must be a new folder or the result of an earlier run, got {path} with other files")
+    raise ValueError(f"output must be a new folder, got {path}, which is not empty; --overwrite replaces it")
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Raise ValueError if a folder to write to can neither be nor be made."""
+    if path.is_symlink():
+        raise ValueError(f"{name} must be a folder and no link to one, got {path}")
+    if len(os.fsencode(path.absolute().name)) > LONGEST_NAME:
+        raise ValueError(f"{name} must have a name of at most {LONGEST_NAME} bytes, got {path}")
+    place = _place(path)
+    if not place.is_dir():
+        raise ValueError(f"{name} must be a folder, got {path}, where {place} is a file")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{name} must be a folder that can be written to, got {path}, where {place} cannot")
+
+
+def check_room(needs: Mapping[Path, int]) -> None:
+    """See that folders, which need not be there yet, can hold so many bytes, those of one disk together.
+
+    Raises:
+        OSError: if a disk has less.
+    """
+    disks: dict[int, list[Path]] = {}
+    for folder in needs:
+        disks.setdefault(_place(folder).stat().st_dev, []).append(folder)
+    for folders in disks.values():
+        names = " and ".join(folder.name for folder in folders)
+        size = sum(needs[folder] for folder in folders)
+        free = shutil.disk_usage(_place(folders[0])).free
+        if free < size:
+            raise OSError(f"{_place(folders[0])} must have {_mb(size)} free for {names}, got {_mb(free)}")
+
+
+@contextmanager
+def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
+    """Say in one sentence that something could not be written, such as for want of space.
+
+    Args:
+        what: is written.
+        folder: where to.
+        otherwise: what is there then.
+
+    Raises:
+        OSError: if writing fails.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is how torch.save says it
+        free = shutil.disk_usage(_place(folder)).free
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise OSError(
+            f"{what} could not be written to {folder}, with {_mb(free)} free: {reason}; {otherwise}"
+        ) from error
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all that is in a folder, which need not be there."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _place(folder: Path) -> Path:
+    """The nearest folder, or what is in its place, that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

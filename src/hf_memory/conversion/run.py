@@ -1,0 +1,141 @@
+"""How and where a recipe is run: what does not decide what comes out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from huggingface_hub.dataclasses import type_validator
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+
+from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.stages.sharding import processes
+
+DEFAULTS = {  # of transformers' TrainingArguments
+    "adam_beta2": 0.95,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "train_sampling_strategy": "sequential",
+    "logging_nan_inf_filter": False,
+    "save_total_limit": 1,
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+OURS = (  # what a stage says itself
+    "run_name",
+    "seed",
+    "output_dir",
+    "use_cpu",
+    "max_steps",
+    "learning_rate",
+    "per_device_train_batch_size",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "train_sampling_strategy",
+    "remove_unused_columns",
+    "save_strategy",
+    "save_steps",
+    "logging_steps",
+)
+
+
+class Progress(NamedTuple):
+    """A sign of life."""
+
+    task: str
+    done: int
+    total: int
+    tokens: int = 0  # read in each of these
+    loss: float | None = None
+
+
+def silent(progress: Progress) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a conversion keeps its work, who hears of it, and how fast it is.
+
+    Args:
+        checkpoints: folder for checkpoints; a conversion that was stopped, or killed at any moment, goes on from them
+            when called again with the same arguments.
+        teacher_logits: folder for a teacher's likely tokens, which are saved there first unless they are there already,
+            so that distillation runs no teacher; see `save_logits`. Several students may share it.
+        callbacks: of the Trainer in all stages.
+        report: is told how far each task is.
+        training: more arguments of transformers' TrainingArguments in all stages, such as `bf16`,
+            `activation_checkpointing` and `gradient_accumulation_steps`, which leaves the schedules as they are.
+        is_claimed: whether `checkpoints` is known to be this run's already.
+    """
+
+    checkpoints: Path | None = None
+    teacher_logits: Path | None = None
+    callbacks: tuple[TrainerCallback, ...] = ()
+    report: Callable[[Progress], None] = silent
+    training: Mapping[str, Any] = field(default_factory=dict)
+    is_claimed: bool = False
+
+    def of(self, stage: str) -> "Run":
+        """The part of one stage."""
+        return replace(self, checkpoints=self.checkpoints and self.checkpoints / stage, is_claimed=True)
+
+    def arguments(self, schedule: Schedule, **others) -> TrainingArguments:
+        """A schedule in the Trainer's own words, for all processes together; `others` are passed on."""
+        ways = processes().num_processes * self.training.get("gradient_accumulation_steps", 1)
+        if schedule.batch_size % ways:
+            raise ValueError(
+                f"batch_size must be a multiple of {ways}, processes times gradient_accumulation_steps, "
+                f"got {schedule.batch_size}"
+            )
+        return TrainingArguments(
+            **others,
+            max_steps=schedule.steps,
+            learning_rate=schedule.learning_rate,
+            per_device_train_batch_size=schedule.batch_size // ways,
+            lr_scheduler_type="cosine",
+            warmup_steps=schedule.warmup,
+            **{**DEFAULTS, **self.training},
+            logging_steps=max(1, schedule.steps // 50),
+            save_steps=max(1, schedule.steps // 10),
+        )
+
+    def check(self, *schedules: Schedule) -> None:
+        """Raise ValueError if stages of these schedules could not be run with these arguments of training."""
+        fields = TrainingArguments.__dataclass_fields__
+        if taken := sorted(name for name in self.training if name not in fields or name in OURS):
+            raise ValueError(
+                f"training must be arguments of transformers' TrainingArguments but {', '.join(OURS)}, "
+                f"got {', '.join(taken)}"
+            )
+        hints = get_type_hints(TrainingArguments)
+        for name, value in self.training.items():
+            _check_type(name, value, hints[name])
+        for schedule in schedules:
+            _check_installed(self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available()))
+
+
+def _check_type(name: str, value: Any, expected: Any) -> None:
+    words = expected.__name__ if isinstance(expected, type) else expected
+    value = float(value) if expected is float and type(value) is int else value
+    try:
+        type_validator(name, value, expected)
+    except (TypeError, StrictDataclassFieldValidationError) as error:
+        raise ValueError(f"{name} of training must be {words}, got {value!r}") from error
+
+
+def _check_installed(arguments: TrainingArguments) -> None:
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except ImportError as error:
+        raise ValueError(f"optim must be an optimizer that is installed, got {arguments.optim}: {error}") from error
+    try:
+        for logger in get_reporting_integration_callbacks(arguments.report_to):
+            logger()
+    except (RuntimeError, ImportError, AssertionError) as error:
+        raise ValueError(f"report_to must be a logger that is installed, got {error}") from error

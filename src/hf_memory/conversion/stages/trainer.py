@@ -1,0 +1,162 @@
+"""One stage: a run of transformers' Trainer that can be stopped and resumed."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
+
+from hf_memory.conversion.claims import claim, last_whole_checkpoint
+from hf_memory.conversion.data import TokenWindows
+from hf_memory.conversion.folders import written
+from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.run import Progress, Run
+from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
+from hf_memory.evaluation.plots import History
+
+TRAINING = "training"
+
+
+class Reporter(TrainerCallback):
+    """Tells a run how far its stage is."""
+
+    def __init__(self, run: Run, schedule: Schedule):
+        self.report, self.tokens, self.loss = run.report, schedule.batch_size * schedule.length, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Where it begins, or goes on."""
+        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """The loss, when the Trainer has one."""
+        self.loss = (logs or {}).get("loss", self.loss)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """One step further."""
+        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens, self.loss))
+
+
+class StageTrainer(Trainer):
+    """A Trainer that stops at the first step whose loss or gradients are not finite, before it changes a weight."""
+
+    def training_step(self, model, *args, **kwargs):
+        """The loss; its gradients are in the parameters.
+
+        Raises:
+            ValueError: if one of them is not finite.
+        """
+        loss = super().training_step(model, *args, **kwargs)
+        norm = get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
+        if not (loss + whole(norm).to(loss.device)).isfinite():
+            step, name = self.state.global_step + 1, self.args.run_name
+            raise ValueError(
+                f"loss and gradients must be finite, got loss {loss:g} in step {step} of {name}; {not_finite(model)}"
+            )
+        return loss
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """A checkpoint, whole or not at all."""
+        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        otherwise = "the checkpoint before it stays, and the same run goes on from there"
+        try:
+            with written(f"{folder.name} of {self.args.run_name}", folder.parent, otherwise):
+                super()._save_checkpoint(model, trial)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def not_finite(model: nn.Module) -> str:
+    """Where numbers of a model stopped being finite: the first such weight, or else the gradient that was so first."""
+    for name, weight in model.named_parameters():
+        if not whole(weight).isfinite().all():
+            return f"the weight {name} is not finite"
+    for name, weight in reversed(list(model.named_parameters())):  # as gradients come
+        if weight.grad is not None and not whole(weight.grad).isfinite().all():
+            return f"weights are finite, the gradient of {name} is not"
+    return "weights and gradients are finite"
+
+
+def train(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    name: str = TRAINING,
+    seed: int = 0,
+    optimizer: Optimizer | None = None,
+    run: Run = Run(),
+) -> History:
+    """Teach a model the text itself: the mean negative log-likelihood; see `attention_transfer`."""
+    data = TokenWindows.of(tokens, schedule, seed)
+    return run_trainer(StageTrainer, model, data, schedule, name, run, {"model": model}, optimizer=optimizer)
+
+
+def run_trainer(
+    make_trainer: Callable[..., StageTrainer],
+    model: nn.Module,
+    data: TokenWindows,
+    schedule: Schedule,
+    name: str,
+    run: Run,
+    belongs_to: Mapping[str, Any],
+    *,
+    inputs: tuple[str, ...] = ("input_ids", "labels"),
+    optimizer: Optimizer | None = None,
+) -> History:
+    """Run one stage, on the device of the model.
+
+    Args:
+        make_trainer: StageTrainer, or what computes another loss.
+        model: learns, in place.
+        data: to learn on.
+        schedule: how long and how fast.
+        name: of the stage; callbacks find it in `args.run_name`.
+        run: where there are ten checkpoints, the last of which a stage resumes from, and who hears of it.
+        belongs_to: models and numbers that checkpoints belong to, beside what is said here.
+        inputs: what the model is given of a window.
+        optimizer: default: AdamW.
+
+    Returns:
+        [{"step", "loss"}, ...]
+
+    Raises:
+        ValueError: if a loss or a gradient is not finite, or the checkpoints are of other arguments.
+        OSError: if a checkpoint cannot be written; the one before it stays.
+    """
+    if run.checkpoints and not run.is_claimed and processes().is_main_process:
+        own = {"stage": name, "tokens": data.tokens, "schedule": schedule, "seed": data.seed}
+        claim(run.checkpoints, {**own, **belongs_to, **run.training})
+    with _output(run.checkpoints) as folder, sharded_learner(model) as learner:
+        save, use_cpu = "steps" if run.checkpoints else "no", next(model.parameters()).device.type == "cpu"
+        own = {"run_name": name, "seed": data.seed, "output_dir": str(folder), "save_strategy": save}
+        args = run.arguments(schedule, use_cpu=use_cpu, **own)
+        trainer = make_trainer(
+            model=learner,
+            args=args,
+            train_dataset=data,
+            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in inputs},
+            callbacks=[Reporter(run, schedule), *run.callbacks],
+            optimizers=(optimizer, None),
+        )
+        trainer.remove_callback(PrinterCallback)
+        with args.main_process_first(local=False):
+            last = last_whole_checkpoint(run.checkpoints) if run.checkpoints else None
+        trainer.train(resume_from_checkpoint=last)
+        trainer.accelerator.unwrap_model(learner, keep_fp32_wrapper=False)
+        if args.activation_checkpointing and isinstance(learner, PreTrainedModel):
+            learner.activation_checkpointing_disable()
+    model.eval()
+    return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
+
+
+def _output(checkpoints: Path | None):
+    """A context with a folder for checkpoints, or with one that is of no use afterwards."""
+    return nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory()

@@ -1,0 +1,104 @@
+"""Attention transfer: each memory layer learns to give what the attention that it replaces gave."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from accelerate.utils import reduce
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.data import TokenWindows
+from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.run import Run
+from hf_memory.conversion.stages.sharding import sharded_teacher
+from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
+from hf_memory.evaluation.plots import History
+from hf_memory.modeling.base import MemoryForCausalLM
+
+TRANSFER = "attention transfer"
+
+
+class AttentionTransfer(nn.Module):
+    """The mixers of a student, and the loss that compares each with the attention that it replaces.
+
+    L = sum over layers of |mixer(x) - attention(x)|^2 / |attention(x)|^2, x the input of the teacher's attention.
+    One run of the teacher serves all layers, and a layer never sees what another layer of the student made.
+    """
+
+    def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
+        super().__init__()
+        layers = enumerate(zip(student.config.mixer_types, student.model.layers))
+        self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if "memory" in kind})
+        self._no_split_modules = sorted({type(mixer).__name__ for mixer in self.mixers.values()})
+        self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # no submodule: neither trained nor saved
+        self.checkpointing = False
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """[B, T] without padding -> the loss."""
+        losses = [
+            F.mse_loss(output.float(), target.float()) / reduce(target.float().square().mean(), "mean")
+            for _, output, target in self.outputs(input_ids)
+        ]
+        return {"loss": torch.stack(losses).sum()}
+
+    def activation_checkpointing_enable(self, **kwargs) -> None:
+        """Let mixers keep their inputs alone for the way back; the Trainer calls it."""
+        self.checkpointing = True
+
+    def outputs(self, input_ids: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+        """Each mixer, what it gives, and what the attention that it replaces gives [B, T, hidden_size]."""
+        seen = self._seen(input_ids)
+        for i, mixer in self.mixers.items():
+            inputs, target = seen[int(i)]
+            run = partial(checkpoint, mixer, use_reentrant=False) if self.checkpointing else mixer
+            output, _ = run(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+            yield mixer, output, target
+
+
+@torch.no_grad()
+def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[dict, Tensor]]:
+    """What went into and what came out of each attention layer of a teacher that reads [B, T]."""
+    seen: list[tuple[dict, Tensor]] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(
+            lambda module, args, kwargs, output: seen.append((kwargs, output[0])), with_kwargs=True
+        )
+        for layer in teacher.model.layers
+    ]
+    try:
+        teacher(input_ids, use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def attention_transfer(
+    student: MemoryForCausalLM,
+    teacher: PreTrainedModel,
+    tokens: Tensor,
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    run: Run = Run(),
+) -> History:
+    """Teach each memory layer to give what the teacher's attention gives on the teacher's own hidden states.
+
+    Args:
+        student: its memory layers learn, in place; nothing else does.
+        teacher: stays as it is.
+        tokens: [T] of the text to learn on.
+        schedule: how long and how fast.
+        seed: of the order of the windows.
+        run: where checkpoints are, and who hears of it.
+
+    Returns:
+        The loss over the steps.
+    """
+    data, models = TokenWindows.of(tokens, schedule, seed), {"student": student, "teacher": teacher}
+    with sharded_teacher(teacher.eval()) as teacher:
+        transfer = AttentionTransfer(student, teacher)
+        return run_trainer(StageTrainer, transfer, data, schedule, TRANSFER, run, models, inputs=("input_ids",))

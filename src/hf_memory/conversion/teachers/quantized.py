@@ -1,0 +1,46 @@
+"""A second teacher in few bits, to learn from where the whole one does not fit."""
+
+import logging
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_bitsandbytes_available
+
+
+def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrainedModel:
+    """A teacher with the linear layers inside its blocks in 8 (LLM.int8) or 4 bits (NF4), the rest in float32.
+
+    Its hidden states and logits are float32 and near the teacher's, for a student to learn from; see `convert`.
+
+    Args:
+        name: folder or Hub name of the teacher.
+        bits: of a weight.
+        device: to run on.
+
+    Raises:
+        ValueError: if there are no such weights, or bitsandbytes is not installed.
+    """
+    check_bits(bits)
+    quantized = BitsAndBytesConfig(
+        load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
+    )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells at each step that LLM.int8 rounds its inputs
+    return model.eval()
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError if a teacher cannot be loaded in so many bits."""
+    if bits not in (8, 4):
+        raise ValueError(f"teacher_bits must be 8 or 4, got {bits}")
+    if not is_bitsandbytes_available():
+        raise ValueError(f"a teacher in {bits} bits needs bitsandbytes: pip install bitsandbytes")
+
+
+def num_quantized(teacher: PreTrainedModel) -> int:
+    """How many weights of a teacher are in few bits: those of linear layers but the last."""
+    linears = [x for x in teacher.modules() if isinstance(x, nn.Linear) and x is not teacher.get_output_embeddings()]
+    return sum(x.weight.numel() for x in linears)

@@ -1,0 +1,174 @@
+"""What a conversion decides before it begins: what it refuses, what it shows, and what it says of itself afterwards."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_memory import conversion
+from hf_memory.cli.progress import Lines
+from hf_memory.conversion import ModelResult, Progress, Recipe, Run, check_run, resolve, results_of
+from hf_memory.conversion.report import model_card
+from hf_memory.evaluation import Cost
+from test_conversion import SCHEDULE, convert, make_teacher, text
+
+NONE = SCHEDULE._replace(steps=0)
+STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
+FIXED, GROWS = "memory of one size", "a cache that grows with the text, as its teacher's does"
+TRANSFER, KL = "attention transfer", "KL divergence of the logits"
+
+
+def planned(**recipe):
+    return resolve(Recipe(**STAGES | recipe), make_teacher().config, text())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "true", "false"),
+    [
+        ({}, (FIXED, TRANSFER, KL), (GROWS, "the text itself", "text's own")),
+        ({"to": "deltaformer"}, (GROWS, "its teacher before any training", "the text itself"), (FIXED, TRANSFER, KL)),
+        ({"to": "titans"}, (FIXED, "its teacher before any training", "the text itself"), (TRANSFER, KL)),
+        ({"to": "titans", "options": {"sliding_window": 4}}, (FIXED, TRANSFER, KL), ("before any training",)),
+        ({"cross_entropy": 1.0}, (TRANSFER, "the text itself, and nothing"), (KL, "distillation")),
+        ({"cross_entropy": 0.25}, (TRANSFER, KL, "0.25 of the loss the text's own"), ("the text itself",)),
+        ({"transfer": NONE, "distillation": NONE}, ("learned nothing",), (TRANSFER, KL, "distillation")),
+        ({"keep": (1,)}, ("grows with the text, 50% as fast as its teacher's",), (FIXED,)),
+        ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("(fine-tuning)", "low-rank updates"), ()),
+        ({"top_k": 8}, ("8 most likely tokens",), ()),
+        ({"top_k": 8, "cross_entropy": 1.0}, (), ("most likely tokens", "top_k")),
+    ],
+)
+def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
+    plan = planned(**recipe)
+    row = ModelResult("teacher", 2.0, 0.0, None, None, {256: 2.0}, {128: 0.0}, (Cost(256, 1000, 1.0, 1.0),))
+    names = {"teacher": "someone/llama", "text": "random words", "training": {}}
+    card = model_card(results_of(plan, {stage.name: [] for stage in plan.stages}, [row, row], **names)).content
+    about = card[: card.index("## Results")]  # what follows explains columns
+    assert [words for words in true if words not in about] == []
+    assert [words for words in false if words in about] == []
+
+
+@pytest.mark.parametrize("recipe", [{"to": "deltaformer"}, {"cross_entropy": 1.0}, {"fine_tuning": SCHEDULE}])
+def test_what_is_planned_is_what_runs(recipe):
+    short = SCHEDULE._replace(steps=1)
+    recipe = {name: short if value is SCHEDULE else value for name, value in (STAGES | recipe).items()}
+    made = convert(make_teacher(), text(), **recipe)
+    assert list(made.losses) == [stage.name for stage in planned(**recipe).stages]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be above 0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be above 0, got nan"),
+        ({"cross_entropy": 2.0}, "cross_entropy must be from 0 to 1, got 2.0"),
+        ({"seed": -1}, "seed must be from 0 to 4294967292, got -1"),
+        ({"seed": 2**32}, "seed must be from 0 to"),
+        ({"top_k": 65}, "top_k must be from 1 to the teacher's 64 tokens, got 65"),
+        ({"top_k": 0}, "top_k must be from 1 to the teacher's 64 tokens, got 0"),
+        ({"lora_rank": 2}, "lora_rank must not be given without steps of fine_tuning, got 2"),
+        ({"lora_rank": 0, "fine_tuning": SCHEDULE}, "lora_rank must be at least 1, got 0"),
+        ({"teacher_bits": 3}, "teacher_bits must be 8 or 4, got 3"),
+        ({"options": {"hidden_size": 64}}, "options must leave hidden_size as the teacher has it, got 64"),
+        ({"options": {"vocab_size": 9, "head_dim": 4}}, "options must leave head_dim and vocab_size as the teacher"),
+        ({"options": {"max_position_embeddings": 10}}, "must leave max_position_embeddings as the teacher has it"),
+        ({"options": {"layer_types": ["memory"]}}, "options must leave layer_types to keep"),
+        ({"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}}, r"\(32, 32\) in the teacher"),
+        ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
+        ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that starts as its teacher"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        planned(**recipe)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"bf16": "maybe"}, "bf16 of training must be bool, got 'maybe'"),
+        ({"weight_decay": "much"}, "weight_decay of training must be float, got 'much'"),
+        ({"optim": "sgdd"}, "sgdd is not a valid OptimizerNames"),
+        ({"optim": "apollo_adamw"}, "optim must be an optimizer that is installed"),
+        ({"report_to": "nobody"}, "nobody is not supported"),
+        ({"report_to": "comet_ml"}, "report_to must be a logger that is installed"),
+        ({"max_steps": 3}, "training must be arguments of transformers' TrainingArguments but .*, got max_steps"),
+        ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3"),
+    ],
+)
+def test_arguments_of_training_that_cannot_be_are_refused(training, message):
+    with pytest.raises(ValueError, match=message):
+        check_run(planned(), Run(training=training))
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A folder, a file, a link to a folder, one to nothing, and a folder with the checkpoints of who knows whom."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "others" / "run" / "checkpoint-5").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("output", "checkpoints", "message"),
+    [
+        ("run", "run", "output must be apart from checkpoints"),
+        ("run/student", "run", "output must be apart from checkpoints"),
+        ("run", "run/checkpoints", "output must be apart from checkpoints"),
+        ("folder/../run", "run", "output must be apart from checkpoints"),
+        ("link", None, "output must be a folder and no link to one"),
+        ("dangling", None, "output must be a folder and no link to one"),
+        ("file", None, "output must be a folder, got .*file, where .*file is a file"),
+        ("file/student", None, "output must be a folder, got .*student, where .*file is a file"),
+        ("x" * 240, None, "output must have a name of at most 230 bytes"),
+        ("student", "file", "checkpoints must be a folder, got"),
+        ("student", "others", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
+        ("student", "others/run", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
+    ],
+)
+def test_folders_that_cannot_be_written_to_are_refused(places, output, checkpoints, message):
+    before = sorted(places.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        check_run(planned(), Run(checkpoints and places / checkpoints), output=places / output)
+    assert sorted(places.rglob("*")) == before
+
+
+def test_checkpoints_that_no_run_has_claimed_are_left_alone(places):
+    with pytest.raises(ValueError, match="checkpoints must be in a folder of their own"):
+        convert(make_teacher(), text(), run=Run(places / "others" / "run"), **STAGES)
+    assert os.listdir(places / "others" / "run") == ["checkpoint-5"]
+
+
+def test_logits_and_their_folder_come_together():
+    for recipe, run in (({"top_k": 8}, Run()), ({}, Run(teacher_logits=Path("logits")))):
+        with pytest.raises(ValueError, match="top_k and teacher_logits must be given together"):
+            check_run(planned(**recipe), run)
+
+
+def test_a_plan_is_of_one_teacher_and_one_text():
+    plan, teacher = planned(), make_teacher("qwen3")
+    for wrong, message in (
+        ((teacher, text()), "teacher must be that of the plan"),
+        ((make_teacher(), text(9)), "tokens must be the 200 of the plan, got 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            conversion.convert(*wrong, plan)
+
+
+def test_a_log_has_a_line_every_tenth_and_every_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    lines = Lines()
+    for step in range(101):
+        lines(Progress("distillation", step, 100, tokens=32, loss=2.0))
+        now[0] += 1.0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 10
+    assert printed[4] == "distillation: 50/100, loss 2.000, 32 tokens/s, 0:00:50 left"
+    for step in range(3):
+        lines(Progress("measuring", step, 1000))
+        now[0] += 61.0
+    assert len(capsys.readouterr().out.splitlines()) == 2
