@@ -38,6 +38,12 @@ CASES = (
     Case(
         "linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}
     ),
+    Case("linear-window", "hf_memory_linear", {"attention_window": 4, "num_sink_tokens": 2, "num_memory_slots": 6}),
+    Case(
+        "linear-window-heads",
+        "hf_memory_linear",
+        {"attention_window": 3, "full_attention_heads": [[1], [0, 1]], "num_memory_slots": 6},
+    ),
     Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
     Case("gla", "hf_memory_gated", {}),

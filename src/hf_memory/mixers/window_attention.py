@@ -69,7 +69,7 @@ def _after_past(x: Tensor, name: str, states: States, past: int) -> Tensor:
 def _columns(before: Tensor, lengths: Tensor, past: int, T: int, cu_seqlens: Tensor | None) -> Tokens:
     """Which tokens the places of the past and the present have, [1 or B, past + T]."""
     if cu_seqlens is not None:
-        return Tokens(*(F.pad(x, (past, 0), value=-1) for x in masks.packed(cu_seqlens, T)))  # type: ignore[arg-type]
+        return masks.packed(cu_seqlens, T).map(lambda x: F.pad(x, (past, 0), value=-1))
     place = torch.arange(-past, T, device=before.device)
     return Tokens(torch.where(place < lengths[:, None], before[:, None] + place, -1))
 
@@ -82,7 +82,7 @@ def _attend(q, k, v, columns: Tokens, window: int, scaling: float, always) -> Te
     blocks = -(-T // C)
     q = F.pad(q, (0, 0, 0, 0, 0, blocks * C - T)).unflatten(1, (blocks, C)).flatten(0, 1).transpose(1, 2)
     k, v = (_windows(x, past, C, blocks).transpose(1, 2) for x in (k, v))  # [B * blocks, H, past + C, D]
-    columns = Tokens(*(None if x is None else _windows(x, past, C, blocks, empty=-1) for x in columns))  # type: ignore
+    columns = columns.map(lambda x: _windows(x, past, C, blocks, empty=-1))
     seen = masks.seen(masks.causal & masks.window(window), columns.of(slice(past, None)), columns)
     seen = seen | seen.new_ones(C, past + C).tril(past).triu(past)  # padding sees itself: a row must see something
     if always is not None:

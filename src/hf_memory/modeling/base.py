@@ -37,7 +37,7 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
         self.norms = NORMS[config.norm_placement]
-        self.mixer = config.mixers[config.mixer_types[layer_idx]](config, layer_idx)
+        self.mixer = config.mixer_class(layer_idx)(config, layer_idx)
         self.has_mlp = config.mlp_types[layer_idx] != "none"
         if self.has_mlp:
             self.mlp = FEED_FORWARDS[config.mlp_types[layer_idx]](config)

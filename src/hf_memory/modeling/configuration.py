@@ -1,10 +1,12 @@
 """What every family's config has."""
 
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.hub import HubConfigMixin
 from hf_memory.modeling.registration import tell_peft
 from hf_memory.ops.contract import BACKENDS
@@ -50,6 +52,12 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         final_logit_softcapping (`float`, *optional*): the same for the logits.
         embedding_multiplier (`float`, defaults to 1): of the embeddings before the first layer.
         memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
+        attention_window (`int`, *optional*): tokens that memory layers see by attention, the present one included,
+            beside their memory of what is further back. Default: none, memory alone.
+        num_sink_tokens (`int`, defaults to 0): first tokens of the sequence that this attention sees too.
+        full_attention_heads (`list[list[int]]`, *optional*): key-value heads of each layer that see all tokens instead,
+            and keep their keys and values.
+        window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window.
         mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Results differ by rounding only.
     """
@@ -57,6 +65,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     model_type = "hf_memory"
     keys_to_ignore_at_inference = ["past_key_values"]
     mixers = {"full_attention": AttentionMixer, "sliding_attention": AttentionMixer}  # a family adds its "memory"
+    far_memory = None  # the class of the family's memory beside attention over a window
 
     base_model_tp_plan = {
         "layers.*.mixer.q_proj": "colwise",
@@ -104,6 +113,10 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     memory_rope: bool = False
+    attention_window: int | None = None
+    num_sink_tokens: int = 0
+    full_attention_heads: list[list[int]] | None = None
+    window_memory: bool = True
     mixer_backend: str = "auto"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -140,6 +153,34 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """As transformers'; peft asks a model for it before it looks the model type up in a table of its own."""
         tell_peft(self.model_type)
         return super().to_dict()
+
+    def mixer_class(self, layer_idx: int) -> type[nn.Module]:
+        """The mixer of a layer."""
+        kind = self.mixer_types[layer_idx]
+        return WindowedMixer if kind == "memory" and self.attention_window else self.mixers[kind]
+
+    def validate_window(self):
+        """Check attention over a window beside the memory."""
+        if self.attention_window is None:
+            if self.num_sink_tokens or self.full_attention_heads:
+                raise ValueError("attention_window must be set with num_sink_tokens or full_attention_heads, got None")
+            return
+        if self.attention_window < 1 or self.num_sink_tokens < 0:
+            raise ValueError(
+                f"attention_window must be at least 1 and num_sink_tokens at least 0, got {self.attention_window} "
+                f"and {self.num_sink_tokens}"
+            )
+        if self.window_memory and self.far_memory is None:
+            raise ValueError(f"window_memory must be False for {self.model_type}, which has no memory beside a window")
+        heads = self.full_attention_heads
+        if heads is not None and (
+            len(heads) != self.num_hidden_layers
+            or not {head for layer in heads for head in layer} <= set(range(self.num_key_value_heads))
+        ):
+            raise ValueError(
+                f"full_attention_heads must list heads from 0 to {self.num_key_value_heads - 1} for each of "
+                f"{self.num_hidden_layers} layers, got {heads}"
+            )
 
     def validate_architecture(self):
         """Check what the sizes and words of a config must have in common."""

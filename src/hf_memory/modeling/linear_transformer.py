@@ -4,6 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_memory.mixers.far_memory import SlotMemory
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import MemoryConfig, check_word
@@ -20,10 +21,13 @@ class LinearTransformerConfig(MemoryConfig):
         dpfp_nu (`int`, defaults to 3): rolled products, for `"dpfp"`.
         normalize (`bool`, defaults to `True`): divide by the sum of the weights, as softmax does.
         output_norm (`bool`, defaults to `False`): RMS norm of each head's output.
+        num_memory_slots (`int`, defaults to 64): with `attention_window`, slots of each key-value head for what leaves
+            the window; the other options of this family are then not used.
     """
 
     model_type = "hf_memory_linear"
     mixers = {**MemoryConfig.mixers, "memory": LinearAttentionMixer}
+    far_memory = SlotMemory
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         "layers.*.mixer.feature_map": "local_params",
@@ -37,6 +41,7 @@ class LinearTransformerConfig(MemoryConfig):
     dpfp_nu: int = 3
     normalize: bool = True
     output_norm: bool = False
+    num_memory_slots: int = 64
 
     def validate_feature_map(self):
         """Check the words of this family."""

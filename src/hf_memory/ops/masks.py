@@ -13,10 +13,13 @@ class Tokens(NamedTuple):
     position: Tensor  # [1 or B, T], from 0; negative where there is no token
     sequence: Tensor | None = None  # [1 or B, T], where several are packed: equal within one
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """The same change of positions and sequences."""
+        return Tokens(change(self.position), None if self.sequence is None else change(self.sequence))
+
     def of(self, columns: slice) -> "Tokens":
         """Some of the columns."""
-        sequence = self.sequence
-        return Tokens(self.position[:, columns], None if sequence is None else sequence[:, columns])
+        return self.map(lambda x: x[:, columns])
 
 
 class Mask:
@@ -39,6 +42,11 @@ earlier = Mask(lambda h, q, k: k < q)
 def window(tokens: int) -> Mask:
     """The last `tokens` tokens, the present one among them."""
     return Mask(lambda h, q, k: q - k < tokens)
+
+
+def older(tokens: int) -> Mask:
+    """What `window` does not see."""
+    return Mask(lambda h, q, k: q - k >= tokens)
 
 
 def sinks(tokens: int) -> Mask:

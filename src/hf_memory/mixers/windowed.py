@@ -1,0 +1,171 @@
+"""A memory beside attention over a window: what leaves the window is written, so that each sees what the other lacks.
+
+The layer's projections are attention's. Most key-value heads see a window and the first tokens of the sequence
+(https://arxiv.org/abs/2309.17453), and share one softmax with a memory of everything between; a few may keep all keys
+and values instead (https://arxiv.org/abs/2410.10819).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.cache import States
+from hf_memory.layers import real_tokens_first
+from hf_memory.mixers.attention_blocks import Columns, full_attention, near_attention
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.ops.masks import Tokens, packed
+
+
+class WindowedMixer(MemoryMixer):
+    """Attention over a window and its first tokens, a memory of what is between, and heads that keep everything."""
+
+    conv_activation = None
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        kept = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
+        self.full_heads = sorted(kept)
+        self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
+        order = self.near_heads + self.full_heads
+        self.places = [order.index(h) for h in range(len(order))]  # where each head is among the outputs
+        has_memory = config.window_memory and self.near_heads
+        self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
+
+    @property
+    def sees_positions(self) -> bool:
+        """Attention always does."""
+        return True
+
+    @property
+    def normalizes(self) -> bool:
+        """As attention does."""
+        return self.config.use_qk_norm
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: `count` [B] tokens read; `keys` and `values` [B, attention_window, H, D] of the last of them;
+        `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory; and of the heads
+        that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens]."""
+        mask, order = context.attention_mask, None
+        if mask is not None:
+            hidden_states, order = real_tokens_first(hidden_states, mask)
+            context = context._replace(positions=context.positions and context.positions.gather(order))
+        q, k, v = self.projected(hidden_states, context)
+        count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
+        lengths = torch.full_like(count, k.shape[1]) if mask is None else mask.sum(1)
+        tokens = _present(count, lengths, context.cu_seqlens, k.shape[1])
+        parts, states = [], {"count": count + lengths}
+        if self.near_heads:
+            o, new = self._near(*self._of(self.near_heads, q, k, v), tokens, lengths, context)
+            parts.append(o)
+            states |= new
+        if self.full_heads:
+            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, context)
+            parts.append(o)
+            states |= new
+        o = torch.cat(parts, 2).unflatten(2, (len(self.places), -1))[:, :, self.places].flatten(2)
+        output = self.o_proj(o)
+        return output if order is None else _in_place(output, order), states
+
+    def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D], k and v [B, T, H, D] as attention has them."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return *self.normalize_and_rotate(q, k, context.positions), v
+
+    def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The key-value heads of a list [B, T, heads, D], and the query heads that read them."""
+        if len(heads) == len(self.places):
+            return q, k, v
+        return q.unflatten(2, (len(self.places), -1))[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
+
+    def _near(self, q, k, v, tokens: Tokens, lengths: Tensor, context: Context) -> tuple[Tensor, States]:
+        W, S, states = self.config.attention_window, self.config.num_sink_tokens, context.states
+        keys, values = _after(states.get("keys"), k, W), _after(states.get("values"), v, W)
+        near = Columns(_with_past(tokens, states, W), keys, values)
+        first = _first(k, v, tokens, lengths, S, context)
+        o, logsumexp = near_attention(
+            q,
+            tokens,
+            near,
+            first,
+            num_near=W,
+            num_sinks=S,
+            scaling=self.scaling,
+            softcap=self.config.attn_logit_softcapping,
+        )
+        new = {"keys": _last(keys, lengths, W), "values": _last(values, lengths, W)}
+        new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
+        if self.far is None:
+            return o, new
+        leaving = tokens.position - W  # of the token that leaves the window as each comes
+        T = k.shape[1]
+        remembered, mass, memory = self.far(q, keys[:, :T], values[:, :T], leaving >= S, context)
+        share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
+        return o + share * (remembered - o), new | memory
+
+    def _full(self, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
+        states, position = context.states, tokens.position.expand(len(k), -1)
+        if states:
+            k, v = (torch.cat([states[f"full_{name}"].to(x.dtype), x], 1) for name, x in (("keys", k), ("values", v)))
+            position = torch.cat([states["full_positions"], position], 1)
+        past = Columns(Tokens(position, tokens.sequence), k, v)
+        o = full_attention(q, tokens, past, scaling=self.scaling, softcap=self.config.attn_logit_softcapping)
+        return o, {"full_keys": k, "full_values": v, "full_positions": position}
+
+
+def _in_place(x: Tensor, order: Tensor) -> Tensor:
+    """Undo `real_tokens_first`."""
+    return torch.zeros_like(x).scatter(1, order[..., None].expand_as(x), x)
+
+
+def _present(count: Tensor, lengths: Tensor, cu_seqlens: Tensor | None, T: int) -> Tokens:
+    """Which tokens the present ones are [1 or B, T]: those of a row that are not padding come first in it."""
+    if cu_seqlens is not None:
+        return packed(cu_seqlens, T)
+    place = torch.arange(T, device=count.device)
+    return Tokens(torch.where(place < lengths[:, None], count[:, None] + place, -1))
+
+
+def _with_past(tokens: Tokens, states: States, W: int) -> Tokens:
+    """With the W columns before them; of packed sequences there is nothing before."""
+    position, sequence = tokens
+    if not states:
+        position = F.pad(position, (W, 0), value=-1)
+    else:
+        before = states["count"][:, None] - torch.arange(W, 0, -1, device=position.device)
+        position = torch.cat([before, position], 1)
+    return Tokens(position, None if sequence is None else F.pad(sequence, (W, 0), value=-1))
+
+
+def _after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
+    """[B, T, H, D] after the last W tokens before them: [B, W + T, H, D]"""
+    return F.pad(x, (0, 0, 0, 0, W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """x [B, S, H, D] at places [B, n] -> [B, n, H, D]"""
+    return x.gather(1, places[..., None, None].expand(-1, -1, *x.shape[2:]))
+
+
+def _last(x: Tensor, lengths: Tensor, W: int) -> Tensor:
+    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real."""
+    return _take(x, lengths[:, None] + torch.arange(W, device=x.device))
+
+
+def _first(k: Tensor, v: Tensor, tokens: Tokens, lengths: Tensor, S: int, context: Context) -> Columns:
+    """The first S tokens of each sequence, read before or among the present ones."""
+    place, T = torch.arange(S, device=k.device), k.shape[1]
+    if context.cu_seqlens is not None:
+        starts, size = context.cu_seqlens[:-1, None].long(), context.cu_seqlens.diff()[:, None]
+        index = (starts + place).clamp(max=T - 1).flatten()[None]
+        sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(S)[None]
+        return Columns(
+            Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), _take(k, index), _take(v, index)
+        )
+    count = context.states["count"][:, None] if context.states else torch.zeros_like(lengths)[:, None]
+    index = (place - count).clamp(min=0, max=T - 1)
+    keys, values = _take(k, index), _take(v, index)
+    if context.states:
+        is_old = (place < count)[..., None, None]
+        old = (context.states[name] for name in ("sink_keys", "sink_values"))
+        keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
+    return Columns(Tokens(torch.where(place < count + lengths[:, None], place, -1)), keys, values)

@@ -1,0 +1,122 @@
+"""A memory beside attention over a window: each part against its equation, token by token, in float64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import hf_memory
+from cases import SIZES
+from hf_memory.mixers.attention_blocks import Columns, full_attention, near_attention
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.far_memory import SlotMemory, centroids
+from hf_memory.ops.masks import Tokens, all_tokens, count
+
+WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
+
+
+def heads(T: int, HQ: int = 4, H: int = 2, D: int = 8):
+    generator = torch.Generator().manual_seed(T)
+    return (torch.randn(2, T, n, D, generator=generator, dtype=torch.float64) for n in (HQ, H, H))
+
+
+def softmax_of(q, k, v, visible, scaling):
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = (scaling * torch.einsum("bthd,bshd->bhts", q, k)).masked_fill(~visible, -torch.inf)
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("num_near", "num_sinks"), [(16, 4), (1, 3), (5, 0), (200, 2)])
+def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks):
+    T = 150
+    q, k, v = heads(T)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    visible = (j <= i) & ((i - j < num_near) | (j < num_sinks))
+    tokens = all_tokens(T, q)
+    first = Columns(tokens.of(slice(num_sinks)), k[:, :num_sinks], v[:, :num_sinks])
+    keys, values = (F.pad(x, (0, 0, 0, 0, num_near, 0)) for x in (k, v))
+    near = Columns(Tokens(F.pad(tokens.position, (num_near, 0), value=-1)), keys, values)
+    sizes = {"num_near": num_near, "num_sinks": num_sinks, "scaling": 0.3}
+    assert_close(near_attention(q, tokens, near, first, **sizes), softmax_of(q, k, v, visible, 0.3))
+
+
+def test_heads_that_keep_everything_are_causal_attention():
+    T = 150
+    q, k, v = heads(T)
+    mask = torch.ones(2, T).bool()
+    mask[1, :30] = False
+    tokens = Tokens(count(mask))
+    o = full_attention(q, tokens, Columns(tokens, k, v), scaling=0.3)
+    visible = torch.ones(T, T).tril().bool() & mask[:, None, None]
+    expected, _ = softmax_of(q, k, v, visible, 0.3)
+    assert_close(o[mask], expected[mask])
+    assert not o[~mask].any()
+
+
+def make_config(**options):
+    return hf_memory.LinearTransformerConfig(**{**SIZES, **WINDOWS, **options})
+
+
+def test_a_slot_for_each_key_is_attention():
+    """Sharp slots at the keys themselves: window and memory together are softmax over everything."""
+    config = make_config(num_memory_slots=20, head_dim=8, attention_window=3, num_sink_tokens=1)
+    mixer = config.mixer_class(0)(config, 0).double()
+    hidden = torch.randn(1, 20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = mixer.projected(hidden, Context(None, None, None, {}))
+    with torch.no_grad():
+        for h in range(2):
+            rows = slice(20 * h, 20 * h + 20)
+            mixer.far.k_weight[rows], mixer.far.k_bias[rows] = 1e4 * k[0, :, h], -5e3 * k[0, :, h].square().sum(-1)
+            queries = mixer.far.q_weight[40 * h : 40 * h + 40]
+            queries.copy_((mixer.scaling * k[0, :, h]).repeat(2, 1))
+        mixer.far.q_bias.zero_()
+    output, _ = mixer(hidden)
+    expected, _ = softmax_of(q, k, v, torch.ones(20, 20).tril().bool(), mixer.scaling)
+    assert_close(output, mixer.o_proj(expected.flatten(2)), rtol=1e-5, atol=1e-5)  # features are float32
+
+
+def test_without_its_memory_a_layer_is_attention_over_the_window():
+    config = make_config(window_memory=False)
+    mixer = config.mixer_class(0)(config, 0)
+    hidden = torch.randn(1, 12, 32)
+    changed = hidden.clone()
+    changed[:, 4] += 1
+    difference = (mixer(hidden)[0] - mixer(changed)[0]).abs().amax(-1)[0]
+    assert difference[4:9].all()
+    assert not difference[9:].any()
+
+
+def test_centroids_are_those_of_clusters():
+    centers = 10 * torch.eye(4)
+    points = centers.repeat(50, 1) + 0.01 * torch.randn(200, 4)
+    found = centroids(points, 12)
+    assert torch.cdist(centers, found).amin(1).max() < 0.02
+
+
+def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
+    """Where keys have centroids: values of what left the window come back with nearly their weights."""
+    generator = torch.Generator().manual_seed(0)
+    memory = SlotMemory(make_config(num_memory_slots=12), heads=2)
+    keys = 2 * torch.randn(6, 2, 8, generator=generator).repeat(40, 1, 1)
+    keys = keys + 0.1 * torch.randn(keys.shape, generator=generator)
+    memory.start_near(keys)
+    q, _, v = (x.float()[:1] for x in heads(240))
+    k = keys[None]
+    answer, mass, _ = memory(q, k, v, torch.ones(1, 240, dtype=torch.bool), Context(None, None, None, {}))
+    expected, logsumexp = softmax_of(q, k, v, torch.ones(240, 240).tril().bool(), memory.scaling)
+    assert (mass - logsumexp).abs().max() < 0.3
+    assert (answer - expected).square().mean() < 0.1 * expected.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"attention_window": 0}, "attention_window"),
+        ({"attention_window": None}, "attention_window"),
+        ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
+        ({"full_attention_heads": [[0]]}, "full_attention_heads"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(options, named):
+    with pytest.raises(Exception, match=named):
+        make_config(**options)
