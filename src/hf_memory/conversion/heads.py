@@ -1,0 +1,80 @@
+"""Which key-value heads of a teacher find what it has read before: they are the ones that must keep all of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens read twice, tokens read between, and how often
+OBSERVED = "hf_memory_observed"  # the attention that is watched while it runs
+
+
+class HeadScore(NamedTuple):
+    """How much a key-value head looks up what followed a token when it was read before."""
+
+    layer: int
+    head: int  # of keys and values
+    score: float  # part of the attention, 0 to 1
+
+
+def rank_heads(teacher: PreTrainedModel, tokens: Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
+    """All key-value heads of a teacher, the one that retrieves most first.
+
+    The teacher reads a passage, other text, and the passage again. A head's score is the attention that a token of the
+    second reading gives to the token that followed it in the first, on average; of the query heads that share the
+    keys, the largest counts. This finds the heads of induction (https://arxiv.org/abs/2209.11895), which
+    DuoAttention (https://arxiv.org/abs/2410.10819) calls retrieval heads.
+
+    Args:
+        teacher: stays as it is.
+        tokens: [T] of text; a shorter one gives shorter passages.
+        passages: how many are read; scores are averaged.
+    """
+    passage = min(PASSAGE, len(tokens) // 8)
+    rows = _rows(tokens, passage, min(BETWEEN, 2 * passage), passages)
+    scores = torch.stack([_induction(teacher, row, passage) for row in rows]).mean(0)  # [layers, HQ]
+    groups = scores.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1)
+    found = [HeadScore(i, h, x) for i, layer in enumerate(groups.tolist()) for h, x in enumerate(layer)]
+    return sorted(found, key=lambda head: -head.score)
+
+
+def _rows(tokens: Tensor, passage: int, between: int, passages: int) -> Iterator[Tensor]:
+    """A passage, other text from elsewhere, the passage again."""
+    for start in torch.linspace(0, len(tokens) - 2 * (passage + between), passages).long().tolist():
+        text = tokens[start : start + passage]
+        other = tokens[start + passage + between : start + passage + 2 * between]
+        yield torch.cat([text, other, text])[None]
+
+
+@torch.no_grad()
+def _induction(teacher: PreTrainedModel, row: Tensor, passage: int) -> Tensor:
+    """[layers, HQ]: attention of the second reading to the tokens that followed in the first."""
+    scores: list[Tensor] = []
+
+    def observed(module, query, key, value, attention_mask, **kwargs):
+        output, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        followed = weights[0, :, -passage:, 1 : passage + 1].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
+        scores.append(followed.float().mean(-1).cpu())
+        return output, None
+
+    with _attention(teacher, observed):
+        teacher(row.to(teacher.device), use_cache=False, logits_to_keep=1)
+    return torch.stack(scores)
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, function) -> Iterator[None]:
+    """The model with another attention function, for as long as the context lasts."""
+    before = model.config._attn_implementation
+    AttentionInterface.register(OBSERVED, function)
+    AttentionMaskInterface.register(OBSERVED, eager_mask)
+    try:
+        model.set_attn_implementation(OBSERVED)
+        yield
+    finally:
+        model.set_attn_implementation(before)
