@@ -189,7 +189,7 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
         (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"], "option must look like name=value"),
         (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "feature_map=x"], "feature_map must be one"),
         (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
-        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must have at least 2560"),
+        (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must be a plain file"),
         (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),
     ],
 )

@@ -360,6 +360,38 @@ def test_distillation_of_a_copy_has_nothing_to_learn():
     assert abs(losses[0]["loss"]) < 1e-5  # later ones are Adam's, which makes steps of rounding errors
 
 
+@pytest.mark.parametrize("part", [0.0, 0.25, 1.0])
+def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
+    teacher, schedule = make_teacher(), SCHEDULE._replace(steps=1)
+    student = make_student(teacher)
+    carry_over(student, teacher)
+    data = conversion.TokenWindows.of(text(), schedule, 0)
+    tokens = torch.stack([data[i]["input_ids"] for i in range(len(data))])
+    with torch.no_grad():
+        logits, target = (model(tokens).logits for model in (student, teacher))
+        own = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        expected = (1 - part) * divergence(logits, target, 2.0) + part * own
+    losses = distill(student, teacher, text(), schedule, temperature=2.0, cross_entropy=part)
+    assert losses[0]["loss"] == pytest.approx(expected.item(), rel=1e-3)
+
+
+def with_dropout():
+    """A teacher as it is while it learns itself."""
+    teacher = make_teacher()
+    for layer in teacher.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return teacher.train()
+
+
+def test_a_teacher_reads_without_dropout():
+    student, schedule = make_student(make_teacher(), keep=(0, 1)), SCHEDULE._replace(steps=1)
+    carry_over(student, make_teacher())
+    assert abs(distill(student, with_dropout(), text(), schedule)[0]["loss"]) < 1e-5
+    pairs = [(make_student(make_teacher()), teacher) for teacher in (make_teacher(), with_dropout())]
+    losses = [attention_transfer(student, teacher, text(), schedule) for student, teacher in pairs]
+    assert losses[0] == losses[1]
+
+
 def test_distillation_moves_every_weight():
     teacher = make_teacher("llama-tied")
     before, student = make_student(teacher), make_student(teacher)
@@ -385,12 +417,25 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
+class Steps(TrainerCallback):
+    """Remembers the steps of a stage."""
+
+    def __init__(self, stage):
+        self.stage, self.taken = stage, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.run_name == self.stage:
+            self.taken.append(state.global_step)
+
+
 @pytest.mark.parametrize("stage", ["attention transfer", "distillation"])
 def test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, stage):
+    steps = Steps(stage)
     whole = convert(make_teacher(), text(), **BOTH_STAGES)
     with pytest.raises(KeyboardInterrupt):
         convert(make_teacher(), text(), run=Run(tmp_path, callbacks=(Stop(stage, 5),)), **BOTH_STAGES)
-    resumed = convert(make_teacher(), text(), run=Run(tmp_path), **BOTH_STAGES)
+    resumed = convert(make_teacher(), text(), run=Run(tmp_path, callbacks=(steps,)), **BOTH_STAGES)
+    assert steps.taken == [5, 6, 7, 8]  # from its last checkpoint
     assert same(resumed.student, whole.student)
     assert resumed.losses == whole.losses
 
@@ -420,6 +465,13 @@ def test_text_files_are_read_in_order(tmp_path):
         conversion.read_tokens(files, make_tokenizer())
 
 
+def test_a_folder_of_plain_files_is_a_document_each(tmp_path):
+    (tmp_path / "part").mkdir()
+    for name, content in (("b.txt", "w4\nw5\n"), ("part/a.md", "w6"), (".hidden", "w7"), ("c", "w8")):
+        (tmp_path / name).write_text(content)
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tolist() == [4, 5, 2, 8, 2, 6, 2]
+
+
 @pytest.fixture
 def written(tmp_path):
     """Three documents, one of them empty, as each kind of file, and as a folder that `datasets` loads."""
@@ -446,6 +498,9 @@ def test_documents_of_every_kind_of_source_end_with_the_end_of_text(written, nam
         ("a.jsonl", b"[1]\n", "must have a text in its field text, got list"),
         ("a.parquet", b"PAR1", "a.parquet must be a parquet file"),
         ("a.txt", b"  \n", "text must not be empty, got no tokens from .*a.txt"),
+        ("a.json", b'{"text": "w4"}', "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json"),
+        ("a.csv", b"text\nw4\n", "text must be a plain file, .jsonl or .parquet, got .*a.csv, which is .csv"),
+        ("a", b"w4 \0 w5", "a must be text, got a byte of zero, as binary files have"),
     ],
 )
 def test_unreadable_data_is_explained(tmp_path, name, content, message):
@@ -531,8 +586,6 @@ def test_a_folder_of_someone_else_is_never_replaced(tmp_path):
         check_output(tmp_path)
     with pytest.raises(ValueError, match="with other files"):
         check_output(tmp_path, overwrite=True)
-    with pytest.raises(ValueError, match="output must be a folder, got the file"):
-        check_output(tmp_path / "thesis.tex", overwrite=True)
 
 
 def test_mse_of_the_transfer_is_that_of_the_definition():

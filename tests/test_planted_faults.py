@@ -4,10 +4,13 @@ import pytest
 import torch
 
 import test_cache
+import test_conversion
 import test_generation
 import test_modeling
 from cases import CASES, every_recurrent_family
 from hf_memory.cache import MemoryLayer
+from hf_memory.conversion.stages import trainer
+from hf_memory.conversion.stages.distillation import DistillationTrainer
 from hf_memory.mixers import base
 from hf_memory.modeling.base import MemoryPreTrainedModel
 
@@ -58,6 +61,34 @@ def test_a_decay_in_low_precision_is_seen(monkeypatch, tmp_path):
     case = next(case for case in CASES if case.name == "mamba2")
     with pytest.raises(AssertionError, match="float32"):
         test_modeling.test_save_and_load_change_nothing(case, torch.bfloat16, tmp_path)
+
+
+def test_a_loss_without_the_texts_part_is_seen(monkeypatch):
+    def nothing_of_the_text(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"], use_cache=False)
+        return 0 * outputs.loss + (1 - self.cross_entropy) * self.divergence(inputs, outputs.logits)
+
+    monkeypatch.setattr(DistillationTrainer, "compute_loss", nothing_of_the_text)
+    with pytest.raises(AssertionError):
+        test_conversion.test_the_loss_of_a_distillation_is_that_of_its_definition(0.25)
+
+
+def test_a_resume_that_starts_over_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "last_whole_checkpoint", lambda folder: None)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, "distillation")
+
+
+def test_a_teacher_with_dropout_is_seen(monkeypatch):
+    def stubborn():
+        teacher = with_dropout()
+        teacher.eval = lambda: teacher
+        return teacher
+
+    with_dropout = test_conversion.with_dropout
+    monkeypatch.setattr(test_conversion, "with_dropout", stubborn)
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_teacher_reads_without_dropout()
 
 
 def _without(argument):

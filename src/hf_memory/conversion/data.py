@@ -48,9 +48,9 @@ def read_tokens(
     """The tokens of texts [T], one document after the other, each followed by the end-of-text token if there is one.
 
     Args:
-        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`; folders
-            and names of the Hub that `datasets` can load, as `name` or `name:config`, of which the split `train` is
-            streamed.
+        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`; folders of
+            text files; folders and names of the Hub that `datasets` can load, as `name` or `name:config`, of which the
+            split `train` is streamed.
         tokenizer: of the teacher.
         limit: read no more than so many tokens; default: all.
         report: is told how far it is.
@@ -108,6 +108,8 @@ def documents(source: Path | str) -> Iterator[str]:
         raise ValueError("text must be a file, a folder or the name of a data set, got ''")
     if path.is_file():
         return READERS.get(path.suffix, _text)(path)
+    if path.is_dir() and (files := _plain_files(path)):
+        return chain.from_iterable(map(_text, files))
     if path.is_dir() or _may_be_on_the_hub(str(source)):
         return _data_set(str(source))
     raise FileNotFoundError(f"No such file or directory, and no name of a data set: {source}")
@@ -119,11 +121,22 @@ def _may_be_on_the_hub(name: str) -> bool:
     )
 
 
+def _plain_files(folder: Path) -> list[Path]:
+    """The files of a folder that has nothing but text, in order; none if it is a data set."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return [] if any(path.suffix in DATA for path in files) else files
+
+
 def _text(file: Path) -> Iterator[str]:
+    if file.suffix in DATA:
+        raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}")
     try:
-        yield file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
+    if "\0" in text:
+        raise ValueError(f"{file} must be text, got a byte of zero, as binary files have")
+    yield text
 
 
 def _jsonl(file: Path) -> Iterator[str]:
@@ -171,4 +184,5 @@ def _text_of(row, where: str) -> str:
 
 
 READERS = {".jsonl": _jsonl, ".parquet": _parquet}
-SUFFIXES = {".txt", ".md", ".json", *READERS}  # of what is a file, so that a slip is not looked for on the Hub
+DATA = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", *READERS}
+SUFFIXES = {".txt", ".md", *DATA}  # of what is a file, so that a slip is not looked for on the Hub

@@ -79,21 +79,25 @@ def measure(
         contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
         report: is told how far it is.
     """
+    task, found = f"measuring {name}", dict[str, Any]()
+
+    def tell(read: int = 0) -> None:
+        report(Progress(task, len(found), len(parts)))
+
     longest = min(getattr(model.config, "max_position_embeddings", None) or len(held_out), len(held_out))
     contexts = [x for x in contexts if x <= longest]
     parts: dict[str, Callable] = {
-        "like": lambda: None if teacher is None else agreement(model, teacher, held_out),
-        "perplexity": lambda: perplexity(model, held_out),
-        "copy_gain": lambda: copy_gain(model, held_out),
-        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts)),
-        "recall_by_distance": lambda: recall_by_distance(model, held_out, [x // 2 for x in contexts]),
+        "like": lambda: None if teacher is None else agreement(model, teacher, held_out, progress=tell),
+        "perplexity": lambda: perplexity(model, held_out, progress=tell),
+        "copy_gain": lambda: copy_gain(model, held_out, progress=tell),
+        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts), progress=tell),
+        "recall_by_distance": lambda: recall_by_distance(model, held_out, [x // 2 for x in contexts], progress=tell),
         "costs": lambda: cost_by_context(model, contexts),
     }
-    found: dict[str, Any] = {}
     for part, find in parts.items():
-        report(Progress(f"measuring {name}", len(found), len(parts)))
+        tell()
         found[part] = find()
-    report(Progress(f"measuring {name}", len(found), len(parts)))
+    tell()
     like = found.pop("like")
     return ModelResult(name, kl=like and like.kl, agreement=like and like.top1, **found)
 
