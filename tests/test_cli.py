@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from hf_memory import cli
+from hf_memory.cli.options import read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
@@ -168,6 +169,11 @@ def test_options_reach_the_config(run, teacher, text, tmp_path):
     assert (code, err) == (0, "")
     config = AutoConfig.from_pretrained(student)
     assert (config.gate, config.gate_logit_normalizer) == ("scalar", 8)
+
+
+def test_values_are_read_as_what_they_look_like():
+    pairs = ["bf16=False", "a=true", "lr=1e-3", "n=2", "gate=none"]
+    assert read_pairs(pairs) == {"bf16": False, "a": True, "lr": 1e-3, "n": 2, "gate": "none"}
 
 
 def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):

@@ -61,7 +61,7 @@ def read_tokens(
     """
     sources, tokens, count = list(sources), [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for document in chain.from_iterable(documents(source) for source in sources):
+    for document in chain.from_iterable([documents(source) for source in sources]):  # all are found before one is read
         if count >= (limit or math.inf):
             break
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
