@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -354,6 +355,19 @@ def test_import_takes_no_triton():
 
 def _run(script: str) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@every_case
+@torch.no_grad()
+def test_weights_may_be_elsewhere_until_their_module_runs(case):
+    """As where a device_map spills to CPU or disk: whoever owns a parameter uses it in its own forward."""
+    model, tokens = make_model(case), random_tokens(1, 9)
+    expected = model(tokens).logits
+    cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    assert all(p.is_meta for p in model.parameters())
+    cache = DynamicCache(config=model.config)
+    logits = [model(part, past_key_values=cache).logits for part in tokens.split((6, 3), dim=1)]
+    assert_close(torch.cat(logits, 1), expected)
 
 
 @every_family

@@ -51,7 +51,7 @@ def test_a_merged_adapter_is_the_same_model(case):
 @every_family
 def test_lora_has_targets_where_none_are_named(case):
     adapted = get_peft_model(make_model(case), LoraConfig(task_type="CAUSAL_LM"))
-    names = {name.split(".")[-3] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    names = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 

@@ -65,7 +65,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The memory's output [B, T, hidden_size], and its states."""
         own = context._replace(states=_part(context.states, "memory_"), positions=self._of_memory(context))
-        return self.memory.mix(hidden_states, own)
+        return self.memory(hidden_states, own)
 
     def _of_memory(self, context: Context) -> Positions | None:
         return context.positions if self.memory.sees_positions else None

@@ -38,7 +38,7 @@ class DeltaNetMixer(MemoryMixer):
             unit_length(k),
             v,
             beta,
-            self.decay(hidden_states) if self.config.gate != "none" else None,
+            self.decay(hidden_states)[0] if self.config.gate != "none" else None,
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,

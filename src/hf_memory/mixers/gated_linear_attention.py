@@ -73,12 +73,12 @@ class Mamba2Mixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)
-        steps = self.decay.steps(hidden_states)
+        g, steps = self.decay(hidden_states)
         o, new_states["memory"] = linear_attention(
             q,
             k,
             (x * steps[..., None]).to(x.dtype),
-            self.decay.decay(steps),
+            g,
             scale=1.0,
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),

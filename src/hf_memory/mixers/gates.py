@@ -66,15 +66,10 @@ class SoftplusDecay(nn.Module):
         init.copy_(self.A_log, A.log())
         init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
-    def steps(self, hidden_states: Tensor) -> Tensor:
-        """Positive step sizes [B, T, H] or [B, T, H * K]."""
-        return F.softplus(self.proj(self.down(hidden_states)).float() + self.dt_bias.float())
-
-    def decay(self, steps: Tensor) -> Tensor:
-        """g [B, T, H] or [B, T, H, K] for these steps."""
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""
+        steps = F.softplus(self.proj(self.down(hidden_states)).float() + self.dt_bias.float())
         A = self.A_log.float().exp()
-        return -A * steps if self.channels is None else -A[:, None] * steps.unflatten(-1, (-1, self.channels))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
-        return self.decay(self.steps(hidden_states))
+        if self.channels is not None:
+            A, steps = A[:, None], steps.unflatten(-1, (-1, self.channels))
+        return -A * steps, steps

@@ -70,6 +70,12 @@ class NeuralMemoryMixer(MemoryMixer):
         if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
 
+    def forward(self, hidden_states: Tensor, *args, **kwargs):
+        """As any mixer; or as a part of one, with a `Context` alone, as `mix`: hooks see both ways."""
+        if args and isinstance(args[0], Context):
+            return self.mix(hidden_states, args[0])
+        return super().forward(hidden_states, *args, **kwargs)
+
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
         initial = self.initial_weights()
