@@ -245,6 +245,7 @@ def test_an_open_gate_forgets_half_in_its_half_life(to, gate):
     student = make_student(make_teacher(), to, gate=gate)
     start_open(student, half_life=16)
     g = student.model.layers[0].mixer.decay(torch.zeros(1, 16, 32))
+    g = g[0] if isinstance(g, tuple) else g  # some give their steps too
     torch.testing.assert_close(g.sum(1).exp(), torch.full_like(g[:, 0], 0.5))
 
 

@@ -15,6 +15,8 @@ from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import window_attention
 
+WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further
+
 
 class AttentionAndMemoryMixer(MemoryMixer):
     """What MAC, MAG and MAL share: attention with the weights of a Transformer, and a memory."""
@@ -32,6 +34,13 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """Persistent tokens as small as embeddings."""
         if self.config.num_persistent_tokens:
             init.normal_(self.persistent, std=self.config.initializer_range)
+
+    def start_open(self, half_life: int) -> None:
+        """The memory's projections are attention's where they fit."""
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            ours, theirs = self.memory.get_submodule(name), self.get_submodule(name)
+            if ours.weight.shape == theirs.weight.shape:
+                ours.load_state_dict(theirs.state_dict())
 
     @property
     def sees_positions(self) -> bool:
@@ -99,6 +108,23 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
         if self.config.memory_gate == "add":
             init.ones_(self.gate)
 
+    def start_open(self, half_life: int) -> None:
+        """The gate is closed, so that the mixer is attention over its window."""
+        super().start_open(half_life)
+        if self.config.memory_gate == "add":
+            self.gate.zero_()
+
+    def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
+        """The memory starts as large as all of attention, and attention over the window small beside it.
+
+        Args:
+            output: [B, T, hidden_size] at a gate of one.
+            without: [B, T, hidden_size] at a closed one.
+            target: [B, T, hidden_size] of the attention that is replaced.
+        """
+        self.gate.fill_(target.norm() / (output - without).norm())
+        self.o_proj.weight.mul_(WINDOW)
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of the memory and of the window."""
         heads, window = self.attend(hidden_states, context)
@@ -122,6 +148,15 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         """An open gate."""
         super().init_own_parameters()
         init.ones_(self.gate)
+
+    def start_open(self, half_life: int) -> None:
+        """The gate is closed, so that the mixer is attention over its window."""
+        super().start_open(half_life)
+        self.gate.zero_()
+
+    def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
+        """The memory starts as large as what the window leaves out; see `MemoryAsGateMixer`."""
+        self.gate.fill_((target - without).norm() / (output - without).norm())
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of the memory and of the window."""

@@ -200,6 +200,11 @@ class OutputGate(nn.Module):
             self.down, width = low_rank(hidden_size, rank)
             self.proj = nn.Linear(width, heads * value_dim, bias=False)
 
+    def start_open(self, half_life: int) -> None:
+        """Half open, where the activation is a gate; another would start closed."""
+        if self.activation == "sigmoid":
+            self.proj.weight.zero_()
+
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)

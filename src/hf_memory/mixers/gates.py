@@ -38,6 +38,10 @@ class SigmoidDecay(nn.Module):
         self.down, width = low_rank(hidden_size, None if channels is None else rank)
         self.proj = nn.Linear(width, heads * (channels or 1))
 
+    def start_open(self, half_life: int) -> None:
+        """Half is forgotten after so many tokens."""
+        self.proj.bias.fill_(-math.log(math.expm1(self.temperature * math.log(2) / half_life)))
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
         g = F.logsigmoid(self.proj(self.down(hidden_states)).float()) / self.temperature
@@ -65,6 +69,11 @@ class SoftplusDecay(nn.Module):
         step = torch.empty(self.dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         init.copy_(self.A_log, A.log())
         init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def start_open(self, half_life: int) -> None:
+        """Half is forgotten after so many tokens."""
+        self.A_log.zero_()
+        self.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""

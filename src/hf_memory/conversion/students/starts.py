@@ -1,20 +1,13 @@
 """Where new weights of a student start, so that its memory layers are near the attention they replace."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
-from hf_memory.layers import RMSNorm, ShortConvolution
-from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer, MemoryAsGateMixer
-from hf_memory.mixers.base import OutputGate
-from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
+from hf_memory.layers import RMSNorm
 from hf_memory.modeling.base import MemoryForCausalLM
-
-WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further
 
 
 def start_near(
@@ -53,29 +46,8 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
         half_life: tokens after which a memory has lost half of what was written.
     """
     for module in student.modules():
-        if isinstance(module, ShortConvolution):
-            module.weight.zero_()[:, -1] = 1
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, OutputGate) and module.activation == "sigmoid":
-            module.proj.weight.zero_()
-        elif isinstance(module, AttentionAndMemoryMixer):
-            _start_as_attention(module)
-        elif isinstance(module, SigmoidDecay):
-            module.proj.bias.fill_(-math.log(math.expm1(module.temperature * math.log(2) / half_life)))
-        elif isinstance(module, SoftplusDecay):
-            module.A_log.zero_()
-            module.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
-
-
-def _start_as_attention(mixer: AttentionAndMemoryMixer) -> None:
-    """The memory's gate is closed, and its projections are attention's where they fit; they learn at once."""
-    if hasattr(mixer, "gate"):
-        mixer.get_parameter("gate").zero_()
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        ours, theirs = mixer.memory.get_submodule(name), mixer.get_submodule(name)
-        if ours.weight.shape == theirs.weight.shape:
-            ours.load_state_dict(theirs.state_dict())
+        if hasattr(module, "start_open"):
+            module.start_open(half_life)  # type: ignore[operator]
 
 
 @torch.no_grad()
@@ -99,7 +71,7 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
 
 
 def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
-    """Beside a window that starts small a memory learns all of attention; before one, what the window leaves out."""
+    """Each memory beside attention over a window is compared with what the window says alone."""
     mixers = [mixer for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
     opened: list = []
     closed: list = []
@@ -108,11 +80,7 @@ def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
             mixer.get_parameter("gate").fill_(value)
         outputs += transfer.outputs(input_ids)
     for (mixer, output, target), (_, without, _) in zip(opened, closed):
-        beside = isinstance(mixer, MemoryAsGateMixer)
-        size = (target if beside else target - without).norm()
-        mixer.get_parameter("gate").fill_(size / (output - without).norm())
-        if beside:
-            mixer.get_submodule("o_proj").weight.mul_(WINDOW)
+        mixer.open_gate(output, without, target)
 
 
 def _output_norms(mixer: nn.Module) -> list[RMSNorm]:
