@@ -46,6 +46,11 @@ def test_packed_sequences_do_not_see_each_other(bounds):
     packed, _ = convolution(x[:1], cu_seqlens=torch.tensor(bounds))
     apart = [convolution(x[:1, start:end])[0] for start, end in zip(bounds, bounds[1:]) if end > start]
     torch.testing.assert_close(packed, torch.cat(apart, 1), **EXACT)
+    for start, end in zip(bounds, bounds[1:]):  # not even what is no number
+        foreign = torch.ones(20, dtype=torch.bool)
+        foreign[start:end] = False
+        y, _ = convolution(x[:1].masked_fill(foreign[:, None], torch.nan), cu_seqlens=torch.tensor(bounds))
+        assert torch.equal(y[:, start:end], packed[:, start:end])
 
 
 @pytest.mark.parametrize("real", [slice(5, 20), slice(0, 18), slice(3, 4)])

@@ -75,6 +75,26 @@ def test_chunk_equals_reference(op, variant, T):
     assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
 
 
+@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].in_place])
+@pytest.mark.parametrize("T", [1, 17])
+def test_a_state_given_away_may_be_written_over(op, variant, T):
+    """Where no graph needs it, and where it lies as the result would; what is not given away stays as it is."""
+    arguments = make(op, variant, T)
+    given = tree_flatten(arguments["initial_state"])[0]
+    before = [x.detach().clone() for x in given]
+    expected = run(op, arguments, "reference")
+    assert_equal(run(op, {**arguments, "in_place": True}, "chunk"), expected)
+    with torch.no_grad():
+        op.op(**arguments, output_final_state=True)
+        turned = tree_map(lambda x: x.clone().mT.contiguous().mT, arguments["initial_state"])
+        o, final = op.op(**{**arguments, "initial_state": turned, "in_place": True}, output_final_state=True)
+        assert_equal([o, *tree_flatten(final)[0]], expected[0])
+        assert_equal(given, before, rtol=0, atol=0)
+        o, final = op.op(**arguments, in_place=True, output_final_state=True)
+    assert_equal([o, *tree_flatten(final)[0]], expected[0])
+    assert all((x is y) == (T == 1) for x, y in zip(given, tree_flatten(final)[0]))
+
+
 @every_form
 @pytest.mark.parametrize("gate", [-1e-4, -5.0])
 def test_chunk_equals_reference_with_extreme_gates(op, variant, gate):

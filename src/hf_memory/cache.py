@@ -70,6 +70,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _store(self, states: States) -> None:
         for name, state in states.items():
             old = self.states.get(name)
+            if old is state:  # an op has written over it
+                continue
             if old is not None and _alike(old, state) and not torch.is_grad_enabled():
                 old.copy_(state)
             else:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
-from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, also in part
 
 __all__ = [
@@ -24,6 +24,17 @@ def unit_length(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+class RMSNorm(LlamaRMSNorm):
+    """Llama's, in one call."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., channels] -> the same."""
+        shape, eps = self.weight.shape, self.variance_epsilon
+        if hidden_states.dtype != self.weight.dtype:  # under autocast
+            return self.weight * F.rms_norm(hidden_states, shape, eps=eps)
+        return F.rms_norm(hidden_states, shape, self.weight, eps)
+
+
 class GroupRMSNorm(RMSNorm):
     """RMS norm of each of `groups` equal parts of the channels."""
 
@@ -33,9 +44,8 @@ class GroupRMSNorm(RMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., channels] -> the same."""
-        parts = hidden_states.float().unflatten(-1, (self.groups, -1))
-        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * parts.flatten(-2).to(hidden_states.dtype)
+        parts = hidden_states.unflatten(-1, (self.groups, -1))
+        return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.variance_epsilon).flatten(-2)
 
 
 class ShortConvolution(nn.Module):
@@ -84,27 +94,37 @@ class ShortConvolution(nn.Module):
         if attention_mask is not None:
             x, order = real_tokens_first(x, attention_mask)
         context = torch.cat([state.to(x.dtype), x], dim=1)  # [B, W - 1 + T, channels]
-        y = F.conv1d(context.mT, self.weight[:, None], self.bias, groups=channels).mT
-        if cu_seqlens is not None:
-            y = y - self._leaked(context, cu_seqlens)
+        y = self._sums(context, cu_seqlens).to(x.dtype)
         if attention_mask is None:
-            return y, context[:, T:].clone()  # a view would keep all of the context alive
+            return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view keeps all of the context alive
         last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
         state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
         y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
         return y * attention_mask[..., None].to(y.dtype), state
 
-    def _leaked(self, context: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """What the first W - 1 tokens of a packed sequence took from the one before it; zero elsewhere."""
-        W = self.weight.shape[1]
-        T = context.shape[1] - W + 1
-        tokens = torch.arange(T, device=context.device, dtype=cu_seqlens.dtype)
-        place = tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]  # in its own sequence
-        leaks = [
-            self.weight[:, W - 1 - w] * context[:, W - 1 - w : W - 1 - w + T] * (place < w)[:, None]
-            for w in range(1, W)
-        ]
-        return torch.stack(leaks).sum(0)
+    def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Over the W - 1 tokens before each and itself, without those before its own packed sequence, in float32.
+
+        [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
+        """
+        W, T = self.weight.shape[1], context.shape[1] - self.weight.shape[1] + 1
+        weight = self.weight.mT.to(torch.promote_types(context.dtype, torch.float32))
+        if T == 1:
+            y = (context * weight).sum(1, keepdim=True)
+        else:
+            weight = weight.contiguous()
+            place = None if cu_seqlens is None else _places(cu_seqlens, T)[:, None]
+            y = context[:, W - 1 :] * weight[-1]
+            for w in range(1, W):
+                past = context[:, W - 1 - w : W - 1 - w + T]
+                y.addcmul_(past if place is None else past.where(place >= w, 0), weight[-1 - w])
+        return y if self.bias is None else y + self.bias
+
+
+def _places(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Where each of T tokens is in its own packed sequence [T]."""
+    tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
 
 
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:

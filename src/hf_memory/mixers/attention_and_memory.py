@@ -25,7 +25,6 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.has_convolutions, self.conv_activation = False, None
         self.memory = NeuralMemoryMixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
@@ -41,6 +40,11 @@ class AttentionAndMemoryMixer(MemoryMixer):
             ours, theirs = self.memory.get_submodule(name), self.get_submodule(name)
             if ours.weight.shape == theirs.weight.shape:
                 ours.load_state_dict(theirs.state_dict())
+
+    @property
+    def heads(self) -> tuple[int, int, int, int, int]:
+        """Those of attention; the memory inside has its own."""
+        return self.config.attention_heads
 
     @property
     def sees_positions(self) -> bool:

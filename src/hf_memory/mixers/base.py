@@ -1,11 +1,12 @@
 """What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import MemoryLayer, States, memory_layer
@@ -20,7 +21,7 @@ class Context(NamedTuple):
     positions: Positions | None
     attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
-    states: States  # before the tokens; empty means an empty memory
+    states: States  # before the tokens, and given away: ops may write over them; empty means an empty memory
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The same for some of the tokens, not packed, that are read after `states`."""
@@ -40,20 +41,7 @@ class Projections(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
-        self.make_projections(config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-
-    def make_projections(
-        self,
-        query_heads: int,
-        key_heads: int,
-        value_heads: int,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> None:
-        """Linear layers for so many heads of so many channels; channels default to the config's `head_dim`."""
-        config = self.config
-        self.head_dim = key_dim or config.head_dim
-        self.value_dim = value_dim or config.head_dim
+        query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
@@ -65,6 +53,11 @@ class Projections(nn.Module):
         if self.normalizes:
             heads = (query_heads, key_heads) if config.qk_norm_whole_width else (1, 1)
             self.q_norm, self.k_norm = (RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads)
+
+    @property
+    def heads(self) -> tuple[int, int, int, int, int]:
+        """Heads of queries, keys and values, channels of a key and of a value."""
+        return self.config.attention_heads
 
     @property
     def normalizes(self) -> bool:
@@ -96,12 +89,17 @@ class Projections(nn.Module):
 class MemoryMixer(Projections, ABC):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
-    conv_activation: str | None = "silu"  # after the short convolution, or after the projection where there is none
+    has_silu = True  # after the short convolutions, or after the projections where there are none
 
     @property
     def sees_positions(self) -> bool:
         """Whether anything in it is rotated by position."""
         return self.config.memory_rope
+
+    @property
+    def heads(self) -> tuple[int, int, int, int, int]:
+        """Those of the memory, which may be others than attention's."""
+        return self.config.memory_heads
 
     @property
     def normalizes(self) -> bool:
@@ -182,11 +180,14 @@ class MemoryMixer(Projections, ABC):
             q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
             k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
             v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)
-        if self.conv_activation is not None:
-            q, k, v = (ACT2FN[self.conv_activation](x) for x in (q, k, v))
+        if self.has_silu:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k, v = self.split_heads(q, k, v)
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of output gates
 
 
 class OutputGate(nn.Module):
@@ -208,7 +209,7 @@ class OutputGate(nn.Module):
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)
-        return o if self.activation == "none" else o * ACT2FN[self.activation](self.proj(self.down(hidden_states)))
+        return o if self.activation == "none" else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -17,7 +17,6 @@ class DeltaNetMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.make_projections(*config.memory_heads)
         self.make_convolutions(config.linear_conv_kernel_dim)
         heads = self.num_output_heads
         self.b_proj = nn.Linear(config.hidden_size, heads, bias=False)
@@ -42,6 +41,7 @@ class DeltaNetMixer(MemoryMixer):
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
+            in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )

@@ -14,11 +14,10 @@ from hf_memory.ops import linear_attention
 class GatedLinearAttentionMixer(MemoryMixer):
     """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
 
-    conv_activation = None
+    has_silu = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.make_projections(*config.memory_heads)
         self.make_convolutions(config.linear_conv_kernel_dim)
         self.decay = self._make_decay(config)
         rank = config.output_gate_low_rank_dim
@@ -42,6 +41,7 @@ class GatedLinearAttentionMixer(MemoryMixer):
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
+            in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
@@ -56,7 +56,6 @@ class Mamba2Mixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.make_projections(*config.memory_heads)
         self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
         heads = self.num_output_heads
         self.decay = SoftplusDecay(config.hidden_size, heads)
@@ -83,6 +82,7 @@ class Mamba2Mixer(MemoryMixer):
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,
+            in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )

@@ -11,7 +11,7 @@ from hf_memory.ops import LinearState, linear_attention
 class LinearAttentionMixer(MemoryMixer):
     """Attention whose kernel is a product of features, so that the past fits into one matrix a head."""
 
-    conv_activation = None
+    has_silu = False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -33,6 +33,7 @@ class LinearAttentionMixer(MemoryMixer):
             mask=context.attention_mask,
             initial_state=self._initial_state(context.states),
             output_final_state=True,
+            in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )

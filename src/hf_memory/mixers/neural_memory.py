@@ -54,7 +54,6 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
-        self.make_projections(*config.memory_heads)
         self.make_convolutions(config.linear_conv_kernel_dim)
         self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
         heads, width = self.num_output_heads, config.hidden_size

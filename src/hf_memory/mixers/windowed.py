@@ -19,8 +19,6 @@ from hf_memory.ops.masks import Tokens, packed
 class WindowedMixer(MemoryMixer):
     """Attention over a window and its first tokens, a memory of what is between, and heads that keep everything."""
 
-    conv_activation = None
-
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         kept = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
@@ -30,6 +28,11 @@ class WindowedMixer(MemoryMixer):
         self.places = [order.index(h) for h in range(len(order))]  # where each head is among the outputs
         has_memory = config.window_memory and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
+
+    @property
+    def heads(self) -> tuple[int, int, int, int, int]:
+        """Those of attention."""
+        return self.config.attention_heads
 
     @property
     def sees_positions(self) -> bool:

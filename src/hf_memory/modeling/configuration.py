@@ -1,5 +1,7 @@
 """What every family's config has."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig
@@ -133,6 +135,18 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["memory"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
+
+    @property
+    def attention_heads(self) -> tuple[int, int, int, int, int]:
+        """Heads of queries, keys and values, channels of a key and of a value."""
+        key_value_heads: Any = self.num_key_value_heads
+        head_dim: Any = self.head_dim
+        return self.num_attention_heads, key_value_heads, key_value_heads, head_dim, head_dim
+
+    @property
+    def memory_heads(self) -> tuple[int, int, int, int, int]:
+        """The same of the memory."""
+        return self.attention_heads
 
     @property
     def has_memory_qk_norm(self) -> bool:

@@ -33,6 +33,7 @@ class Op(NamedTuple):
     example: Callable  # makes valid random arguments
     variants: tuple[dict, ...]  # arguments of `example` that select each mathematically different form
     grows: bool = False  # the state has a row for each token; then packed sequences have none
+    in_place: bool = False  # one token may be written over a state that the caller gives away
 
 
 OPS = (
@@ -41,6 +42,7 @@ OPS = (
         linear_attention,
         _linear_attention.example,
         tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
+        in_place=True,
     ),
     Op(
         "delta_rule",
@@ -49,6 +51,7 @@ OPS = (
         tuple(
             {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
         ),
+        in_place=True,
     ),
     Op(
         "deltaformer",

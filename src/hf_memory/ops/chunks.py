@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.contract import repeat_heads
+
 BLOCK = 16  # tokens of the smallest chunk
 SEGMENT = 2**18  # numbers of a temporary on the CPU: 1 MB of float32
 
@@ -55,6 +57,11 @@ def split_chunks(x: Tensor, C: int) -> Tensor:
     return x.unflatten(1, (-1, C)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
 
 
+def head_rows(x: Tensor, HV: int) -> Tensor:
+    """[B, 1, H, D] -> [B * HV, 1, D]: the one token of each value head, from the key head that it reads."""
+    return repeat_heads(x, HV).flatten(0, 2)[:, None]
+
+
 def joined_chunks(o: Tensor, B: int) -> Tensor:
     """[NC, B * H, C, V] -> [B, NC, C, H, V], a view."""
     return o.unflatten(1, (B, -1)).movedim((0, 2), (1, 3))
@@ -65,13 +72,13 @@ def decayed(x: Tensor, b: Tensor) -> Tensor:
     return (x * b.exp()).to(x.dtype)
 
 
-def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None) -> Tensor:
+def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False) -> Tensor:
     """decay S + a b for states [B, K, V], which may be wider than a and b: their product is then rounded at once."""
     if decay is not None:
-        S = decay * S
+        S = S.mul_(decay) if in_place else decay * S
     if S.dtype != a.dtype:
         return S + torch.bmm(a, b)
-    return torch.baddbmm(S, a, b) if decay is None else S.baddbmm_(a, b)
+    return S.baddbmm_(a, b) if in_place or decay is not None else torch.baddbmm(S, a, b)
 
 
 def decay_mask(b: Tensor) -> Tensor:

@@ -106,6 +106,11 @@ def matrix_state(name: str, state: Tensor | None, dims: Dims, *, like: Tensor) -
     return state.to(dtype)
 
 
+def may_overwrite(in_place: bool, *states: Tensor) -> bool:
+    """Whether an op may write over states that its caller gave away: not where a graph or another view needs them."""
+    return in_place and not torch.is_grad_enabled() and all(x.is_contiguous() for x in states)
+
+
 def kernel_limits(q: Tensor, dims: Dims) -> str | None:
     """Why kernels that hold all key channels of a head at once refuse a call; None if they take it."""
     if max(dims.K, dims.V) > MAX_KERNEL_DIM:
@@ -167,8 +172,12 @@ def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
     def wide_op(*args, **kwargs):
         q, n = args[0], kept(args[0])
         wide = torch.promote_types(q.dtype, torch.float32)
-        others, kwargs = tree_map(lambda x: _widen(x, wide), (args[n:], kwargs))
-        with torch.autocast(q.device.type, enabled=False):
+        others = [_widen(x, wide) for x in args[n:]]
+        kwargs = {name: _widen(x, wide) for name, x in kwargs.items()}
+        if torch.is_autocast_enabled(q.device.type):  # asking is cheap, the context is not
+            with torch.autocast(q.device.type, enabled=False):
+                o, state = op(*args[:n], *others, **kwargs)
+        else:
             o, state = op(*args[:n], *others, **kwargs)
         return o.to(q.dtype), state
 
@@ -176,7 +185,12 @@ def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
 
 
 def _widen(x, dtype: torch.dtype):
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    """Floating point tensors in this dtype, also those in tuples; what has it already stays the same object."""
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if not isinstance(x, tuple) or all(not isinstance(y, Tensor) or y.dtype == dtype for y in x):
+        return x
+    return tree_map(lambda y: _widen(y, dtype), x)
 
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:

@@ -55,7 +55,8 @@ def hedgehog(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [B, T, H, 2 * F].
     """
-    y = _wide(torch.einsum("bthd,hdf->bthf", x, weight.to(x.dtype)))
+    y = torch.bmm(x.flatten(0, 1).transpose(0, 1), weight.to(x.dtype))  # [H, B * T, F]
+    y = _wide(y).transpose(0, 1).unflatten(0, x.shape[:2])
     return torch.cat([y, -y], dim=-1).softmax(dim=-1).to(x.dtype)
 
 

@@ -11,10 +11,11 @@ from hf_memory.ops.contract import (
     choose_backend,
     kernel_limits,
     matrix_state,
+    may_overwrite,
     per_sequence,
     without_padding,
 )
-from hf_memory.ops.delta_rule import chunk, reference
+from hf_memory.ops.delta_rule import chunk, one_token, reference
 
 
 def delta_rule(
@@ -28,6 +29,7 @@ def delta_rule(
     mask: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    in_place: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Any]:
@@ -49,6 +51,8 @@ def delta_rule(
             zero. None means no padding.
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        in_place: the caller gives `initial_state` away. Without gradients one token may then be written into it, and
+            the final state is this tensor; otherwise it is a new one.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
@@ -72,6 +76,9 @@ def delta_rule(
         from hf_memory.ops.delta_rule.kernels import delta_rule as in_kernels
 
         o, state = in_kernels(q, k, v, beta, g, state, scale, cu_seqlens)
+    elif backend == "chunk" and dims.T == 1 and cu_seqlens is None:
+        own = may_overwrite(in_place, state)
+        o, state = one_token.delta_rule(q, k, v, beta, g, initial_state=state, scale=scale, in_place=own)
     else:
         op = reference.delta_rule if backend == "reference" else chunk.delta_rule
         o, state = per_sequence(op, cu_seqlens, q, k, v, beta, g, initial_state=state, scale=scale)

@@ -36,8 +36,6 @@ def delta_rule(
     """Same function as the reference."""
     T, HV = v.shape[1:3]
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    if T == 1:
-        return _one_token(scale * q, k, v, beta, g, initial_state)
     return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
 
 
@@ -104,12 +102,3 @@ class _Pass(torch.autograd.Function):
         if decay is not None:
             ddecay = (S * dS_after).sum(-1, keepdim=True, dtype=decay.dtype).sum_to_size(decay.shape)
         return -W @ X.mT, do @ X.mT, do @ S.mT, minus_dR @ S.mT, X @ dS_after.mT, -minus_dR, dbeta, ddecay, dS
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = (x[:, 0, :, None].to(S.dtype) for x in (q, k, v))  # [B, H, 1, D]
-    beta = beta[:, 0, :, None, None]
-    if g is not None:
-        S = S * (g[:, 0, :, None, None] if g.ndim == 3 else g[:, 0, ..., None]).exp()
-    S = S + k.mT * (beta * (v - k @ S))
-    return (q @ S).transpose(1, 2), S

@@ -13,10 +13,11 @@ from hf_memory.ops.contract import (
     choose_backend,
     kernel_limits,
     matrix_state,
+    may_overwrite,
     per_sequence,
     without_padding,
 )
-from hf_memory.ops.linear_attention import chunk, reference
+from hf_memory.ops.linear_attention import chunk, one_token, reference
 from hf_memory.ops.linear_attention.reference import LinearState
 
 
@@ -31,6 +32,7 @@ def linear_attention(
     mask: Tensor | None = None,
     initial_state: Tensor | LinearState | None = None,
     output_final_state: bool = False,
+    in_place: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Any]:
@@ -52,6 +54,8 @@ def linear_attention(
             zero. None means no padding.
         initial_state: [N, HV, K, V], or `LinearState` with `normalize`; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        in_place: the caller gives `initial_state` away. Without gradients one token may then be written into it, and
+            the final state is this tensor; otherwise it is a new one.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
@@ -74,6 +78,9 @@ def linear_attention(
         from hf_memory.ops.linear_attention.kernels import linear_attention as in_kernels
 
         o, state = in_kernels(q, k, v, g, state, scale, cu_seqlens)
+    elif backend == "chunk" and dims.T == 1 and cu_seqlens is None:
+        own = may_overwrite(in_place, *(state if normalize else (state,)))
+        o, state = one_token.linear_attention(q, k, v, g, initial_state=state, scale=scale, in_place=own)
     else:
         op = reference.linear_attention if backend == "reference" else chunk.linear_attention
         o, state = per_sequence(op, cu_seqlens, q, k, v, g, initial_state=state, scale=scale)

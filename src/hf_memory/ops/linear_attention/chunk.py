@@ -32,33 +32,19 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, initial_state: Tensor | LinearState, scale: float
 ) -> tuple[Tensor, Tensor | LinearState]:
     """Same function as the reference."""
-    q, k, T = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), v.shape[1]
+    q, k, C = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), chunk_size(v.shape[1], CHUNK)
     if not isinstance(initial_state, LinearState):
-        if T == 1:
-            return _one_token(scale * q, k, v, g, initial_state)
-        return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, scale=scale)
+        return in_segments(_segment, C, initial_state, q, k, v, g, scale=scale)
     S = torch.cat([initial_state.memory, initial_state.normalizer[..., None]], dim=-1)
-    if T == 1:
-        o, S = _one_token(q, k, _with_ones(v), g, S)
-        o = _normalized(o)
-    else:
-        o, S = in_segments(_normalized_segment, chunk_size(T, CHUNK), S, q, k, v, g, scale=1.0)
+    o, S = in_segments(_normalized_segment, C, S, q, k, v, g, scale=1.0)
     return o, LinearState(S[..., :-1], S[..., -1])
-
-
-def _with_ones(v: Tensor) -> Tensor:
-    return F.pad(v, (0, 1), value=1.0)
-
-
-def _normalized(o: Tensor) -> Tensor:
-    return o[..., :-1] / (o[..., -1:] + EPS)
 
 
 def _normalized_segment(
     C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    o, S = _segment(C, S, q, k, _with_ones(v), g, scale)
-    return _normalized(o), S
+    o, S = _segment(C, S, q, k, F.pad(v, (0, 1), value=1.0), g, scale)
+    return o[..., :-1] / (o[..., -1:] + EPS), S
 
 
 def _segment(
@@ -83,11 +69,3 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Te
     A = vector_scores(q, k, b) if g.ndim == q.ndim else (q @ k.mT) * decay_mask(b[..., 0])
     last = b[..., -1:, :]
     return A.to(q.dtype), decayed(q, b), decayed(k, last - b), last.mT.exp()
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = (x[:, 0].to(S.dtype) for x in (q, k, v))  # [B, H, D]
-    if g is not None:
-        S = S * (g[:, 0, :, None, None] if g.ndim == 3 else g[:, 0, ..., None]).exp()
-    S = S + k[..., None] * v[..., None, :]
-    return (q[..., None, :] @ S).transpose(1, 2), S

@@ -1,0 +1,29 @@
+"""One token of the delta rule in a few calls of PyTorch: what a decode step runs where there are no kernels."""
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.chunks import add_product, head_rows
+from hf_memory.ops.contract import in_float32
+
+
+@in_float32
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    *,
+    initial_state: Tensor,
+    scale: float,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """Same function as the reference for T = 1; `in_place` writes over the initial state and returns it."""
+    B, HV = v.shape[0], v.shape[2]
+    q, k, v = (head_rows(x, HV) for x in (q, k, v))  # [B * HV, 1, D]
+    decay = None if g is None else g.exp().reshape(B * HV, -1, 1)  # of each key channel, or of all
+    S = initial_state.flatten(0, 1)
+    error = torch.baddbmm(v, k if decay is None else k * decay.mT, S, alpha=-1)
+    S = add_product(S, k.mT, beta.reshape(-1, 1, 1) * error, decay, in_place=in_place)
+    return scale * torch.bmm(q, S).view(B, 1, HV, -1), initial_state if in_place else S.view_as(initial_state)
