@@ -54,6 +54,13 @@ def run(tmp_path):
     return run
 
 
+@every_family
+def test_servers_find_the_classes_where_a_config_names_them(case):
+    for cls in (getattr(family_of(case), name) for name in AUTO_CLASSES):
+        assert getattr(sys.modules["transformers"], cls.__name__) is cls
+    assert not family_of(case).causal_lm.is_backend_compatible()
+
+
 def logits(model):
     with torch.no_grad():
         return model(TOKENS).logits
@@ -101,8 +108,10 @@ def test_every_family_loads_and_saves_without_an_import(run, tmp_path):
         model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB")
     torch.save(TOKENS, tmp_path / "tokens")
     code = """
+from transformers.cli.serving import model_manager as server
 for name in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    assert getattr(server.transformers, model.config.architectures[0]) is type(model)
     model.save_pretrained(f"{name}-again")
     model = AutoModelForCausalLM.from_pretrained(f"{name}-again", trust_remote_code=True)
     with torch.no_grad():

@@ -139,6 +139,14 @@ def test_a_mask_of_pairs_is_refused(case):
         make_model(case)(random_tokens(1, 5), attention_mask=torch.ones(1, 1, 5, 5).tril())
 
 
+def test_attention_alone_takes_a_mask_of_pairs_which_says_what_is_packed():
+    model, tokens = make_model(CASES[0], layer_types=2 * ["full_attention"]), random_tokens(1, 11)
+    together = SEQ_IDX[0] == SEQ_IDX[0][:, None]
+    mask = together.tril()[None, None]
+    packed = model(tokens, position_ids=POSITIONS, attention_mask=mask, cu_seq_lens_q=CU_SEQLENS).logits
+    assert_close(packed, model(tokens, position_ids=POSITIONS).logits)
+
+
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "past_key_values"])
 def test_contradictory_packing_is_refused(argument):
     model, tokens = make_model(CASES[0]), random_tokens(1, 11)

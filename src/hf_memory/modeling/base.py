@@ -71,7 +71,7 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = True
+    _supports_attention_backend = False  # an engine that brings its attention would give memories no past
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
@@ -117,6 +117,7 @@ class MemoryModel(MemoryPreTrainedModel):
         self.layers = nn.ModuleList(MemoryDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
+        self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -149,11 +150,11 @@ class MemoryModel(MemoryPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if isinstance(attention_mask, Tensor) and attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask must be [B, past + T], zero at padding, or a dict with a mask for each layer type: a "
-                f"memory cannot hide a token from one and show it to another; got shape {tuple(attention_mask.shape)}"
-            )
-        cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+            attention_mask = self._for_all_layers(attention_mask)
+        if self.has_memory or not isinstance(attention_mask, dict):
+            cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        else:
+            cu_seqlens = None  # whoever made the masks of attention knows what is packed
         if cu_seqlens is not None:
             attention_mask = None
             position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
@@ -179,6 +180,14 @@ class MemoryModel(MemoryPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
+
+    def _for_all_layers(self, attention_mask: Tensor) -> dict:
+        if self.has_memory:
+            raise ValueError(
+                f"attention_mask must be [B, past + T], zero at padding, or a dict with a mask for each layer type: a "
+                f"memory cannot hide a token from one and show it to another; got shape {tuple(attention_mask.shape)}"
+            )
+        return dict.fromkeys(self.config.layer_types, attention_mask)
 
     def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
         if isinstance(attention_mask, dict):  # generate has made them already

@@ -45,8 +45,21 @@ def register(family: Family) -> Family:
     AutoConfig.register(family.config.model_type, family.config)
     for name, auto_class in list(AUTO_CLASSES.items())[1:]:
         auto_class.register(family.config, getattr(family, name))
+    for name in AUTO_CLASSES:
+        _name_in_transformers(getattr(family, name))
     REGISTERED[family.config] = family
     return family
+
+
+def _name_in_transformers(cls: type) -> None:
+    """`transformers serve` looks there for the class that a config names.
+
+    transformers replaces its module once while it is imported; the server holds the one from before.
+    """
+    server = sys.modules.get("transformers.cli.serving.model_manager")
+    for module in (sys.modules["transformers"], getattr(server, "transformers", None)):
+        if module is not None and not hasattr(module, cls.__name__):
+            setattr(module, cls.__name__, cls)
 
 
 def tell_peft(model_type: str) -> None:
