@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench engines
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -28,3 +28,6 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/titans.py speed
 	$(BIN)/python benchmarks/deltaformer_memory.py
 	$(BIN)/python benchmarks/decode.py
+
+engines: $(INSTALLED)  ## exported models in llama.cpp and mlx-lm, which are built first: ten minutes and more
+	$(BIN)/python benchmarks/engines.py --build

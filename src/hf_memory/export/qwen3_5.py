@@ -179,6 +179,6 @@ def engines(config: DeltaNetConfig) -> dict[str, str]:
         "vLLM": "",
         "SGLang": "it has no biases in this architecture's attention" if is_pinned(config) else periodic,
         "llama.cpp": llama_cpp if K == V else "its keys and values are of one width",
-        "MLX": periodic,
+        "MLX": "it wants o_proj.bias, which other engines do not take" if is_pinned(config) else periodic,
         "TensorRT-LLM": "",
     }

@@ -1,0 +1,133 @@
+"""Runs a model in one engine, in that engine's own environment; started by engines.py.
+
+Reads {"engine", "model", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on stdout:
+greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
+"""
+
+import json
+import sys
+import time
+from functools import partial
+
+MEASURED = 16  # tokens, after two to warm up
+
+
+class LlamaCpp:
+    """llama.cpp through the C functions of llama-cpp-python, which can read several sequences at once."""
+
+    def __init__(self, file: str):
+        import llama_cpp
+
+        self.c = llama_cpp
+        self.silence = llama_cpp.llama_log_callback(lambda *_: None)
+        self.c.llama_log_set(self.silence, None)
+        self.c.llama_backend_init()
+        self.model = self.c.llama_model_load_from_file(file.encode(), self.c.llama_model_default_params())
+        self.words = self.c.llama_vocab_n_tokens(self.c.llama_model_get_vocab(self.model))
+
+    def state(self, length: int, sequences: int, exact: bool):
+        """For so many tokens; exact is a cache in float32."""
+        options = self.c.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.kv_unified = length, sequences, True
+        options.n_threads = options.n_threads_batch = 1
+        if exact:
+            options.type_k = options.type_v = self.c.GGML_TYPE_F32
+            options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return self.c.llama_init_from_model(self.model, options)
+
+    def read(self, state, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Read (token, position, sequence, whether the next is wanted); the next tokens of those that want one."""
+        import numpy as np
+
+        batch = self.c.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        if self.c.llama_decode(state, batch):
+            raise RuntimeError("llama.cpp could not read the batch")
+        logits = [self.c.llama_get_logits_ith(state, i) for i, row in enumerate(rows) if row[3]]
+        self.c.llama_batch_free(batch)
+        return [int(np.ctypeslib.as_array(row, (self.words,)).argmax()) for row in logits]
+
+    def greedy(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+        """So many tokens after each prompt, all prompts written to at once."""
+        state = self.state(sum(map(len, prompts)) + len(prompts) * (new + 1), len(prompts), exact=True)
+        tokens = []
+        for i, prompt in enumerate(prompts):
+            tokens.append(self.read(state, [(token, t, i, t == len(prompt) - 1) for t, token in enumerate(prompt)]))
+        for step in range(new - 1):
+            rows = [(made[-1], len(prompts[i]) + step, i, True) for i, made in enumerate(tokens)]
+            for made, token in zip(tokens, self.read(state, rows)):
+                made.append(token)
+        self.c.llama_free(state)
+        return tokens
+
+    def speed(self, length: int) -> float:
+        """Tokens a second after so many."""
+        state = self.state(length + 2 * MEASURED, 1, exact=False)
+        for start in range(0, length, 512):
+            self.read(state, [(1, t, 0, False) for t in range(start, min(start + 512, length))])
+        positions = iter(range(length, length + 2 * MEASURED))
+        found = measured(lambda: self.read(state, [(1, next(positions), 0, True)]))
+        self.c.llama_free(state)
+        return found
+
+
+def llama_cpp(request: dict) -> dict:
+    """All that is asked, of llama.cpp."""
+    engine = LlamaCpp(request["model"])
+    return {
+        "version": engine.c.__version__,
+        "tokens": engine.greedy(request["prompts"], request["new"]),
+        "speed": {length: engine.speed(length) for length in request["contexts"]},
+    }
+
+
+def mlx(request: dict) -> dict:
+    """mlx-lm, one prompt after the other."""
+    from importlib.metadata import version
+    from pathlib import Path
+
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    config = json.loads((Path(request["model"]) / "config.json").read_text())
+    wrapped = {"model_type": "qwen3_5", "text_config": config} if config["model_type"] == "qwen3_5_text" else {}
+    model, _ = load_model(Path(request["model"]), model_config=wrapped)
+
+    def read(cache, tokens: list[int]) -> int:
+        return int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]))
+
+    made = []
+    for prompt in request["prompts"]:
+        cache = make_prompt_cache(model)
+        row = [read(cache, prompt)]
+        while len(row) < request["new"]:
+            row.append(read(cache, row[-1:]))
+        made.append(row)
+    speed = {}
+    for length in request["contexts"]:
+        cache = make_prompt_cache(model)
+        for start in range(0, length, 512):
+            read(cache, [1] * min(512, length - start))
+        speed[length] = measured(partial(read, cache, [1]))
+    return {"version": version("mlx-lm"), "tokens": made, "speed": speed}
+
+
+def measured(step) -> float:
+    """Calls a second of CPU time, which other processes do not change."""
+    for _ in range(2):
+        step()
+    start = time.process_time()
+    for _ in range(MEASURED):
+        step()
+    return MEASURED / (time.process_time() - start)
+
+
+ENGINES = {"llama.cpp": llama_cpp, "MLX": mlx}
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    print(json.dumps(ENGINES[asked["engine"]](asked)))
