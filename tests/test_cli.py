@@ -151,8 +151,14 @@ def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, senten
 
 def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, text, tmp_path):
     student, folder = tmp_path / "student", tmp_path / "export"
-    options = ["-o", "gate=mamba2", "-o", "memory_rope=false", "-o", "linear_conv_kernel_dim=4"]
-    assert run("convert", teacher, "--to", "gated", "--text", text, "--output", student, *options, *FAST)[0] == 0
+    code, _, err = run("convert", teacher, "--servable", "--text", text, "--output", student, *FAST)
+    assert (code, student.exists()) == (2, False)
+    assert "to must be deltanet or gated for a servable student, got 'linear'" in err
+    servable = ["--to", "gated", "--servable"]
+    code, _, err = run("convert", teacher, *servable, "-o", "memory_rope=true", "--text", text, "--output", student)
+    assert (code, student.exists()) == (2, False)
+    assert "granite needs memory_rope=False" in err
+    assert run("convert", teacher, *servable, "--text", text, "--output", student, *FAST)[0] == 0
     code, _, err = run("export", student, "--output", folder, "--to", "qwen3_5")
     assert (code, folder.exists()) == (2, False)
     assert "target qwen3_5 is for models of type hf_memory_deltanet" in err

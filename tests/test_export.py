@@ -14,12 +14,14 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
 )
 
 import hf_memory
 from cases import SIZES, Case, make_config, random_tokens
-from hf_memory.conversion import import_model
+from hf_memory.conversion import SERVABLE, carry_over, import_model, make_student
 from hf_memory.export import TARGETS, export_model, exporting, find_target
 
 HYBRID = {"num_hidden_layers": 4, "layer_types": ["memory", "memory", "memory", "full_attention"]}
@@ -239,6 +241,19 @@ def test_files_have_what_single_engines_want(tmp_path):
     assert "full_attention_interval" not in config
     config, _ = written(Case("", GATED, {**STUDENT, **HYBRID}), "granite")
     assert config["layer_types"] == ["mamba", "mamba", "mamba", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "to"), [(Qwen3Config, "deltanet"), (LlamaConfig, "deltanet"), (LlamaConfig, "gated")]
+)
+def test_servable_students_are_exported(teacher, to, tmp_path):
+    config = teacher(**{**SIZES, "num_hidden_layers": 4, "head_dim": 8})
+    teacher = AutoModelForCausalLM.from_config(config)
+    student = make_student(teacher, to, keep=[3], **SERVABLE[to])
+    carried = carry_over(student, teacher)
+    norms = [f"model.layers.{i}.self_attn.{x}_norm.weight" for i in range(3) for x in "kq"]
+    assert sorted(carried.dropped) == (norms if config.model_type == "qwen3" else [])
+    assert export_model(student, tmp_path / "export").engines["vLLM"] == ""
 
 
 def test_tokenizer_and_generation_config_go_along(tmp_path):

@@ -28,6 +28,7 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
 from hf_memory.conversion import Conversion, ModelResult, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
+from hf_memory.export import find_target
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
@@ -39,6 +40,9 @@ Family = Annotated[str, typer.Option(help="The student's family.")]
 Keep = Annotated[
     str,
     typer.Option("--keep-attention", "--keep", help=f"Layers that keep their attention: {conversion.KEEP_WORDS}."),
+]
+Servable = Annotated[
+    bool, typer.Option("--servable", help="Options under which engines have the student; see hf-memory export.")
 ]
 Transfer = Annotated[list[str] | None, typer.Option(help=f"Of attention transfer: {FIELDS}")]
 Distillation = Annotated[list[str] | None, typer.Option(help=f"Of logit distillation: {FIELDS}")]
@@ -64,6 +68,7 @@ def convert(
     to: Family = "linear",
     keep: Keep = "none",
     option: Option = None,
+    servable: Servable = False,
     transfer: Transfer = None,
     distillation: Distillation = None,
     fine_tuning: FineTuning = None,
@@ -84,6 +89,8 @@ def convert(
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     with signs_of_life() as report:
         job = prepare(context, teacher, _recipe(context), report)
+        if servable:
+            find_target(job.plan.student)  # type: ignore[arg-type]
         done = None if dry_run else _convert(teacher, job)
     if dry_run:
         print_plan(job.plan)
@@ -106,7 +113,14 @@ def _recipe(context: typer.Context) -> Recipe:
     same: dict[str, Any] = {name: given[name] for name in OF_RECIPE}
     if given["teacher_logits"] and given["top_k"] is None:
         same["top_k"] = conversion.TOP_K
-    return Recipe(options=read_pairs(given["option"]), **same, **schedules)
+    options = (_servable(given["to"]) if given["servable"] else {}) | read_pairs(given["option"])
+    return Recipe(options=options, **same, **schedules)
+
+
+def _servable(to: str) -> dict:
+    if to not in conversion.SERVABLE:
+        raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {to!r}")
+    return conversion.SERVABLE[to]
 
 
 def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:

@@ -23,7 +23,7 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
-from hf_memory.conversion.students import make_student
+from hf_memory.conversion.students import SERVABLE, make_student
 from hf_memory.conversion.students.placement import (
     KEEP_WORDS,
     PLACEMENT_HEADER,
@@ -40,6 +40,7 @@ __all__ = [
     "FINE_TUNING",
     "KEEP_WORDS",
     "PLACEMENT_HEADER",
+    "SERVABLE",
     "TEACHERS",
     "TOP_K",
     "CarriedWeights",

@@ -37,6 +37,10 @@ PRESETS: dict[str, dict] = {
         "output_gate": "sigmoid",
     },
 }
+SERVABLE: dict[str, dict] = {  # options under which engines have the student, if its teacher is of a shape they know
+    "deltanet": {"gate": "scalar", "output_gate": "silu", "memory_rope": False, "memory_qk_norm": False},
+    "gated": {"gate": "mamba2", "memory_rope": False},  # of a teacher without q/k norm
+}
 
 
 def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bool:

@@ -1,8 +1,8 @@
 """A teacher's weights under the names of a student."""
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,15 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str,
     Args:
         student: has the teacher's sizes; its mixers may have tensors that the teacher lacks, and these are left alone.
         teacher: a causal language model of a type in TEACHERS.
-        drop: regular expressions for whole names of the teacher's tensors that the student does without.
+        drop: regular expressions for whole names of the teacher's tensors that the student does without, beside norms
+            of queries and keys where its memories have none.
 
     Raises:
         ValueError: if a tensor has no place or another shape, or the student has a new one outside its mixers.
     """
     source, target = teacher.state_dict(), student.state_dict()
-    dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in drop)]
+    patterns = (*drop, *_norms_without_place(student))
+    dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in patterns)]
     moves = _moves(teacher, {name: x for name, x in source.items() if name not in dropped})
     placed = {target_name for _, target_name, _ in moves}
     new = [name for name in target if name not in placed]
@@ -75,6 +77,14 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str,
         target[other].copy_(x)
         used[name] = (*used.get(name, ()), other)
     return CarriedWeights(used, dropped, new)
+
+
+def _norms_without_place(student: nn.Module) -> Iterator[str]:
+    config: Any = student.config
+    if config.use_qk_norm and not config.has_memory_qk_norm:
+        for i, kind in enumerate(config.layer_types):
+            if kind == "memory":
+                yield rf"model\.layers\.{i}\.self_attn\.[qk]_norm\..+"
 
 
 def _moves(teacher: PreTrainedModel, source: dict[str, Tensor]) -> list[tuple[str, str, Tensor]]:
