@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from hf_memory import conversion
 from hf_memory.cli.options import (
@@ -34,7 +32,7 @@ TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
 OF_RECIPE = ("to", "keep", "lora_rank", "temperature", "cross_entropy", "teacher_bits", "top_k", "seed")
 
-TeacherName = Annotated[str, typer.Argument(help=f"Folder or Hub name of a model of type {TEACHER_TYPES}.")]
+TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
 Family = Annotated[str, typer.Option(help="The student's family.")]
 Keep = Annotated[
@@ -125,7 +123,7 @@ def _servable(to: str) -> dict:
 
 def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
     """The student, and how it compares with its teacher; None in all processes but the first."""
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    model = conversion.load_teacher(teacher)
     processes = conversion.processes()  # each has its own device from here on
     place, bits = device(), job.plan.bits
     quantized = None if bits is None else conversion.load_quantized(teacher, bits, place)

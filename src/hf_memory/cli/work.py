@@ -11,7 +11,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import found, read_pairs
@@ -40,10 +40,14 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     given = context.params
     training = read_pairs(given["arguments"])
     run = Run(given["checkpoints"], given.get("teacher_logits"), report=report, training=training)
-    config, output = AutoConfig.from_pretrained(found(model)), {x: given[x] for x in ("output", "overwrite")}
+    if conversion.find_gguf(model) is None:
+        found(model)
+    elif recipe.teacher_bits:
+        raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
+    config, output = conversion.load_config(model), {x: given[x] for x in ("output", "overwrite")}
     longest = max(schedule.length for schedule in recipe.schedules.values())
     conversion.check_run(conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long)), run, **output)
-    tokenizer = AutoTokenizer.from_pretrained(model)  # only now: to read the text may take long
+    tokenizer = conversion.load_tokenizer(model)  # only now: to read the text may take long
     tokens = conversion.read_tokens(given["text"], tokenizer, limit=given["max_tokens"], report=report)
     tokens, held_out = _split(tokens)
     plan = conversion.resolve(recipe, config, tokens)
@@ -95,7 +99,12 @@ def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator
 def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows: list, model: str):
     """What is known of a model that a command has made from another."""
     text = ", ".join(Path(x).name if Path(x).exists() else x for x in context.params["text"])
-    return conversion.results_of(plan, losses, rows, teacher=model, text=text, training=job.run.training)
+    file, training = conversion.find_gguf(model), job.run.training
+    name = model if file is None else file.name
+    results = conversion.results_of(plan, losses, rows, teacher=name, text=text, training=training)
+    if file:
+        results.recipe["teacher_weights"] = conversion.describe_weights(file, plan.teacher_parameters)
+    return results
 
 
 def device() -> str:

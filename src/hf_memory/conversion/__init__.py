@@ -34,6 +34,8 @@ from hf_memory.conversion.students.placement import (
 )
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
+from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
+from hf_memory.conversion.teachers.loading import load_config, load_teacher, load_tokenizer
 from hf_memory.conversion.teachers.quantized import load_quantized
 
 __all__ = [
@@ -61,13 +63,18 @@ __all__ = [
     "check_run",
     "check_space",
     "convert",
+    "describe_weights",
     "distill",
     "distill_from_logits",
+    "find_gguf",
     "fine_tune",
     "import_mixer",
     "import_model",
     "kept_layers",
+    "load_config",
     "load_quantized",
+    "load_teacher",
+    "load_tokenizer",
     "make_student",
     "measure",
     "new_folder",

@@ -1,0 +1,145 @@
+"""Teachers in a GGUF file, as llama.cpp has them: transformers reads the weights back, and here the rest is made whole.
+
+What transformers leaves out is how some tokenizers cut text, the tokens that end a turn, how the model samples, and
+whether some of the file was skipped. Unless it is asked to dequantise, its model also says for ever that it is
+quantised, and can be neither trained nor saved.
+"""
+
+import json
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, read_gguf_metadata
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.utils import is_gguf_available
+
+ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+GPT2_CUTS = ("gpt-2", "mpt", "olmo", "jais", "trillion")  # how a byte-level BPE cuts text before it merges
+DIGIT_CUTS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")  # and each digit apart
+
+
+def find_gguf(name: str) -> Path | None:
+    """The GGUF file that the name of a teacher means: itself, or the one in a folder without a config.
+
+    Raises:
+        ValueError: if a folder has several, or the package to read them is not installed.
+    """
+    path = Path(name)
+    files = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise ValueError(f"teacher must be one GGUF file, got {name} with {', '.join(file.name for file in files)}")
+    if not is_gguf_available():
+        raise ValueError(f"a teacher in a GGUF file needs gguf: pip install 'hf-memory[gguf]', got {files[0].name}")
+    return files[0]
+
+
+def read_config(file: Path) -> PreTrainedConfig:
+    """The config that the metadata of a GGUF file describes.
+
+    Raises:
+        ValueError: if the file says more of the model than transformers reads, or less.
+    """
+    metadata, tensors = read_gguf_metadata(str(file))
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    architecture = metadata["general.architecture"]
+    if window := metadata.get(f"{architecture}.attention.sliding_window"):
+        config.sliding_window = window
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"teacher must have rotations that transformers reads from GGUF, got scaling {scaling!r}")
+    _check_tensors(file, architecture, config, set(tensors))
+    return config
+
+
+def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, tensors: Set[str]) -> None:
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    read = {str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}  # tied ones once
+    if others := sorted(read ^ tensors):
+        raise ValueError(
+            f"teacher must have the tensors of a model of type {config.model_type} and no others, "
+            f"got {file.name}, which differs in {', '.join(others[:3])}"
+        )
+
+
+def read_tokenizer(file: Path):
+    """The tokenizer of a GGUF file with its chat template; or that of its folder, if one is there.
+
+    Raises:
+        ValueError: if nobody says how it cuts text before it merges.
+    """
+    if (file.parent / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(file.parent)
+    architecture, described, options = get_gguf_tokenizer(str(file))
+    backend, _ = convert_gguf_tokenizer(architecture, described)
+    content = json.loads(backend.to_str())  # where transformers may have added a token that the model does not have
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < len(described["tokens"])]
+    backend = Tokenizer.from_str(json.dumps(content))
+    if (cut := described.get("pre_tokenizer_type")) in DIGIT_CUTS:
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif described["tokenizer_type"] == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_CUTS):
+        raise ValueError(
+            f"teacher must have a tokenizer that is known, got {file.name}, which cuts text as {cut!r}; "
+            "the tokenizer.json of its model beside it helps"
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def read_model(file: Path) -> PreTrainedModel:
+    """The model of a GGUF file in float32, like any other: it can be trained and saved."""
+    dequantized = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=read_config(file), dtype=torch.float32, quantization_config=dequantized
+    )
+    metadata, _ = read_gguf_metadata(str(file))
+    named = [f"tokenizer.ggml.{end}_token_id" for end in ENDS]
+    ends = sorted({metadata[name] for name in named if name in metadata} | turn_ends(read_tokenizer(file)))
+    sampling = {name: metadata.get(f"general.sampling.{given}") for given, name in SAMPLING.items()}
+    generation = {name: x for name, x in sampling.items() if x is not None}
+    if generation:
+        generation["do_sample"] = True
+    model.generation_config.update(eos_token_id=ends[0] if len(ends) == 1 else ends or None, **generation)
+    return model.eval()
+
+
+def turn_ends(tokenizer) -> set[int]:
+    """The special token that a chat template writes after an answer, which not every file names."""
+    if tokenizer.chat_template is None:
+        return set()
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("!")[2]
+    first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    return {x for x in first if x in tokenizer.added_tokens_decoder}
+
+
+def describe_weights(file: Path, count: int) -> str:
+    """The type of the weights in a GGUF file, and the bits that each of so many takes there."""
+    import gguf
+
+    metadata, _ = read_gguf_metadata(str(file))
+    kind = gguf.LlamaFileType(metadata["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, read back to float32"

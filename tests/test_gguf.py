@@ -1,0 +1,170 @@
+# ruff: noqa: F401, F811
+"""Teachers in a GGUF file: nothing of what it says is lost, and what cannot be read is refused."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_memory.conversion import find_gguf, load_config, load_teacher, load_tokenizer
+from test_cli import FAST, _wide_console, run  # fixtures
+
+END, START = "<end>", "<start>"
+TEMPLATE = """{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"""
+TEXT = "The snake is 12 days old.\n\n3. A list of 1024 new   things, or 7 "
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+Q4 = gguf.GGMLQuantizationType.Q4_1
+
+
+def make_tokenizer():
+    """A byte-level BPE that takes each digit alone, as SmolLM's."""
+    bpe = Tokenizer(models.BPE())
+    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(cuts), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=[END, START], initial_alphabet=alphabet)
+    bpe.train_from_iterator([TEXT * 3], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=START, eos_token=END)
+
+
+def make_teacher(tokenizer):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=2.0**-20, tie_word_embeddings=True)).eval()
+
+
+def as_llama_cpp(name, x):
+    """llama.cpp rotates neighbours where transformers rotates halves, so its queries and keys are permuted."""
+    heads = 4 if ".q_proj." in name else 2 if ".k_proj." in name else 0
+    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x
+
+
+def write(file, tokenizer, model, **others):
+    """A GGUF file with matrices in Q4_1, and other metadata or none where a value is None."""
+    writer, config = gguf.GGUFWriter(file, "llama"), model.config
+    vocab, merges = tokenizer.get_vocab(), json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    metadata = {
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": 1e4,
+        "llama.rope.dimension_count": 8,
+        "general.file_type": int(gguf.LlamaFileType.MOSTLY_Q4_1),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.get),
+        "tokenizer.ggml.token_type": [3 if i < 2 else 1 for i in range(len(vocab))],
+        "tokenizer.ggml.merges": [" ".join(x) for x in merges],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 5,  # that of texts; the template's, which ends a turn, is another
+        "tokenizer.chat_template": TEMPLATE,
+        "general.sampling.temp": 0.25,
+        **others,
+    }
+    for name, value in metadata.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        if value is not None:
+            add[type(value)](name, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, x in model.named_parameters():
+        kind = Q4 if x.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quantize(np.ascontiguousarray(as_llama_cpp(name, x.detach().numpy())), kind)
+        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
+    if "extra" in others:
+        writer.add_tensor("rope_freqs.weight", np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a GGUF file, and what it was made from."""
+    folder, tokenizer = tmp_path_factory.mktemp("gguf"), make_tokenizer()
+    model = make_teacher(tokenizer)
+    write(folder / "tiny.Q4_1.gguf", tokenizer, model)
+    return folder, tokenizer, model
+
+
+def test_weights_are_those_of_the_file_and_can_be_saved(folder, tmp_path):
+    folder, _, model = folder
+    teacher = load_teacher(str(folder))
+    for name, x in model.named_parameters():
+        rounded = gguf.dequantize(gguf.quantize(x.detach().numpy(), Q4), Q4) if x.ndim == 2 else x.detach()
+        assert torch.equal(teacher.get_parameter(name), torch.as_tensor(rounded)), name
+    teacher.save_pretrained(tmp_path)
+    ids = torch.arange(20)[None]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, teacher(ids).logits)
+
+
+def test_a_tokenizer_cuts_text_as_its_merges_were_learned(folder, tmp_path):
+    folder, tokenizer, _ = folder
+    read = load_tokenizer(str(folder / "tiny.Q4_1.gguf"))
+    read.save_pretrained(tmp_path)
+    texts = [TEXT, "a  1", "x\n\n2. y", "1234", "<start>user 5<end>", "\u00bd\U0001f642 3"]
+    for text in texts:
+        assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert read.get_vocab() == tokenizer.get_vocab()
+    assert (read.chat_template, read.bos_token) == (TEMPLATE, START)
+
+
+def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_path):
+    file, text, student = folder[0] / "tiny.Q4_1.gguf", tmp_path / "text.txt", tmp_path / "student"
+    text.write_text(TEXT * 200)
+    code, _, err = run("convert", file, "--text", text, "--output", student, *FAST)
+    assert code == 0, err
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(student), AutoTokenizer.from_pretrained(student)
+    assert tokenizer.chat_template == TEMPLATE
+    generation = model.generation_config
+    assert (generation.bos_token_id, generation.eos_token_id) == (1, [0, 5])
+    assert (generation.do_sample, generation.temperature) == (True, 0.25)
+    card = (student / "README.md").read_text()
+    assert "tiny.Q4_1.gguf" in card
+    assert str(tmp_path) not in card
+    assert "| teacher_weights | Q4_1, " in card
+    code, _, err = run("convert", file, "--text", text, "--output", tmp_path / "x", "--teacher-bits", 4, *FAST)
+    assert code == 2
+    assert "teacher_bits must not be given for a GGUF file" in err
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer that is known, got other.gguf, which cuts text as 'default'"),
+        ({"tokenizer.ggml.pre": None}, "which cuts text as None"),
+        ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
+        ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
+        ({"extra": None}, "differs in rope_freqs.weight"),
+    ],
+)
+def test_what_would_be_lost_is_refused(folder, tmp_path, others, message):
+    write(tmp_path / "other.gguf", *folder[1:], **others)
+    with pytest.raises(ValueError, match=message):
+        load_config(str(tmp_path)), load_tokenizer(str(tmp_path))
+    folder[1].save_pretrained(tmp_path / "beside")
+    (tmp_path / "beside" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert load_tokenizer(str(tmp_path))("a  1")["input_ids"] == folder[1]("a  1")["input_ids"]
+
+
+def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, monkeypatch):
+    (tmp_path / "a.gguf").touch()
+    assert find_gguf(str(tmp_path)) == find_gguf(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ValueError, match=r"teacher must be one GGUF file, got .* with a.gguf, b.gguf"):
+        find_gguf(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert find_gguf(str(tmp_path)) is None
+    monkeypatch.setattr("hf_memory.conversion.teachers.gguf.is_gguf_available", lambda: False)
+    with pytest.raises(ValueError, match="pip install 'hf-memory"):
+        find_gguf(str(folder[0]))
