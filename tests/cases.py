@@ -132,6 +132,7 @@ CASES = (
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 
+CASE = {case.name: case for case in CASES}
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 FIRST_OF_FAMILY = {case.model_type: case for case in reversed(CASES)}.values()
 every_family = pytest.mark.parametrize("case", FIRST_OF_FAMILY, ids=[case.name for case in FIRST_OF_FAMILY])

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cases import CASES, make_model
+from cases import CASE, make_model
 from hf_memory.cli import chat
 from hf_memory.cli.info import CONTEXTS
 from test_cli import _wide_console, run, teacher, text  # fixtures
@@ -25,7 +25,7 @@ TEMPLATE = """{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> 
 def student(tmp_path_factory):
     """A folder with a small random student, whose words are not all harmless."""
     folder = tmp_path_factory.mktemp("student")
-    make_model(CASES[4], vocab_size=len(WORDS), eos_token_id=0).save_pretrained(folder)
+    make_model(CASE["linear-full"], vocab_size=len(WORDS), eos_token_id=0).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="new"))
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     words.add_special_tokens(["<end>", "<start>"])

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from cases import CASES, SIZES, make_model
+from cases import CASE, SIZES, make_model
 from hf_memory import Conversation, generate_stream
 from hf_memory.serving import conversation
 
@@ -39,7 +39,7 @@ class Talk:
     """A conversation, what was said in it, and the tokens that were read before each answer."""
 
     def __init__(self, monkeypatch, template, **options):
-        self.model, self.tokenizer = make_model(CASES[4], eos_token_id=END), make_tokenizer(template)
+        self.model, self.tokenizer = make_model(CASE["linear-full"], eos_token_id=END), make_tokenizer(template)
         self.messages, self.caches = [], []
         monkeypatch.setattr(conversation, "generate_stream", self.recorded)
         self.go_on(**options)
@@ -111,13 +111,13 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are():
     tokenizer = ByT5Tokenizer(
         extra_ids=0, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    talk = Conversation(make_model(CASES[0], vocab_size=300), tokenizer, max_new_tokens=2)
+    talk = Conversation(make_model(CASE["linear-elu"], vocab_size=300), tokenizer, max_new_tokens=2)
     list(talk.answer("a"))
     assert tokenizer.decode(talk._turn("b")) == "user: b\n"
 
 
 def test_without_a_template_lines_follow_each_other():
-    talk = Conversation(make_model(CASES[0]), make_tokenizer(None), max_new_tokens=3)
+    talk = Conversation(make_model(CASE["linear-elu"]), make_tokenizer(None), max_new_tokens=3)
     said = list(talk.answer("w7"))
     assert talk.unread == said[-1:]
     assert talk.memory().get_seq_length() == 1 + 3

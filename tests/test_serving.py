@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from cases import CASES, every_case, every_family, make_model, random_tokens
+from cases import CASE, every_case, every_family, make_model, random_tokens
 from hf_memory import Request, generate_stream, load_memory, save_memory
 from hf_memory.serving import memory_file
 from test_generation import generate
@@ -46,7 +46,7 @@ def test_a_saved_memory_is_what_it_was(case, tmp_path):
 
 
 def test_a_memory_of_the_model_in_float32_is_one_in_bfloat16(tmp_path):
-    model = make_model(CASES[4])
+    model = make_model(CASE["linear-full"])
     save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
     loaded = load_memory(tmp_path / "memory", model.bfloat16())
     assert go_on(model, loaded, random_tokens(1, 3)).dtype == torch.bfloat16
@@ -62,7 +62,7 @@ print(*model.generate(text, past_key_values=cache, max_new_tokens=6, do_sample=F
 """
 
 
-@pytest.mark.parametrize("case", [CASES[5], CASES[-2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASE["linear-sliding"], CASE["titans-mal"]], ids=lambda case: case.name)
 def test_another_process_goes_on_with_a_memory(case, tmp_path):
     model, tokens = make_model(case), random_tokens(1, 9)
     model.save_pretrained(tmp_path / "model")
@@ -76,7 +76,7 @@ def test_another_process_goes_on_with_a_memory(case, tmp_path):
 
 @pytest.fixture
 def memory(tmp_path):
-    model = make_model(CASES[4])
+    model = make_model(CASE["linear-full"])
     save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
     return model, tmp_path / "memory"
 
@@ -132,7 +132,7 @@ def test_another_models_memory_is_refused(memory):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight *= 1.1
-    for wrong in (other, make_model(CASES[0]), make_model(CASES[4], rms_norm_eps=1e-3)):
+    for wrong in (other, make_model(CASE["linear-elu"]), make_model(CASE["linear-full"], rms_norm_eps=1e-3)):
         with pytest.raises(ValueError, match="another model"):
             load_memory(path, wrong)
 
@@ -221,7 +221,7 @@ def test_each_request_gets_what_it_would_get_alone(case, max_batch_size):
 
 
 def test_draws_do_not_depend_on_the_company():
-    model = make_model(CASES[0])
+    model = make_model(CASE["linear-elu"])
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
     requests = [Request(random_tokens(5, seed=i), NEW, options, seed=i) for i in range(4)]
     together = collect(model, requests, max_batch_size=4)
@@ -230,7 +230,7 @@ def test_draws_do_not_depend_on_the_company():
 
 
 def test_requests_are_taken_when_there_is_room():
-    model, taken = make_model(CASES[0]), []
+    model, taken = make_model(CASE["linear-elu"]), []
 
     def arriving():
         for i in range(5):
@@ -246,7 +246,7 @@ def test_requests_are_taken_when_there_is_room():
 
 
 def test_a_request_ends_at_its_last_token():
-    model, prompt = make_model(CASES[0]), random_tokens(4)
+    model, prompt = make_model(CASE["linear-elu"]), random_tokens(4)
     answer = collect(model, [Request(prompt, NEW)])[0]
     assert (
         collect(model, [Request(prompt, NEW, {"eos_token_id": [answer[2]]})])[0]
@@ -270,7 +270,7 @@ def test_a_conversation_goes_on_from_its_cache(case):
 
 
 def test_a_stream_heeds_the_models_generation_config():
-    model, prompt = make_model(CASES[0]), random_tokens(8)
+    model, prompt = make_model(CASE["linear-elu"]), random_tokens(8)
     plain = collect(model, [Request(prompt, 12)])[0]
     model.generation_config.update(
         repetition_penalty=1.3,
@@ -286,7 +286,7 @@ def test_a_stream_heeds_the_models_generation_config():
 
 
 def test_a_request_that_cannot_be_served_leaves_the_others_alone():
-    model, prompt = make_model(CASES[4]), random_tokens(4)
+    model, prompt = make_model(CASE["linear-full"]), random_tokens(4)
     two = read(model, random_tokens(2, 3))
     wrong = [
         (Request([3, 64]), "input_ids must be from 0 to 63, got 3 to 64"),
@@ -295,7 +295,7 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone():
         (Request(prompt, options={"temperature": -1.0, "do_sample": True}), "temperature"),
         (Request(prompt, options={"num_beams": 2}), "must have no beams"),
         (Request(prompt, cache=two), "cache must be that of one text, got that of 2"),
-        (Request(prompt, cache=read(make_model(CASES[0]), prompt[None])), "cache must be a DynamicCache"),
+        (Request(prompt, cache=read(make_model(CASE["linear-elu"]), prompt[None])), "cache must be a DynamicCache"),
         (Request(prompt, cache=StaticCache(config=model.config, max_cache_len=9)), "cache must be a DynamicCache"),
     ]
     requests = [Request(prompt, NEW), *(request for request, _ in wrong), Request(prompt, NEW)]
@@ -307,7 +307,7 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone():
 
 
 def test_what_is_no_number_ends_one_request_only():
-    model, prompt = make_model(CASES[0]), random_tokens(4)
+    model, prompt = make_model(CASE["linear-elu"]), random_tokens(4)
     broken = {"sequence_bias": {(3,): float("nan")}, "do_sample": True}
     steps = list(generate_stream(model, [Request(prompt, NEW, broken), Request(prompt, NEW)]))
     assert [step.request for step in steps if step.error] == [0]
@@ -315,7 +315,7 @@ def test_what_is_no_number_ends_one_request_only():
 
 
 def test_a_producer_that_waits_does_not_stop_the_batch():
-    model, finished = make_model(CASES[0]), Event()
+    model, finished = make_model(CASE["linear-elu"]), Event()
 
     def arriving():
         yield Request(random_tokens(4), NEW)
@@ -336,7 +336,7 @@ def test_what_a_producer_raises_is_raised():
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        list(generate_stream(make_model(CASES[0]), arriving()))
+        list(generate_stream(make_model(CASE["linear-elu"]), arriving()))
 
 
 @every_family
@@ -371,4 +371,4 @@ def test_a_request_for_nothing_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Request(*arguments)
     with pytest.raises(ValueError, match="max_batch_size"):
-        collect(make_model(CASES[0]), [], max_batch_size=0)
+        collect(make_model(CASE["linear-elu"]), [], max_batch_size=0)

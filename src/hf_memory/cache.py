@@ -4,7 +4,7 @@ A config that lists "memory" in `layer_types` gets a `MemoryLayer` at that place
 and `StaticCache(config=...)`; generate makes these caches by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def __init__(self, **kwargs):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
+        self.growing: Mapping[str, float] = {}
         self.seen_tokens = 0
         self.record_past = False
         self.snapshot: States = {}
@@ -58,9 +59,20 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """The states by name; empty before the first write and after a reset, which means an empty memory."""
         return self.states if self.is_initialized else {}
 
-    def write(self, num_tokens: int, states: States, again: Callable[[States, int], States]) -> None:
-        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`."""
+    def write(
+        self,
+        num_tokens: int,
+        states: States,
+        again: Callable[[States, int], States],
+        growing: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`.
+
+        States [B, tokens, ...] that grow by a place with each token are named in `growing`, with what a place holds
+        that is none of a row's.
+        """
         self._store(states)
+        self.growing = growing or {}
         self.seen_tokens += num_tokens
         self.is_initialized = True
         if self.record_past:

@@ -1,7 +1,7 @@
 """What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,7 @@ class MemoryMixer(Projections, ABC):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
     has_silu = True  # after the short convolutions, or after the projections where there are none
+    growing: Mapping[str, float] = {}  # states that do, with what a place holds that is none of a row's
 
     @property
     def sees_positions(self) -> bool:
@@ -164,7 +165,7 @@ class MemoryMixer(Projections, ABC):
 
         context = context._replace(states=layer.read())
         output, new_states = self.mix(hidden_states, context)
-        layer.write(T, new_states, again)
+        layer.write(T, new_states, again, self.growing)
         return output
 
     @abstractmethod

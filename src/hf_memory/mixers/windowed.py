@@ -19,6 +19,8 @@ from hf_memory.ops.masks import Tokens, packed
 class WindowedMixer(MemoryMixer):
     """Attention over a window and its first tokens, a memory of what is between, and heads that keep everything."""
 
+    growing = {"full_keys": 0, "full_values": 0, "full_positions": -1}
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         kept = config.full_attention_heads[layer_idx] if config.full_attention_heads else []
