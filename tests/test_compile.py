@@ -5,7 +5,7 @@ from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
-from cases import every_case, make_model, random_tokens
+from cases import CASES, every_case, make_model, random_tokens
 
 
 def prefill(model, tokens, max_cache_len=90):
@@ -59,3 +59,12 @@ def test_an_exported_decode_step_equals_eager(case):
     with torch.no_grad():
         logits = exported(input_ids=tokens[:, 8:], past_key_values=prefill(model, tokens[:, :8])).logits
         torch.testing.assert_close(logits, model(tokens).logits[:, 8:], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_neural_memory_is_exported_where_its_length_is_said_to_vary():
+    mixer = make_model(next(case for case in CASES if case.name == "titans-lmm-rope")).model.layers[0].mixer
+    mixer.num_persistent, mixer.config.memory_chunk_size = 0, 16
+    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+    exported = torch.export.export(mixer, (hidden,), dynamic_shapes=({1: torch.export.Dim.AUTO},), strict=False)
+    torch.testing.assert_close(exported.module()(hidden)[0], mixer(hidden)[0])

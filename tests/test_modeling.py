@@ -147,6 +147,12 @@ def test_attention_alone_takes_a_mask_of_pairs_which_says_what_is_packed():
     assert_close(packed, model(tokens, position_ids=POSITIONS).logits)
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+def test_nothing_to_read_is_refused(shape):
+    with pytest.raises(ValueError, match="input_ids must have at least one row and one token, got shape"):
+        make_model(CASES[0])(random_tokens(*shape))
+
+
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "past_key_values"])
 def test_contradictory_packing_is_refused(argument):
     model, tokens = make_model(CASES[0]), random_tokens(1, 11)

@@ -149,6 +149,7 @@ class MemoryModel(MemoryPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        _check(inputs_embeds)
         if isinstance(attention_mask, Tensor) and attention_mask.ndim != 2:
             attention_mask = self._for_all_layers(attention_mask)
         if self.has_memory or not isinstance(attention_mask, dict):
@@ -202,6 +203,12 @@ class MemoryModel(MemoryPreTrainedModel):
             )
             for layer_type in set(self.config.layer_types)
         }
+
+
+def _check(inputs_embeds: Tensor) -> None:
+    B, T = inputs_embeds.shape[:2]
+    if B < 1 or T < 1:
+        raise ValueError(f"input_ids must have at least one row and one token, got shape {(B, T)}")
 
 
 class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):

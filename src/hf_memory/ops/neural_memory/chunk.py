@@ -86,7 +86,7 @@ def _layout(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool, is_
         return Layout(min(EXACT_CHUNK, T), None, None, [], phase)
     after = phase + (T if mask is None else mask.sum(1))
     if fresh and mask is None:
-        return Layout(min(b, T), None, None, [True] * -(-T // b) + [T % b == 0], after % b)
+        return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
     places = 1 if T == 1 else int(after.max())
     if places <= b:
         return Layout(T, None, None, [phase == 0, after == b], after % b)
