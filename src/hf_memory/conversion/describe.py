@@ -49,12 +49,12 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
 def story(plan: Plan) -> list[str]:
     """How a student came about, a sentence for each thing that was done."""
     if plan.recipe.to is None:
-        return ["It is the model that is named here, which went on to learn the text itself.", _of_lora(plan)]
-    start = "Its weights are its teacher's, carried over by name."
+        return ["It went on to learn the text itself.", _of_lora(plan)]
+    start = "The student has the teacher's weights, carried over by name."
     if plan.is_exact:
-        start += " Its new ones start closed, so that it was its teacher before any training."
+        start += " What it has beside them starts closed, so that it was its teacher before any training."
     stages = [_stage_sentence(stage, plan) for stage in plan.stages]
-    return [start, *(stages or ["It has learned nothing since."]), _of_lora(plan)]
+    return [start, *(stages or ["It has learned nothing since then."]), _of_lora(plan)]
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
@@ -90,8 +90,8 @@ def _of_lora(plan: Plan) -> str:
 
 
 def _kept(plan: Plan) -> str:
-    layers, words = ", ".join(map(str, plan.kept)), plan.recipe.keep
-    is_said = not isinstance(words, str) or words in ("none", layers.replace(" ", ""))
+    layers, words = ", ".join(map(str, plan.kept)) or "none", plan.recipe.keep
+    is_said = not isinstance(words, str) or words == layers.replace(" ", "")
     return layers if is_said else f"{layers} ({words})"
 
 
