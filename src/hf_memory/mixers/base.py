@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(width, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, value_heads * self.value_dim, bias=bias)
         self.o_proj = nn.Linear(self.num_output_heads * self.value_dim, width, bias=config.attention_output_bias)
+        self.q_norm: Any = None
+        self.k_norm: Any = None
         if self.normalizes:
             heads = (query_heads, key_heads) if config.qk_norm_whole_width else (1, 1)
             self.q_norm, self.k_norm = (RMSNorm(n * self.head_dim, eps=config.rms_norm_eps) for n in heads)
@@ -75,9 +77,9 @@ class Projections(nn.Module):
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norm where the config has it, and positions where they are given and wanted, to [B, T, H, D]."""
         dtype = q.dtype  # weights of norms are wider under autocast
-        if self.normalizes and self.config.qk_norm_whole_width:
+        if self.q_norm is not None and self.config.qk_norm_whole_width:
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        elif self.normalizes:
+        elif self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.rotate(q.to(dtype), k.to(dtype), positions)
 

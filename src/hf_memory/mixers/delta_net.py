@@ -20,7 +20,9 @@ class DeltaNetMixer(MemoryMixer):
         self.make_convolutions(config.linear_conv_kernel_dim)
         heads = self.num_output_heads
         self.b_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        if config.gate != "none":
+        self.largest_beta = 2.0 if config.allow_negative_eigenvalues else 1.0
+        self.decays = config.gate != "none"
+        if self.decays:
             channels = self.head_dim if config.gate == "vector" else None
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
         rank = config.output_gate_low_rank_dim
@@ -29,15 +31,13 @@ class DeltaNetMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        beta = self.b_proj(hidden_states).float().sigmoid()
-        if self.config.allow_negative_eigenvalues:
-            beta = 2 * beta
+        beta = self.largest_beta * self.b_proj(hidden_states).float().sigmoid()
         o, new_states["memory"] = delta_rule(
             unit_length(q),
             unit_length(k),
             v,
             beta,
-            self.decay(hidden_states)[0] if self.config.gate != "none" else None,
+            self.decay(hidden_states)[0] if self.decays else None,
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),
             output_final_state=True,

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all_channels
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_first_channels
 
 
 class Positions(NamedTuple):
@@ -35,6 +34,13 @@ class Positions(NamedTuple):
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the first channels of q and k [B, T, H, D], as many as there are angles; all but in a few models."""
-        rotate = rotate_all_channels if self.cos.shape[-1] == q.shape[-1] else rotate_first_channels
-        rotated = rotate(q, k, self.cos, self.sin, unsqueeze_dim=2)
-        return rotated[0].to(q.dtype), rotated[1].to(k.dtype)  # under autocast cos and sin are wider
+        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    channels = cos.shape[-1]
+    if channels < x.shape[-1]:
+        return torch.cat([_rotated(x[..., :channels], cos, sin), x[..., channels:]], -1)
+    early, late = x.chunk(2, -1)
+    return (x * cos).addcmul_(torch.cat([-late, early], -1), sin).to(x.dtype)  # under autocast cos and sin are wider

@@ -59,7 +59,7 @@ def split_chunks(x: Tensor, C: int) -> Tensor:
 
 def head_rows(x: Tensor, HV: int) -> Tensor:
     """[B, 1, H, D] -> [B * HV, 1, D]: the one token of each value head, from the key head that it reads."""
-    return repeat_heads(x, HV).flatten(0, 2)[:, None]
+    return repeat_heads(x, HV).reshape(-1, 1, x.shape[-1])
 
 
 def joined_chunks(o: Tensor, B: int) -> Tensor:
