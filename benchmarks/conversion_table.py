@@ -34,7 +34,7 @@ WORK = Path("demo_output/conversion_table")  # the teacher; not kept
 BYTES = 2_400_000
 PACKAGES = ("asyncio", "email", "http", "importlib", "json", "logging", "multiprocessing", "urllib", "xml")
 PIECE, BACK = (16, 48), 6  # tokens of a piece of text, and how many pieces ago one that is said again may be
-RECALLED = {"passage": 32, "gap": 32, "trials": 512}
+RECALLED = {"passage": 32, "gap": 32, "trials": 512, "max_tokens": None}
 SETTINGS = demo.Settings(
     vocab_size=2048, hidden_size=256, teacher=Schedule(steps=1100, learning_rate=4e-3, batch_size=4)
 )
@@ -191,8 +191,9 @@ def draw(rows: dict[str, dict]) -> None:
 
 def measured(name: str, model: PreTrainedModel, teacher, held_out: Tensor, new: Tensor) -> dict:
     """All columns of a row."""
-    row = asdict(measure(name, model, held_out, None if name == "teacher" else teacher, contexts=(256, 1024)))
-    on_new_text = perplexity(model, new, length=FINE_TUNING.length)
+    compared = None if name == "teacher" else teacher
+    row = asdict(measure(name, model, held_out, compared, contexts=(256, 1024), max_tokens=None))
+    on_new_text = perplexity(model, new, length=FINE_TUNING.length, max_tokens=None)
     return row | {"recall": copy_gain(model, held_out, **RECALLED), "perplexity_on_new_text": on_new_text}
 
 

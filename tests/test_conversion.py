@@ -568,6 +568,15 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
 
 
+def test_measuring_keeps_to_its_budget(monkeypatch):
+    read, told, teacher = [], [], make_teacher()
+    monkeypatch.setattr("hf_memory.conversion.report.cost_by_context", lambda model, contexts: ())
+    teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    conversion.measure("teacher", teacher, text(9000), None, contexts=(64, 512), max_tokens=8192, report=told.append)
+    assert 4096 < sum(read) <= 8192
+    assert len(told) > len(read)
+
+
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     output = tmp_path / "student"
     with conversion.new_folder(output) as folder:

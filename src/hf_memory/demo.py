@@ -194,9 +194,9 @@ def run_demo(
     made = convert(teacher, tokens, plan, run)
     control = copy.deepcopy(teacher)  # what the distillation's steps give to a teacher that is not converted
     train(control, tokens, settings.distillation, name="control", seed=1, run=run)
-    rows = [measure("teacher", teacher, held_out, None, report=run.report)]
+    rows = [measure("teacher", teacher, held_out, None, max_tokens=None, report=run.report)]
     for name, model in (("control", control), ("student", made.student)):
-        rows.append(measure(name, model, held_out, teacher, report=run.report))
+        rows.append(measure(name, model, held_out, teacher, max_tokens=None, report=run.report))
     results = results_of(
         made.plan,
         losses | made.losses,

@@ -14,6 +14,7 @@ from hf_memory.cli.options import (
     DryRun,
     LoraRank,
     MaxTokens,
+    MeasureTokens,
     Option,
     Overwrite,
     Seed,
@@ -72,6 +73,7 @@ def convert(
     fine_tuning: FineTuning = None,
     lora_rank: LoraRank = None,
     max_tokens: MaxTokens = None,
+    measure_tokens: MeasureTokens = 2**16,
     temperature: Temperature = 1.0,
     cross_entropy: CrossEntropy = None,
     teacher_bits: TeacherBits = None,
@@ -134,9 +136,7 @@ def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | N
         return None
     del quantized
     model.to(place)  # type: ignore[arg-type]
-    report = job.run.report
-    rows = [conversion.measure("teacher", model, job.held_out, None, report=report)]
-    return made, [*rows, conversion.measure("student", made.student, job.held_out, model, report=report)]
+    return made, [job.measure("teacher", model), job.measure("student", made.student, model)]
 
 
 def _print_ranking(made: Conversion) -> None:

@@ -9,7 +9,18 @@ import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import Checkpoints, Config, DryRun, LoraRank, MaxTokens, Overwrite, Seed, Texts, Training
+from hf_memory.cli.options import (
+    Checkpoints,
+    Config,
+    DryRun,
+    LoraRank,
+    MaxTokens,
+    MeasureTokens,
+    Overwrite,
+    Seed,
+    Texts,
+    Training,
+)
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
 from hf_memory.conversion import FINE_TUNING, Recipe, Schedule
@@ -29,6 +40,7 @@ def fine_tune(
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = DEFAULT.length,
     lora_rank: LoraRank = None,
     max_tokens: MaxTokens = None,
+    measure_tokens: MeasureTokens = 2**16,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
     arguments: Training = None,
@@ -53,11 +65,11 @@ def fine_tune(
 def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedModel, list, list] | None:
     """The model, its losses, and how it was before and after; None in all processes but the first."""
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    processes, report = conversion.processes(), job.run.report
+    processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]
     rows = []
     if processes.is_main_process:
-        rows = [conversion.measure("before", student, job.held_out, None, report=report)]
+        rows = [job.measure("before", student)]
     (stage,) = job.plan.stages
     rank, seed = stage.lora_rank, stage.seed
     losses = conversion.fine_tune(
@@ -66,4 +78,4 @@ def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedMo
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    return student, losses, [*rows, conversion.measure("after", student, job.held_out, None, report=report)]
+    return student, losses, [*rows, job.measure("after", student)]

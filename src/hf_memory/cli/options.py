@@ -24,6 +24,7 @@ Option = Annotated[
 ]
 Texts = Annotated[list[str], typer.Option("--text", help=f"To learn on: {SOURCES}; may be repeated.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)]
+MeasureTokens = Annotated[int, typer.Option(help="Held-out tokens that each model reads to be compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")]
 LoraRank = Annotated[
     int | None, typer.Option(help="Of low-rank updates that fine-tuning learns; default: all weights.")

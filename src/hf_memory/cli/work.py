@@ -33,6 +33,12 @@ class Job(NamedTuple):
     tokenizer: Any
     tokens: Tensor  # [T] to learn on
     held_out: Tensor  # [T] to compare models on
+    measure_tokens: int  # of them, that each reads for it
+
+    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
+        """How good a model is, beside a teacher if there is one."""
+        most, report = self.measure_tokens, self.run.report
+        return conversion.measure(name, model, self.held_out, teacher, max_tokens=most, report=report)
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
@@ -53,7 +59,7 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     plan = conversion.resolve(recipe, config, tokens)
     if not given["dry_run"]:  # which may be on another machine
         conversion.check_space(plan, run, output=given["output"])
-    return Job(plan, run, tokenizer, tokens, held_out)
+    return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"])
 
 
 def finish(

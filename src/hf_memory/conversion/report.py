@@ -26,6 +26,7 @@ from hf_memory.evaluation import (
     plot_conversion,
     recall_by_distance,
 )
+from hf_memory.evaluation.language import BUDGET
 from hf_memory.evaluation.plots import History
 
 CARD = Path(__file__).with_name("model_card.md")
@@ -67,6 +68,7 @@ def measure(
     teacher: PreTrainedModel | None,
     *,
     contexts: Iterable[int] = CONTEXTS,
+    max_tokens: int | None = BUDGET,
     report: Callable[[Progress], None] = silent,
 ) -> ModelResult:
     """All that is known of one model; the teacher itself has none to be compared with.
@@ -77,6 +79,8 @@ def measure(
         held_out: [T] of text that it has not seen.
         teacher: to compare with.
         contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
+        max_tokens: that the model reads to be measured, beside what it takes to time it; None: as many as a measure
+            can use.
         report: is told how far it is.
     """
     task, found = f"measuring {name}", dict[str, Any]()
@@ -84,14 +88,19 @@ def measure(
     def tell(read: int = 0) -> None:
         report(Progress(task, len(found), len(parts)))
 
+    def share(part: float) -> dict:
+        return {"progress": tell, "max_tokens": max_tokens and int(part * max_tokens)}
+
     longest = min(getattr(model.config, "max_position_embeddings", None) or len(held_out), len(held_out))
     contexts = [x for x in contexts if x <= longest]
     parts: dict[str, Callable] = {
-        "like": lambda: None if teacher is None else agreement(model, teacher, held_out, progress=tell),
-        "perplexity": lambda: perplexity(model, held_out, progress=tell),
-        "copy_gain": lambda: copy_gain(model, held_out, progress=tell),
-        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts), progress=tell),
-        "recall_by_distance": lambda: recall_by_distance(model, held_out, [x // 2 for x in contexts], progress=tell),
+        "like": lambda: None if teacher is None else agreement(model, teacher, held_out, **share(1 / 8)),
+        "perplexity": lambda: perplexity(model, held_out, **share(1 / 8)),
+        "copy_gain": lambda: copy_gain(model, held_out, **share(1 / 8)),
+        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts), **share(1 / 8)),
+        "recall_by_distance": lambda: recall_by_distance(
+            model, held_out, [x // 2 for x in contexts], **share(1 / 2)
+        ),  # of which the last distances take most, for few tokens that say something
         "costs": lambda: cost_by_context(model, contexts),
     }
     for part, find in parts.items():
