@@ -20,7 +20,8 @@ from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
 TOKENS = 24  # that both models read, in two rows
-TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 where a fault is 1e-2
+TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 in small models, where a fault is 1e-2
+TIMES_ROUNDING = 10  # what deep models may differ by, of what they differ by from themselves
 IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits again
 
 
@@ -133,20 +134,25 @@ def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
     """Largest difference of logits in float32, whole and token by token, as a part of the largest logit.
 
     Raises:
-        ValueError: if it is more than rounding.
+        ValueError: if it is more than rounding. How much that is, our own model says, read whole and token by token.
     """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=generator)
-    wide = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
-    expected = wide(tokens.to(wide.device)).logits.cpu()
-    del wide
+    tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    expected, again = _logits(model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    whole = theirs(tokens, use_cache=False).logits
-    cache = {target.cache: DynamicCache(config=theirs.config)}
-    parts = (tokens[:, : TOKENS // 2], *tokens[:, TOKENS // 2 :].split(1, dim=1))
-    steps = [theirs(part, use_cache=True, **cache).logits for part in parts]
-    differences = [(logits - expected).abs().max() for logits in (whole, torch.cat(steps, 1))]
-    error = float(max(differences) / expected.abs().max())
-    if not error < (TOLERANCE if model.dtype == torch.float32 else IN_16_BITS):
-        raise ValueError(f"the export must have the model's logits, got a difference of {error:.1e} of the largest")
+    largest = float(expected.abs().max())
+    noise = float((again - expected).abs().max()) / largest
+    error = max(float((x - expected).abs().max()) for x in _logits(theirs, tokens, target.cache)) / largest
+    rounding = max(TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise)
+    if not error < rounding:
+        expected = f"the model's logits up to {rounding:.0e} of the largest"
+        raise ValueError(f"the export must have {expected}, got a difference of {error:.0e}")
     return error
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor, cache: str = "past_key_values") -> tuple[Tensor, Tensor]:
+    """Read at once, and in two halves, the second token by token."""
+    tokens = tokens.to(model.device)
+    parts = (tokens[:, : TOKENS // 2], *tokens[:, TOKENS // 2 :].split(1, dim=1))
+    past = {cache: DynamicCache(config=model.config)}
+    steps = [model(part, use_cache=True, **past).logits for part in parts]
+    return model(tokens, use_cache=False).logits.cpu(), torch.cat(steps, 1).cpu()
