@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cases import CASES, make_model
 from hf_memory.ops import delta_rule, deltaformer
 from hf_memory.ops.deltaformer import corrected_values
 
@@ -96,6 +97,11 @@ def test_a_window_sees_nothing_before_it():
         other, _ = deltaformer(q, changed if name == "k" else k, changed if name == "v" else v, beta, window=5)
         assert torch.equal(o[:, :20], other[:, :20])
         assert not torch.equal(o[:, 20:25], other[:, 20:25])
+
+
+def test_attention_that_hides_its_padding_is_refused():
+    with pytest.raises(ValueError, match="flex"):
+        make_model(next(case for case in CASES if case.name == "deltaformer"), attn_implementation="flex_attention")
 
 
 def swapped(write_kernel, n=256, swaps=1024, d=128):

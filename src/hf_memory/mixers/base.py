@@ -13,6 +13,7 @@ from hf_memory.cache import MemoryLayer, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.gates import low_rank
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.contract import blank
 
 
 class Context(NamedTuple):
@@ -147,7 +148,10 @@ class MemoryMixer(Projections, ABC):
             hidden_states = hidden_states.flatten(0, 1)[None]
             positions = None if positions is None else positions.one_row(B)
         layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
-        mask = None if attention_mask is None else attention_mask.bool()
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask.bool()
+            hidden_states = blank(hidden_states, mask)
         context = Context(positions, mask, cu_seqlens, {})
         if layer is None:
             output, _ = self.mix(hidden_states, context)

@@ -60,18 +60,16 @@ class DeltaFormerPreTrainedModel(MemoryPreTrainedModel):
     """What transformers must know of this family."""
 
     config: DeltaFormerConfig
+    _supports_flex_attn = False  # the write must know what is padding, which a mask of blocks does not say
 
 
-class DeltaFormerModel(MemoryModel):
+class DeltaFormerModel(DeltaFormerPreTrainedModel, MemoryModel):
     """DeltaFormer without a head."""
 
-    config: DeltaFormerConfig
 
-
-class DeltaFormerForCausalLM(MemoryForCausalLM, GenerationMixin):
+class DeltaFormerForCausalLM(DeltaFormerPreTrainedModel, MemoryForCausalLM, GenerationMixin):
     """DeltaFormer that predicts the next token."""
 
-    config: DeltaFormerConfig
     model_class = DeltaFormerModel
 
 

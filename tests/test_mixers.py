@@ -1,0 +1,59 @@
+"""What a mixer with a memory keeps by itself: its output and states are a function of the tokens, not of padding."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from cases import CASES, make_model
+from hf_memory.mixers.base import MemoryMixer
+
+T = 11
+
+
+def memories(case):
+    model = make_model(case)
+    return model, [layer.mixer for layer in model.model.layers if isinstance(layer.mixer, MemoryMixer)]
+
+
+WITH_MEMORY = [case for case in CASES if memories(case)[1]]
+every_mixer = pytest.mark.parametrize("case", WITH_MEMORY, ids=[case.name for case in WITH_MEMORY])
+
+
+def read(case, *parts, rows=slice(None), mask=None, x=None):
+    """Output and states of a case's first memory after so many tokens at a time of [2, T, hidden_size], or of x."""
+    model, (mixer, *_) = memories(case)
+    tokens = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0)) if x is None else x
+    positions = model.model.rotary_emb(tokens, torch.arange(T)[None])
+    cache, outputs = DynamicCache(config=model.config), []
+    for part in parts:
+        mine = None if mask is None else mask[:, part]
+        angles = tuple(angle[:, part] for angle in positions)
+        outputs.append(mixer(tokens[rows, part], angles, mine, past_key_values=cache)[0])
+    return torch.cat(outputs, 1), cache.layers[mixer.layer_idx].read(), mixer.growing
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@every_mixer
+@torch.no_grad()
+def test_parts_leave_the_states_of_the_whole(case):
+    (whole, states, _), (parts, after, _) = read(case, slice(T)), read(case, slice(7), slice(7, T))
+    assert_same(parts, whole)
+    assert_same(after, states)
+
+
+@every_mixer
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_what_stands_at_padding_reaches_nothing(case, side):
+    real, mask = slice(4, T) if side == "left" else slice(T - 4), torch.ones(2, T, dtype=torch.bool)
+    mask[1] = False
+    mask[1, real] = True
+    tokens = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0))
+    padded, states, growing = read(case, slice(T), mask=mask, x=tokens.masked_fill(~mask[..., None], torch.nan))
+    alone, expected, _ = read(case, real, rows=slice(1, 2))
+    assert_same(padded[1:, real], alone)
+    fixed = expected.keys() - set(growing)  # padding has a place in what grows
+    assert_same({name: states[name][1:] for name in fixed}, {name: expected[name] for name in fixed})
