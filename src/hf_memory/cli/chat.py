@@ -58,10 +58,12 @@ def _talk(conversation: Conversation) -> None:
             conversation.reset()
             continue
         writer = Writer(conversation.tokenizer)
-        with closing(conversation.answer(line)) as answer:
-            for token in answer:
-                writer.put(torch.tensor([token]))
-        writer.end()
+        try:
+            with closing(conversation.answer(line)) as answer:
+                for token in answer:
+                    writer.put(torch.tensor([token]))
+        finally:
+            writer.end()
         writer.say_speed()
 
 
@@ -69,6 +71,7 @@ def _line() -> str:
     try:
         return console.input("> ")
     except EOFError:
+        console.out("")  # the end of the line that nobody typed
         return ""
 
 
