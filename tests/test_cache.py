@@ -141,6 +141,16 @@ def test_padded_tokens_are_cropped_too(case):
     torch.testing.assert_close(*results)
 
 
+@every_recurrent_family
+def test_a_token_of_padding_is_not_read(case):
+    model = make_model(case, layer_types=["memory"] * 2)
+    cache = read(model, random_tokens(2, 5))
+    before = [x.clone() for layer in cache.layers for x in layer.states.values()]
+    with torch.no_grad():
+        model(random_tokens(2, 1), attention_mask=torch.tensor(2 * [5 * [1] + [0]]), past_key_values=cache)
+    assert all(torch.equal(x, y) for x, y in zip(before, (x for m in cache.layers for x in m.states.values())))
+
+
 def test_more_than_was_recorded_cannot_be_cropped():
     model, tokens = make_model(CASES[0]), random_tokens(1, 9)
     cache = read(model, tokens)

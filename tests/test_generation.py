@@ -50,9 +50,13 @@ def test_left_padded_batch_generates_what_its_rows_do(case, way):
 
 
 @every_case
-def test_chunked_prefill_changes_no_token(case):
-    model, tokens = make_model(case), random_tokens(2, 11)
-    assert torch.equal(generate(model, tokens, prefill_chunk_size=4), generate(model, tokens))
+@pytest.mark.parametrize("size", [1, 4])
+def test_chunked_prefill_changes_no_token(case, size):
+    model, tokens = make_model(case), random_tokens(2, 9)
+    tokens[1, :5] = 0
+    mask = (tokens != 0).long()
+    chunked = generate(model, tokens, attention_mask=mask, prefill_chunk_size=size)
+    assert torch.equal(chunked, generate(model, tokens, attention_mask=mask))
 
 
 @every_case

@@ -15,7 +15,8 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+from transformers.utils.import_utils import is_tracing
 
 States = dict[str, Tensor]
 
@@ -229,8 +230,18 @@ class StaticMemoryLayer(MemoryLayer):
         self.seen_tokens = seen
 
 
+def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs) -> Tensor | None:
+    """Which of the present tokens are no padding [B, T], one token too; None where all are."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    present = attention_mask[:, -inputs_embeds.shape[1] :]
+    if not is_tracing(present) and present.all():
+        return None
+    return present.contiguous()  # else strides grow with the past, and compiled graphs with them
+
+
 STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
-LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = create_recurrent_attention_mask
+LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = padding_mask
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

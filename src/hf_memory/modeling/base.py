@@ -8,7 +8,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import (
     create_causal_mask,
-    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,6 +16,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from hf_memory.cache import padding_mask
 from hf_memory.feed_forward import FEED_FORWARDS
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
@@ -25,7 +25,7 @@ from hf_memory.modeling.hub import HubClassMixin
 from hf_memory.modeling.packing import default_positions, packed_boundaries, packed_positions
 
 MASKS = {
-    "memory": create_recurrent_attention_mask,
+    "memory": padding_mask,
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
