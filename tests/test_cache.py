@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import CASES, every_case, every_recurrent_family, make_model, random_tokens
+from cases import CASES, every_case, every_recurrent_family, make_config, make_model, random_tokens
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
+
+CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_kernel_dim")]
 
 
 def read(model, tokens):
@@ -149,6 +151,29 @@ def test_a_token_of_padding_is_not_read(case):
     with torch.no_grad():
         model(random_tokens(2, 1), attention_mask=torch.tensor(2 * [5 * [1] + [0]]), past_key_values=cache)
     assert all(torch.equal(x, y) for x, y in zip(before, (x for m in cache.layers for x in m.states.values())))
+
+
+@pytest.mark.parametrize("case", CONVOLVING, ids=[case.name for case in CONVOLVING])
+@pytest.mark.parametrize("kernel_dim", [0, 3])
+def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
+    """What stands at padding is no token, with a convolution that keeps it away and without one."""
+    model = make_model(case, layer_types=["memory"] * 2, linear_conv_kernel_dim=kernel_dim)
+    tokens, words, mask = random_tokens(2, 6), random_tokens(2, 2, seed=1), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 3:6] = 0
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, attention_mask=mask[:, :6], past_key_values=cache)
+        together = model(words, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(together[1:], next_logits(model, read(model, tokens[1:, :3]), words[1:]))
+
+
+def test_a_reset_ends_the_recording():
+    model, tokens = make_model(CASES[0]), random_tokens(1, 9)
+    cache = recorded(model, tokens, [4, 5])
+    cache.reset()
+    next_logits(model, cache, tokens)
+    with pytest.raises(RuntimeError, match="cannot undo 1 tokens: 0 were recorded"):
+        cache.crop(-1)
 
 
 def test_more_than_was_recorded_cannot_be_cropped():

@@ -1,5 +1,7 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -89,6 +91,33 @@ def test_a_teacher_with_dropout_is_seen(monkeypatch):
     monkeypatch.setattr(test_conversion, "with_dropout", stubborn)
     with pytest.raises(AssertionError):
         test_conversion.test_a_teacher_reads_without_dropout()
+
+
+@pytest.mark.parametrize("seen", [range(4), [4]], ids=["all but the decay", "the decay"])
+def test_what_stands_at_padding_is_seen(seen, monkeypatch):
+    """Queries, keys, values and write strengths, or the decay."""
+    delta_rule = import_module("hf_memory.ops.delta_rule")
+    blanked = delta_rule.without_padding
+    monkeypatch.setattr(
+        delta_rule,
+        "without_padding",
+        lambda mask, *inputs: [inputs[i] if i in seen else x for i, x in enumerate(blanked(mask, *inputs))],
+    )
+    case = next(case for case in CASES if case.name == "kda")
+    with pytest.raises(AssertionError):
+        test_cache.test_a_right_padded_cache_goes_on_as_the_row_alone(case, 0)
+
+
+def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):
+    def reset(self):
+        recording = self.record_past, self.snapshot, self.readings
+        forget(self)
+        self.record_past, self.snapshot, self.readings = recording
+
+    forget = MemoryLayer.reset
+    monkeypatch.setattr(MemoryLayer, "reset", reset)
+    with pytest.raises(pytest.fail.Exception):
+        test_cache.test_a_reset_ends_the_recording()
 
 
 def _without(argument):
