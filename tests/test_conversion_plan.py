@@ -124,6 +124,7 @@ def places(tmp_path):
         ("file", None, "output must be a folder, got .*file, where .*file is a file"),
         ("file/student", None, "output must be a folder, got .*student, where .*file is a file"),
         ("x" * 240, None, "output must have a name of at most 230 bytes"),
+        ("x" * 300, None, "output must have a name of at most 230 bytes"),
         ("student", "file", "checkpoints must be a folder, got"),
         ("student", "others", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
         ("student", "others/run", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),

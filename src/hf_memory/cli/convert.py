@@ -27,7 +27,6 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
 from hf_memory.conversion import Conversion, ModelResult, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
-from hf_memory.export import find_target
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
@@ -89,8 +88,6 @@ def convert(
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     with signs_of_life() as report:
         job = prepare(context, teacher, _recipe(context), report)
-        if servable:
-            find_target(job.plan.student)  # type: ignore[arg-type]
         done = None if dry_run else _convert(teacher, job)
     if dry_run:
         print_plan(job.plan)

@@ -20,6 +20,7 @@ from hf_memory.conversion import Plan, Progress, Recipe, Run
 from hf_memory.conversion.folders import written
 from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.run_file import RUN, write_flags
+from hf_memory.export import find_target
 
 MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
 MAXIMUM = 2**18  # tokens to compare models on, however long a text is
@@ -52,7 +53,10 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     config, output = conversion.load_config(model), {x: given[x] for x in ("output", "overwrite")}
     longest = max(schedule.length for schedule in recipe.schedules.values())
-    conversion.check_run(conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long)), run, **output)
+    plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
+    conversion.check_run(plan, run, **output)
+    if given.get("servable"):
+        find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(model)  # only now: to read the text may take long
     tokens = conversion.read_tokens(given["text"], tokenizer, limit=given["max_tokens"], report=report)
     tokens, held_out = _split(tokens)

@@ -62,10 +62,10 @@ def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Pa
 
 def check_folder(name: str, path: Path) -> None:
     """Raise ValueError if a folder to write to can neither be nor be made."""
-    if path.is_symlink():
-        raise ValueError(f"{name} must be a folder and no link to one, got {path}")
     if len(os.fsencode(path.absolute().name)) > LONGEST_NAME:
         raise ValueError(f"{name} must have a name of at most {LONGEST_NAME} bytes, got {path}")
+    if path.is_symlink():
+        raise ValueError(f"{name} must be a folder and no link to one, got {path}")
     place = _place(path)
     if not place.is_dir():
         raise ValueError(f"{name} must be a folder, got {path}, where {place} is a file")
