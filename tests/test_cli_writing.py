@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import CASE, make_model
 from hf_memory.cli import chat
 from hf_memory.cli.info import CONTEXTS
+from hf_memory.cli.terminal import console
 from test_cli import _wide_console, run, teacher, text  # fixtures
 
 WORDS = ["<end>", "<start>", "user", "assistant", "system", "snake", "new", ":smile:", "[/b]", "\x1b[31m", "a\rb"]
@@ -54,6 +56,15 @@ def test_text_is_shown_as_it_is_and_commands_no_terminal(run, student):
     assert out.count("\n") == 1
     assert err.startswith("4 tokens, ")
     assert err.endswith(" tokens/s\n")
+
+
+def test_nothing_that_is_shown_is_markup(capsys):
+    rows = Table(":smile:")
+    rows.add_row("folder/[/b]")
+    console.print(rows)
+    console.print("[/b] :new:")
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in (":smile:", "folder/[/b]", "[/b] :new:"))
 
 
 def test_flags_of_sampling_are_those_of_generate(run, student):

@@ -30,8 +30,8 @@ def explain(error: Exception) -> None:
     """End the process with a sentence about wrong input; what is our own mistake is raised again."""
     if not isinstance(error, EXPECTED):
         raise error
-    errors.print("[red]Error:[/red] ", end="")
-    errors.out(visible(_sentence(error)), highlight=False)
+    errors.print("Error: ", style="red", end="")
+    errors.out(visible(_sentence(error)))
     sys.exit(2)
 
 

@@ -92,8 +92,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _keep(conversation: Conversation, memory: Path) -> None:
     if conversation.cache is None and not conversation.unread:
-        console.out(visible(f"nothing was said that {memory} could keep"), highlight=False)
+        console.out(visible(f"nothing was said that {memory} could keep"))
         return
     kept = conversation.memory()
     save_memory(kept, memory, conversation.model)
-    console.out(visible(f"kept {memory}: {kept.get_seq_length()} tokens"), highlight=False)
+    console.out(visible(f"kept {memory}: {kept.get_seq_length()} tokens"))

@@ -30,7 +30,7 @@ def demo(
     print_results(made.results)
     for name in ("teacher", "student"):
         _show_continuations(name, str(output / name))
-    console.print(how_to_load(output / "student"), markup=False, soft_wrap=True)
+    console.print(how_to_load(output / "student"), soft_wrap=True)
 
 
 def _write(folder: Path, made: Demo) -> None:
@@ -43,5 +43,5 @@ def _write(folder: Path, made: Demo) -> None:
 def _show_continuations(name: str, folder: str) -> None:
     model, tokenizer = load(folder, None, "auto")
     for prompt in PROMPTS:
-        console.print(f"\n[bold]{name}[/bold]", highlight=False)
+        console.print(f"\n{name}", style="bold")
         write(model, tokenizer, prompt, seed=0, max_new_tokens=60)

@@ -20,8 +20,6 @@ def export(
 ) -> None:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that it is the same."""
     export = export_model(found(student), output, to, gguf=gguf)
-    console.print(
-        f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest", highlight=False
-    )
+    console.out(f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest")
     for engine, fault in export.engines.items():
-        console.print(f"  {engine}: {f'not this model, since {fault}' if fault else 'has it'}", highlight=False)
+        console.print(f"  {engine}: {f'not this model, since {fault}' if fault else 'has it'}")

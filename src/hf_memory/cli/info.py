@@ -23,7 +23,7 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weig
     kinds = layer_types(config)
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     line = f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}"
-    console.out(visible(line), highlight=False)
+    console.out(visible(line))
     console.print(_memory_table(config))
 
 

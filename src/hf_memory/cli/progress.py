@@ -56,7 +56,7 @@ class Lines:
             self.first = self.last = now
             self.began = self.said = moment
         elif now.done == now.total or moment - self.said >= MINUTE or 10 * (now.done - self.last.done) >= now.total > 0:
-            console.print(self._line(now, moment - self.began), highlight=False, markup=False, soft_wrap=True)
+            console.print(self._line(now, moment - self.began), soft_wrap=True)
             self.last, self.said = now, moment
 
     def _line(self, now: Progress, seconds: float) -> str:

@@ -92,7 +92,7 @@ def finish(
             shutil.copytree(adapter, folder / "adapter")
         write_flags(folder / RUN, context.command.params, context.params | dict(flags or {}))
     print_results(results)
-    console.print(how_to_load(output), markup=False, soft_wrap=True)
+    console.print(how_to_load(output), soft_wrap=True)
 
 
 @contextmanager

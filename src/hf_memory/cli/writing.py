@@ -59,14 +59,14 @@ class Writer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Text that no later token changes."""
-        console.out(visible(text), end="\n" if stream_end else "", highlight=False)
+        console.out(visible(text), end="\n" if stream_end else "")
         console.file.flush()
 
     def say_speed(self) -> None:
         """Tokens a second, apart from the text."""
         if len(self.times) > 1:
             rate = (len(self.times) - 1) / (self.times[-1] - self.times[0])
-            errors.out(f"{len(self.times)} tokens, {rate:.1f} tokens/s", highlight=False)
+            errors.out(f"{len(self.times)} tokens, {rate:.1f} tokens/s")
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, **options) -> Writer:
