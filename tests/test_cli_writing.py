@@ -170,6 +170,11 @@ def without_heads(student, folder):
     return write_model(student, folder, {"config.json": json.dumps(config | {"num_attention_heads": 0}).encode()})
 
 
+def transformer_without_heads(student, folder):
+    config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 0}
+    return write_model(student, folder, {"config.json": json.dumps(config).encode()})
+
+
 def write_model(student, folder, files):
     for file in student.iterdir():
         (folder / file.name).write_bytes(files.get(file.name, file.read_bytes()))
@@ -183,6 +188,7 @@ def write_model(student, folder, files):
         (["info", "studnt"], "model must be a folder that exists or the name of a repository on the Hub, got studnt"),
         (["info", "./\x1b[31m"], r"got ./\x1b[31m"),
         (["info", without_heads], "num_attention_heads must be"),
+        (["info", transformer_without_heads], "must have no size of 0"),
         (["generate", damaged, "--prompt", "new"], "a file of weights is damaged or was cut"),
         (["generate", "STUDENT", "--prompt", ""], "prompt must have at least one token, got ''"),
         (["generate", "STUDENT", "--prompt", "new", "--greedy", "--top-k", 3], "greedy must not be given with top_k"),

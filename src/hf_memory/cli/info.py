@@ -6,10 +6,11 @@ import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, visible
+from hf_memory.conversion import load_config
 from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
 
 CONTEXTS = (1024, 8192, 32768, 131072)
@@ -17,7 +18,7 @@ CONTEXTS = (1024, 8192, 32768, 131072)
 
 def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
     """Show parameters, layers, and the memory that a sequence needs against the KV cache of the same Transformer."""
-    config = AutoConfig.from_pretrained(found(model))
+    config = load_config(found(model))
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     kinds = layer_types(config)

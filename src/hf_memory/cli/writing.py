@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, errors, visible
+from hf_memory.conversion import load_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -39,8 +40,8 @@ def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, P
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's words for devices that it does not know, or has not
         raise ValueError(f"device must be one that torch finds here, got {device}: {error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(found(model))
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    config, tokenizer = load_config(found(model)), AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype)
     return loaded.to(device), tokenizer  # type: ignore[arg-type]
 
 

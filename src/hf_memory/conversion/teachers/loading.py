@@ -10,10 +10,13 @@ def load_config(name: str) -> PreTrainedConfig:
     """What is known of a teacher before its weights are loaded; also of a student, to go on from.
 
     Raises:
-        ValueError: if it is in a GGUF file that cannot be read whole; see `read_config`.
+        ValueError: if it is in a GGUF file that cannot be read whole, see `read_config`, or has a size of 0.
     """
     file = find_gguf(name)
-    return AutoConfig.from_pretrained(name) if file is None else read_config(file)
+    try:
+        return AutoConfig.from_pretrained(name) if file is None else read_config(file)
+    except ZeroDivisionError as error:  # transformers divides sizes by each other before it checks them
+        raise ValueError(f"the config of {name} must have no size of 0") from error
 
 
 def load_tokenizer(name: str):
