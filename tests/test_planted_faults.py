@@ -9,6 +9,7 @@ import test_cache
 import test_conversion
 import test_generation
 import test_modeling
+import test_ops
 from cases import CASES, every_recurrent_family
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import trainer
@@ -93,17 +94,28 @@ def test_a_teacher_with_dropout_is_seen(monkeypatch):
         test_conversion.test_a_teacher_reads_without_dropout()
 
 
-@pytest.mark.parametrize("seen", [range(4), [4]], ids=["all but the decay", "the decay"])
-def test_what_stands_at_padding_is_seen(seen, monkeypatch):
-    """Queries, keys, values and write strengths, or the decay."""
+@pytest.mark.parametrize("argument", range(5), ids=["q", "k", "v", "beta", "g"])
+def test_what_stands_at_padding_is_seen(argument, monkeypatch):
     delta_rule = import_module("hf_memory.ops.delta_rule")
     blanked = delta_rule.without_padding
     monkeypatch.setattr(
         delta_rule,
         "without_padding",
-        lambda mask, *inputs: [inputs[i] if i in seen else x for i, x in enumerate(blanked(mask, *inputs))],
+        lambda mask, *inputs: [inputs[i] if i == argument else x for i, x in enumerate(blanked(mask, *inputs))],
     )
-    case = next(case for case in CASES if case.name == "kda")
+    op, variant = next(form.values for form in test_ops.FORMS if form.id == "delta_rule-decay=scalar-beta=random")
+    with pytest.raises(AssertionError):
+        test_ops.test_padding_leaves_no_trace_whatever_stands_there(op, variant, "chunk", slice(60, 65))
+
+
+def test_a_decay_at_padding_is_seen(monkeypatch):
+    """Of a cache that goes on, whatever else keeps padding away: a bias alone lets a memory decay."""
+    linear_attention = import_module("hf_memory.ops.linear_attention")
+    blanked = linear_attention.without_padding
+    monkeypatch.setattr(
+        linear_attention, "without_padding", lambda mask, *inputs: [*blanked(mask, *inputs[:3]), inputs[3]]
+    )
+    case = next(case for case in CASES if case.name == "gla")
     with pytest.raises(AssertionError):
         test_cache.test_a_right_padded_cache_goes_on_as_the_row_alone(case, 0)
 
