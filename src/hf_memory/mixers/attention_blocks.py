@@ -51,7 +51,7 @@ def near_attention(
     n = -(-T // C)
     q = F.pad(q, (0, 0, 0, 0, 0, n * C - T)).reshape(B * n, C, HQ, D)
     asking = _token_blocks(queries, B, 0, C, n)
-    k, v = (_blocks(x, past, C, n) for x in near[1:])
+    k, v = (blocks_of(x, past, C, n) for x in near[1:])
     visible = seen(causal & window(num_near), asking, _token_blocks(near.tokens, B, past, C, n))
     if num_sinks:
         k, v = (torch.cat([x.repeat_interleave(n, 0), y], 1) for x, y in ((first.keys, k), (first.values, v)))
@@ -90,14 +90,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, so
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
 
 
-def _blocks(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
+def blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
     """[B, past + T, ...] -> [B * n, past + C, ...]: block i has the places from i * C on."""
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + n * C - x.shape[1]), value=value)
     return x.unfold(1, past + C, C).movedim(-1, 2).flatten(0, 1)
 
 
 def _token_blocks(tokens: Tokens, B: int, past: int, C: int, n: int) -> Tokens:
-    return tokens.map(lambda x: _blocks(x.expand(B, -1), past, C, n, -1))
+    return tokens.map(lambda x: blocks_of(x.expand(B, -1), past, C, n, -1))
 
 
 def _repeated(tokens: Tokens, B: int, n: int) -> Tokens:

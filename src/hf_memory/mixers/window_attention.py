@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from hf_memory.cache import States
 from hf_memory.layers import real_tokens_first
+from hf_memory.mixers.attention_blocks import blocks_of
 from hf_memory.ops import masks
 from hf_memory.ops.masks import Tokens
 
@@ -81,8 +82,8 @@ def _attend(q, k, v, columns: Tokens, window: int, scaling: float, always) -> Te
     C = T if past == 0 else min(T, window)
     blocks = -(-T // C)
     q = F.pad(q, (0, 0, 0, 0, 0, blocks * C - T)).unflatten(1, (blocks, C)).flatten(0, 1).transpose(1, 2)
-    k, v = (_windows(x, past, C, blocks).transpose(1, 2) for x in (k, v))  # [B * blocks, H, past + C, D]
-    columns = columns.map(lambda x: _windows(x, past, C, blocks, empty=-1))
+    k, v = (blocks_of(x, past, C, blocks).transpose(1, 2) for x in (k, v))  # [B * blocks, H, past + C, D]
+    columns = columns.map(lambda x: blocks_of(x, past, C, blocks, -1))
     seen = masks.seen(masks.causal & masks.window(window), columns.of(slice(past, None)), columns)
     seen = seen | seen.new_ones(C, past + C).tril(past).triu(past)  # padding sees itself: a row must see something
     if always is not None:
@@ -91,12 +92,6 @@ def _attend(q, k, v, columns: Tokens, window: int, scaling: float, always) -> Te
         seen = F.pad(seen, (len(always[0]), 0), value=True)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
     return o.transpose(1, 2).unflatten(0, (B, blocks)).flatten(1, 2)[:, :T]
-
-
-def _windows(x: Tensor, past: int, C: int, blocks: int, empty: int = 0) -> Tensor:
-    """[B, past + T, ...] -> [B * blocks, past + C, ...]: block n has the places from n * C on."""
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + blocks * C - x.shape[1]), value=empty)
-    return x.unfold(1, past + C, C).flatten(0, 1).movedim(-1, 1)
 
 
 def _last(k: Tensor, v: Tensor, before: Tensor, lengths: Tensor, window: int, past: int) -> States:

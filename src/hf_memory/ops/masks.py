@@ -23,40 +23,35 @@ class Tokens(NamedTuple):
 
 
 class Mask:
-    """A function of the head, the query's position and the key's, elementwise and without branches."""
+    """A function of the positions of query and key, elementwise and without branches."""
 
-    def __init__(self, sees: Callable[[Tensor, Tensor, Tensor], Tensor]):
+    def __init__(self, sees: Callable[[Tensor, Tensor], Tensor]):
         self.sees = sees
 
     def __and__(self, other: "Mask") -> "Mask":
-        return Mask(lambda h, q, k: self.sees(h, q, k) & other.sees(h, q, k))
+        return Mask(lambda q, k: self.sees(q, k) & other.sees(q, k))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Mask(lambda h, q, k: self.sees(h, q, k) | other.sees(h, q, k))
+        return Mask(lambda q, k: self.sees(q, k) | other.sees(q, k))
 
 
-causal = Mask(lambda h, q, k: k <= q)
-earlier = Mask(lambda h, q, k: k < q)
+causal = Mask(lambda q, k: k <= q)
+earlier = Mask(lambda q, k: k < q)
 
 
 def window(tokens: int) -> Mask:
     """The last `tokens` tokens, the present one among them."""
-    return Mask(lambda h, q, k: q - k < tokens)
+    return Mask(lambda q, k: q - k < tokens)
 
 
 def older(tokens: int) -> Mask:
     """What `window` does not see."""
-    return Mask(lambda h, q, k: q - k >= tokens)
+    return Mask(lambda q, k: q - k >= tokens)
 
 
 def sinks(tokens: int) -> Mask:
     """The first `tokens` tokens of a sequence."""
-    return Mask(lambda h, q, k: k < tokens)
-
-
-def heads(first: int) -> Mask:
-    """Everything, by the first heads alone."""
-    return Mask(lambda h, q, k: h < first)
+    return Mask(lambda q, k: k < tokens)
 
 
 def count(mask: Tensor) -> Tensor:
@@ -77,11 +72,10 @@ def packed(cu_seqlens: Tensor, length: int) -> Tokens:
     return Tokens((place - cu_seqlens[sequence - 1])[None], sequence[None])
 
 
-def seen(mask: Mask, queries: Tokens, keys: Tokens, num_heads: int = 1) -> Tensor:
-    """Which keys each query sees, [B, num_heads or 1, T, S] bool: in its sequence; padding neither sees nor is seen."""
-    h = torch.arange(num_heads, device=keys.position.device)[:, None, None]
+def seen(mask: Mask, queries: Tokens, keys: Tokens) -> Tensor:
+    """Which keys each query sees, [B, 1, T, S] bool: in its sequence; padding neither sees nor is seen."""
     q, k = queries.position[:, None, :, None], keys.position[:, None, None, :]
-    result = mask.sees(h, q, k) & (k >= 0) & (q >= 0)
+    result = mask.sees(q, k) & (k >= 0) & (q >= 0)
     if keys.sequence is not None and queries.sequence is not None:
         result = result & (queries.sequence[:, None, :, None] == keys.sequence[:, None, None, :])
     return result
