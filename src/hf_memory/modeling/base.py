@@ -1,6 +1,7 @@
 """The language model that every family shares. A family adds a config with its mixer's options, and names."""
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -238,9 +239,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        loss_from: Callable[[PreTrainedModel, Tensor], Tensor] | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Predict the next token at every position; the arguments are those of `MemoryModel.forward`, and two more.
+        """Predict the next token at every position; the arguments are those of `MemoryModel.forward`, and three more.
 
         Args:
             input_ids: [B, T].
@@ -251,6 +253,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             labels: [B, T] tokens, shifted inside; -100 is ignored.
             use_cache: see `MemoryModel.forward`.
             logits_to_keep: compute logits for the last so many positions only, or for these; 0 means all.
+            loss_from: makes the loss of this model and its last hidden states [B, T, hidden_size]; then there are no
+                logits, which may be too many to hold at once.
             **kwargs: passed to the mixers and to the loss.
         """
         outputs = self.model(
@@ -262,6 +266,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        if loss_from is not None:
+            return CausalLMOutputWithPast(loss=loss_from(self, outputs.last_hidden_state))
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         cap = self.config.final_logit_softcapping
         if cap is not None:

@@ -1,6 +1,7 @@
 """Distillation: the whole student learns its teacher's predictions."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule, check_loss
 from hf_memory.conversion.run import Run
+from hf_memory.conversion.stages.divergence import (
+    LossOfTokens,
+    cross_entropy,
+    divergence,
+    head,
+    last_hidden_states,
+    sliced_loss,
+)
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
@@ -24,33 +33,40 @@ class DistillationTrainer(StageTrainer):
     def __init__(self, *args, teacher: PreTrainedModel | None, temperature: float, cross_entropy: float, **kwargs):
         check_loss(temperature, cross_entropy)
         super().__init__(*args, **kwargs)
-        self.teacher = teacher
+        self.teacher: Any = teacher
         self.temperature = temperature
         self.cross_entropy = cross_entropy
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The divergence, and with `return_outputs` the student's outputs too."""
-        labels = inputs["labels"] if self.cross_entropy > 0 else None  # the text's own loss costs as much as the logits
-        outputs = model(input_ids=inputs["input_ids"], labels=labels, use_cache=False)
-        loss = 0.0 if labels is None else self.cross_entropy * outputs.loss
-        if self.cross_entropy < 1:
-            loss = loss + (1 - self.cross_entropy) * self.divergence(inputs, outputs.logits)
-        return (loss, outputs) if return_outputs else loss
+        """The loss; with `return_outputs` the student's outputs too, which have no logits."""
+        loss_from = partial(sliced_loss, loss=self.loss_of(inputs))
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-    def divergence(self, inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
+    def loss_of(self, inputs: dict[str, Tensor]) -> LossOfTokens:
+        """Its parts of a batch."""
+        part, parts = self.cross_entropy, []
+        if part < 1:
+            parts.append(((1 - part) / inputs["input_ids"].numel(), self.divergence(inputs)))
+        if part > 0:
+            labels = inputs["labels"][:, 1:]
+            next_tokens = F.pad(labels, (0, 1), value=-100).flatten()  # the last token of a window has none
+            text: LossOfTokens = lambda logits, where: cross_entropy(logits, next_tokens[where])  # noqa: E731
+            parts.append((part / labels.numel(), text))
+        return lambda logits, where: torch.stack([weight * loss(logits, where) for weight, loss in parts]).sum()
+
+    def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
         """From what the teacher predicts now."""
         with torch.no_grad(), self.accelerator.autocast():
-            target = self.teacher(  # type: ignore[misc]
-                input_ids=inputs["input_ids"], use_cache=False
-            ).logits
-        return divergence(logits, target, self.temperature)
+            hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)
 
+        def loss(logits: Tensor, where: slice) -> Tensor:
+            with torch.no_grad():
+                target = head(self.teacher, hidden_states[where])
+            return divergence(logits, target, self.temperature)
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """temperature^2 KL(teacher || student) of logits [B, T, V], averaged over tokens."""
-    p_student, p_teacher = ((x.float() / temperature).log_softmax(-1).flatten(0, -2) for x in (student, teacher))
-    return temperature**2 * F.kl_div(p_student, p_teacher, log_target=True, reduction="batchmean")
+        return loss
 
 
 def distill(

@@ -17,6 +17,7 @@ from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import TOP_K, Schedule
 from hf_memory.conversion.run import Progress, Run, silent
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
+from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidden_states, slices, tempered
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
@@ -75,7 +76,7 @@ def save_logits(
         if number % state.num_processes == state.process_index and not file.exists():
             rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
             ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)
-            found = [_top(teacher(x, use_cache=False).logits, k, temperature) for x in ids.split(schedule.batch_size)]
+            found = [_predict(teacher, x, k, temperature) for x in ids.split(schedule.batch_size)]
             _write(file, dict(zip(SAVED, map(torch.cat, zip(*found)))))
     report(Progress("saving logits", len(shards), len(shards)))
     state.wait_for_everyone()
@@ -125,29 +126,29 @@ def top_divergence(
     is left for the rest, the teacher's probabilities; a top that is renormalised would leave the rest to the student.
 
     Args:
-        student: [B, T, V] logits.
-        top_ids: [B, T, k] of the teacher.
-        top_log_probs: [B, T, k] of the teacher at this temperature.
-        rest_log_prob: [B, T] of the teacher, of all other tokens together.
+        student: [n, V] logits.
+        top_ids: [n, k] of the teacher.
+        top_log_probs: [n, k] of the teacher at this temperature.
+        rest_log_prob: [n] of the teacher, of all other tokens together.
         temperature: divides the logits.
 
     Returns:
-        The mean over tokens.
+        The sum over tokens.
     """
-    log_q, ids = (student.float() / temperature).log_softmax(-1), top_ids.long()
+    log_q, ids = tempered(student, temperature).log_softmax(-1), top_ids.long()
     kl = (top_log_probs.exp() * (top_log_probs - log_q.gather(-1, ids))).sum(-1)
     if ids.shape[-1] < log_q.shape[-1]:
         kl = kl + rest_log_prob.exp() * (rest_log_prob - _rest(log_q, ids))
-    return temperature**2 * kl.mean()
+    return temperature**2 * kl.sum()
 
 
 class SavedDistillationTrainer(DistillationTrainer):
     """Distillation from windows with what the teacher predicted there."""
 
-    def divergence(self, inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
+    def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
         """From the saved predictions."""
-        ids, top, rest = (inputs[name] for name in SAVED)
-        return top_divergence(logits, ids, top, rest, self.temperature)
+        ids, top, rest = (inputs[name].flatten(0, 1) for name in SAVED)
+        return lambda logits, where: top_divergence(logits, ids[where], top[where], rest[where], self.temperature)
 
 
 class WindowsWithLogits(TokenWindows):
@@ -188,8 +189,16 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"logits-{number:05}.safetensors"
 
 
+def _predict(teacher: PreTrainedModel, input_ids: Tensor, k: int, temperature: float) -> list[Tensor]:
+    """What is saved of windows [B, T]."""
+    hidden_states = last_hidden_states(teacher, input_ids).flatten(0, 1)
+    places = slices(len(hidden_states), teacher.config.vocab_size)
+    found = [_top(head(teacher, hidden_states[where]), k, temperature) for where in places]
+    return [torch.cat(x).unflatten(0, input_ids.shape) for x in zip(*found)]
+
+
 def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    log_p = (logits.float() / temperature).log_softmax(-1)
+    log_p = tempered(logits, temperature).log_softmax(-1)
     top, ids = log_p.topk(k)
     return ids.int(), top, _rest(log_p, ids)
 

@@ -1,0 +1,124 @@
+"""Losses of logits that are never held for all tokens at once: a slice of tokens, its gradients, the next slice."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.stages.sharding import is_sharded
+
+SLICE, BLOCK = 2**24, 2**18  # logits at once: of a slice, and of those in float32 while they are compared
+
+LossOfTokens = Callable[[Tensor, slice], Tensor]
+"""The sum of a loss over tokens, of their logits [n, V] and of where they stand among all B * T."""
+
+
+def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Logits [..., V] of the last hidden states [..., hidden_size]: what follows the body of a causal model."""
+    logits = model.get_output_embeddings()(hidden_states)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """[B, T, hidden_size], which `head` takes; the model is called as a whole, for what hooks on it do."""
+    seen: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
+    try:
+        model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def slices(num_tokens: int, vocab_size: int) -> Iterator[slice]:
+    """Tokens in pieces whose logits are SLICE numbers or fewer, but at least one token's."""
+    size = max(1, SLICE // vocab_size)
+    return (slice(start, start + size) for start in range(0, num_tokens, size))
+
+
+def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfTokens) -> Tensor:
+    """The sum of a loss over all tokens, slice by slice, with the gradients that all logits at once would give.
+
+    Args:
+        model: whose head is called as a module, with its adapters and hooks.
+        hidden_states: [B, T, hidden_size], of its body.
+        loss: of a slice.
+    """
+    hidden_states = hidden_states.flatten(0, -2)
+    if is_sharded():  # FSDP brings weights for a module's forward and backward, and for nothing between
+        places = slices(len(hidden_states), model.config.vocab_size)
+        again = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
+        return torch.stack([again(hidden_states[where], where) for where in places]).sum()
+    parameters = [x for x in model.get_output_embeddings().parameters() if x.requires_grad]
+    return _SlicedLoss.apply(model, loss, hidden_states, *parameters)
+
+
+class _SlicedLoss(torch.autograd.Function):
+    """Gradients are taken on the way forward, while the logits of a slice are there, so that none are made twice."""
+
+    @staticmethod
+    def forward(ctx, model, loss, hidden_states, *parameters):
+        learns, total = any(ctx.needs_input_grad), 0.0
+        d_hidden, sums = torch.zeros_like(hidden_states), [torch.zeros_like(x, dtype=wide(x)) for x in parameters]
+        for where in slices(len(hidden_states), model.config.vocab_size):
+            x = hidden_states[where].detach().requires_grad_(learns)
+            with torch.set_grad_enabled(learns):
+                part = loss(head(model, x), where)
+            total = total + part.detach()
+            if learns:
+                d_hidden[where], *found = torch.autograd.grad(part, (x, *parameters))
+                for gradient, more in zip(sums, found):
+                    gradient += more
+        ctx.save_for_backward(d_hidden, *(x.to(parameter.dtype) for x, parameter in zip(sums, parameters)))
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        return None, None, *(scale * gradient for gradient in ctx.saved_tensors)
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """temperature^2 KL(teacher || student) of logits [n, V], summed over tokens."""
+    return _Divergence.apply(student, teacher, temperature)
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(p || q), p and q softmax(logits / temperature), and its gradient temperature (q - p), a few rows at a time."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, temperature):
+        rows, total, gradient = max(1, BLOCK // student.shape[-1]), 0.0, torch.empty_like(student)
+        for s, t, d in zip(*(x.split(rows) for x in (student, teacher, gradient))):
+            log_q, log_p = (tempered(x, temperature).log_softmax(-1) for x in (s, t))
+            p = log_p.exp()
+            total = total + log_p.sub_(log_q).mul_(p).sum()
+            torch.sub(log_q.exp_(), p, out=d)
+        ctx.save_for_backward(gradient)
+        ctx.temperature = temperature
+        return temperature**2 * total
+
+    @staticmethod
+    def backward(ctx, scale):
+        (gradient,) = ctx.saved_tensors
+        return ctx.temperature * scale * gradient, None, None
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits in float32 at least, divided where that changes them."""
+    x = logits.to(wide(logits))
+    return x if temperature == 1 else x / temperature
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The negative log-likelihood of labels [n] with logits [n, V], summed over those that are not -100."""
+    return F.cross_entropy(logits.to(wide(logits)), labels, reduction="sum")
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """float32, or float64 where numbers are."""
+    return torch.promote_types(x.dtype, torch.float32)

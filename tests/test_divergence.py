@@ -1,0 +1,96 @@
+"""The loss of a distillation in slices is the plain formula on all logits, which are never there at once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import CASES, SIZES, make_model, random_tokens
+from hf_memory.conversion.stages import divergence
+from hf_memory.conversion.stages.distillation import DistillationTrainer
+from hf_memory.conversion.stages.divergence import sliced_loss
+from hf_memory.conversion.stages.logits import SAVED, SavedDistillationTrainer, _top
+
+V, C, B, T = 97, SIZES["hidden_size"], 2, 11  # a vocabulary that no other size is
+STUDENTS = {
+    "capped": ("deltanet-as-in-gemma", None),
+    "tied": ("linear-sliding", None),
+    "adapted": ("deltanet-as-in-gemma", "lm_head"),
+}
+PARTS = [(0.0, 1.0), (0.25, 2.0), (1.0, 1.0)]  # of the text, and the temperature
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Slices of three tokens, compared two at a time."""
+    monkeypatch.setattr(divergence, "SLICE", 3 * V)
+    monkeypatch.setattr(divergence, "BLOCK", 2 * V)
+
+
+def student_and_teacher(name):
+    case, adapted = STUDENTS[name]
+    student, teacher = (
+        make_model(next(c for c in CASES if c.name == x), vocab_size=V) for x in (case, "deltanet-as-in-gemma")
+    )
+    if adapted:
+        student = get_peft_model(student, LoraConfig(r=2, target_modules=[adapted], init_lora_weights=False))
+    return student.double(), teacher.double()
+
+
+def trainer_of(kind, teacher, part, temperature):
+    """What a trainer knows when it makes a loss."""
+    loss = {"cross_entropy": part, "temperature": temperature}
+    trainer = SimpleNamespace(**loss, teacher=teacher, accelerator=SimpleNamespace(autocast=torch.no_grad))
+    trainer.divergence = lambda inputs: kind.divergence(trainer, inputs)
+    return trainer
+
+
+class Largest(TorchDispatchMode):
+    """The most logits that one tensor has."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (V,) and result.shape != (C, V):  # a weight
+            self.found = max(self.found, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("part", "temperature"), PARTS)
+@pytest.mark.parametrize("name", STUDENTS)
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("kind", [DistillationTrainer, SavedDistillationTrainer])
+def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
+    kind, is_sharded, name, part, temperature, monkeypatch
+):
+    monkeypatch.setattr(divergence, "is_sharded", lambda: is_sharded)
+    student, teacher = student_and_teacher(name)
+    tokens = random_tokens(B, T)
+    logits = student(tokens).logits
+    log_p, log_q = ((x / temperature).log_softmax(-1) for x in (teacher(tokens).logits.detach(), logits))
+    kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    text = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    plain = (1 - part) * kl + part * text
+    learned = [x for x in student.parameters() if x.requires_grad]
+    expected = torch.autograd.grad(3 * plain, learned, allow_unused=True)
+
+    inputs = {"input_ids": tokens, "labels": tokens}
+    with torch.no_grad():
+        inputs |= dict(zip(SAVED, _top(teacher(tokens).logits, V, temperature)))
+    trainer = trainer_of(kind, teacher, part, temperature)
+    with Largest() as largest:
+        loss_of = DistillationTrainer.loss_of(trainer, inputs)
+        loss = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
+        found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
+    assert largest.found <= 3 * V or kind is SavedDistillationTrainer  # whose top is all of the vocabulary here
+    torch.testing.assert_close(loss, plain, rtol=1e-10, atol=1e-10)
+    for x, y in zip(found, expected, strict=True):
+        if y is not None:
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        again = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
+    assert torch.equal(again, loss)
