@@ -230,8 +230,8 @@ def test_an_export_to_mamba2_is_imported_as_it_was(tmp_path):
 
 
 def test_files_have_what_single_engines_want(tmp_path):
-    def written(case, name):
-        folder = export_model(make_model(case), tmp_path / name).folder
+    def written(case, name, target="auto"):
+        folder = export_model(make_model(case), tmp_path / name, target).folder
         return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
     config, weights = written(Case("", DELTANET, {**GDN, **HYBRID}), "qwen3_5")
@@ -239,6 +239,11 @@ def test_files_have_what_single_engines_want(tmp_path):
     assert not any(name.endswith("o_proj.bias") for name in weights)
     config, _ = written(Case("", DELTANET, {**GDN, **QWEN3, **ALTERNATING}), "alternating")
     assert "full_attention_interval" not in config
+    config, weights = written(Case("", DELTANET, {**KDA, "output_gate_low_rank_dim": 8}), "kimi", "kimi")
+    assert config["linear_attn_config"]["full_attn_layers"] == [3]
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_conv1d.weight"} <= set(weights)
+    config, _ = written(Case("", GATED, {**MAMBA, "intermediate_size": 0}), "mamba2")
+    assert config["time_step_limit"] == [0.0, float("inf")]
     config, _ = written(Case("", GATED, {**STUDENT, **HYBRID}), "granite")
     assert config["layer_types"] == ["mamba", "mamba", "mamba", "attention"]
 

@@ -171,12 +171,13 @@ def kimi_options(config: DeltaNetConfig) -> dict:
 
 
 def kimi_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """Sizes as the published model has them, counted from 1."""
+    """As the published model has them: layers counted from 1, and a rope that is not used."""
     layers = config.num_hidden_layers
     linear = {"num_heads": theirs.linear_num_heads, "head_dim": theirs.linear_head_dim}
     linear |= {"short_conv_kernel_size": theirs.linear_conv_kernel_dim}
     linear |= {"kda_layers": list(range(1, layers + 1)), "full_attn_layers": [layers + 1]}
-    return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1}
+    unused = {"rope_theta": 10000.0, "mla_use_nope": True, "moe_layer_freq": 1}
+    return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1, **unused}
 
 
 def kimi_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:

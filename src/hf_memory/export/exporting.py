@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, cached_file
 
 from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
@@ -122,10 +123,14 @@ def _rename(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
 def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryConfig) -> None:
     """Write the target's files, with what single engines want in config.json."""
     saved = {name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)}
-    theirs.save_pretrained(folder, state_dict=saved)
+    saved = revert_weight_conversion(theirs, saved)  # the names of published checkpoints, which engines read
+    for before, after in target.file_names.items():
+        saved = {name.replace(before, after): x for name, x in saved.items()}
+    theirs.save_pretrained(folder, state_dict=saved, save_original_format=False)
     file = folder / CONFIG_NAME
-    fields = json.loads(file.read_text(encoding="utf-8")) | target.fields(config, theirs.config)
-    fields.pop("time_step_limit", None)  # (0, infinity) is the default everywhere, and JSON has no infinity
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields.pop("time_step_limit", None)  # transformers' word for infinity is its own; (0, infinity) is the default
+    fields |= target.fields(config, theirs.config)
     file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,5 +1,7 @@
 """The Mamba-2 gate as `granitemoehybrid` without experts, and as `mamba2`."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -123,8 +125,8 @@ def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
 
 
 def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
-    """The inner width, which MLX reads."""
-    return {"intermediate_size": theirs.num_heads * theirs.head_dim}
+    """What MLX reads, the limit as the published models have it."""
+    return {"intermediate_size": theirs.num_heads * theirs.head_dim, "time_step_limit": [0.0, math.inf]}
 
 
 def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ class Target(NamedTuple):
     top: Callable[[Weights], Mapping[str, Tensor]] = dict  # the weights outside the layers
     fields: Callable[..., dict] = lambda config, theirs: {}  # more entries of config.json, for single engines
     names: Mapping[str, str] = {}  # beginnings of names that differ
+    file_names: Mapping[str, str] = {}  # parts of names that transformers does not write as published
     unsaved: str = "-"  # names that end so are zeros that engines do not have
     cache: str = "past_key_values"  # the argument of its forward
     needs_attention: bool = True  # so that a pure model has one layer more, which adds zero
@@ -165,6 +166,7 @@ TARGETS = (
         delta.kimi_engines,
         top=delta.untied,
         fields=delta.kimi_fields,
+        file_names={".block_sparse_moe.": ".mlp."},  # of dense layers
     ),
 )
 NAMES = tuple(target.name for target in TARGETS)
