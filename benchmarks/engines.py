@@ -67,7 +67,8 @@ def random_models(layers: int) -> dict[str, PreTrainedModel]:
 
 def greedy(model: PreTrainedModel, prompts: list[list[int]], new: int) -> list[list[int]]:
     """What transformers writes after each prompt."""
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    options["eos_token_id"] = model.config.vocab_size  # never: engines go on, too
     rows = (model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts)
     return [row.tolist() for row in rows]
 
@@ -105,6 +106,9 @@ def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
     """What each engine that has the model reads."""
     if model.config.model_type == "llama":
         model.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        flat = {"rope_theta": config["rope_parameters"]["rope_theta"]}  # where mlx-lm looks for it
+        (folder / "config.json").write_text(json.dumps(config | flat))
         write_llama(model, folder / "model.gguf")
         return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder}
     faults = find_target(model.config).engines(model.config)
@@ -203,7 +207,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     results = {**machine, "dtype": "float32", "threads": 1, "parameters": sizes, "prompts": len(prompts), "rows": rows}
     (RESULTS / "engines.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(rows, RESULTS / "engines.png")
+    if arguments.contexts:
+        draw(rows, RESULTS / "engines.png")
 
 
 if __name__ == "__main__":
