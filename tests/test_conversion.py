@@ -492,12 +492,26 @@ def test_documents_of_every_kind_of_source_end_with_the_end_of_text(written, nam
     assert conversion.read_tokens([str(written / name)] * 2, make_tokenizer(), limit=4).tolist() == [4, 5, 2, 6]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_talks_go_through_the_chat_template(tmp_path, name):
+    talk = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    rows, tokenizer = [{"messages": talk}, {"messages": talk[:1]}], make_tokenizer()
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="messages must go through a chat template, got a tokenizer that has none"):
+        conversion.read_tokens([tmp_path / name], tokenizer)
+    turn = "{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2"
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn} {{% endfor %}}"
+    assert conversion.read_tokens([tmp_path / name], tokenizer).tolist() == [4, 7, 2, 5, 8, 2, 4, 7, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "w4"}\n{"text": ', "a.jsonl must have JSON in each line, got none in line 2"),
-        ("a.jsonl", b'{"body": "w4"}\n', "line 1 of .*a.jsonl must have a text in its field text, got body"),
-        ("a.jsonl", b"[1]\n", "must have a text in its field text, got list"),
+        ("a.jsonl", b'{"body": "w4"}\n', "line 1 of .*a.jsonl must have a text in its field text, or .*, got body"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "roles and contents in messages, got messages"),
+        ("a.jsonl", b"[1]\n", "must have a text in its field text, or .*, got list"),
         ("a.parquet", b"PAR1", "a.parquet must be a parquet file"),
         ("a.txt", b"  \n", "text must not be empty, got no tokens from .*a.txt"),
         ("a.json", b'{"text": "w4"}', "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json"),
@@ -513,7 +527,7 @@ def test_unreadable_data_is_explained(tmp_path, name, content, message):
 
 def test_a_parquet_file_without_text_and_a_missing_file_are_explained(tmp_path):
     parquet.write_table(pyarrow.table({"id": [1], "body": ["w4"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a.parquet must have a column text, got id, body"):
+    with pytest.raises(ValueError, match=r"a.parquet must have a column text or messages, got id, body"):
         conversion.read_tokens([tmp_path / "a.parquet"], make_tokenizer())
     for name in (tmp_path / "no", "no.txt", "../no"):
         with pytest.raises(FileNotFoundError, match="No such file or directory"):

@@ -9,7 +9,7 @@ from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.conversion.run_file import RUN, read_flags
 
-SOURCES = "text file, .jsonl or .parquet with a field text, or name[:config] of a Hub data set"
+SOURCES = "text file, .jsonl or .parquet with a field text or messages, or name[:config] of a Hub data set"
 
 
 def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:

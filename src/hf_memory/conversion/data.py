@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Progress, silent
 
+FIELDS = ("text", "messages")  # of a row, the first that is there
+Document = str | list[dict]  # a text or a talk
+
 
 class TokenWindows(Dataset):
     """Windows of one long text at random places, the same at each call with the same seed."""
@@ -48,9 +51,9 @@ def read_tokens(
     """The tokens of texts [T], one document after the other, each followed by the end-of-text token if there is one.
 
     Args:
-        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`; folders of
-            text files; folders and names of the Hub that `datasets` can load, as `name` or `name:config`, of which the
-            split `train` is streamed.
+        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`, or with
+            `messages`, talks that go through the chat template; folders of text files; folders and names of the Hub
+            that `datasets` can load, as `name` or `name:config`, of which the split `train` is streamed.
         tokenizer: of the teacher.
         limit: read no more than so many tokens; default: all.
         report: is told how far it is.
@@ -64,8 +67,8 @@ def read_tokens(
     for document in chain.from_iterable([documents(source) for source in sources]):  # all are found before one is read
         if count >= (limit or math.inf):
             break
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens.append(torch.tensor(ids + end if ids else [], dtype=torch.long))
+        ids = _ids(document, tokenizer)
+        tokens.append(torch.tensor(ids + end if ids and isinstance(document, str) else ids, dtype=torch.long))
         count += len(tokens[-1])
         report(Progress("reading the text", count, limit or 0, 1))
     if not count:
@@ -101,8 +104,8 @@ def check_length(tokens: Tensor, length: int) -> None:
         raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
 
 
-def documents(source: Path | str) -> Iterator[str]:
-    """The texts of one source; see `read_tokens`."""
+def documents(source: Path | str) -> Iterator[Document]:
+    """The texts and talks of one source; see `read_tokens`."""
     path = Path(source)
     if not str(source):
         raise ValueError("text must be a file, a folder or the name of a data set, got ''")
@@ -139,7 +142,7 @@ def _text(file: Path) -> Iterator[str]:
     yield text
 
 
-def _jsonl(file: Path) -> Iterator[str]:
+def _jsonl(file: Path) -> Iterator[Document]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -149,7 +152,7 @@ def _jsonl(file: Path) -> Iterator[str]:
             yield _text_of(row, f"line {number} of {file}")
 
 
-def _parquet(file: Path) -> Iterator[str]:
+def _parquet(file: Path) -> Iterator[Document]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
@@ -159,13 +162,14 @@ def _parquet(file: Path) -> Iterator[str]:
     except ArrowInvalid as error:
         raise ValueError(f"{file} must be a parquet file, got something else or a part of one") from error
     with table:
-        if "text" not in table.schema_arrow.names:
-            raise ValueError(f"{file} must have a column text, got {', '.join(table.schema_arrow.names)}")
-        for batch in table.iter_batches(columns=["text"]):
+        names = [name for name in FIELDS if name in table.schema_arrow.names]
+        if not names:
+            raise ValueError(f"{file} must have a column text or messages, got {', '.join(table.schema_arrow.names)}")
+        for batch in table.iter_batches(columns=names[:1]):
             yield from (_text_of(row, str(file)) for row in batch.to_pylist())
 
 
-def _data_set(name: str) -> Iterator[str]:
+def _data_set(name: str) -> Iterator[Document]:
     try:
         import datasets
     except ImportError as error:
@@ -175,12 +179,22 @@ def _data_set(name: str) -> Iterator[str]:
         yield _text_of(row, f"each row of {name}")
 
 
-def _text_of(row, where: str) -> str:
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} must have a text in its field text, got {given}")
-    return text
+def _text_of(row, where: str) -> Document:
+    text, talk = (row.get(name) if isinstance(row, dict) else None for name in FIELDS)
+    if isinstance(text, str):
+        return text
+    if isinstance(talk, list) and talk and all(isinstance(x, dict) and {"role", "content"} <= set(x) for x in talk):
+        return talk
+    given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"{where} must have a text in its field text, or roles and contents in messages, got {given}")
+
+
+def _ids(document: Document, tokenizer) -> list[int]:
+    if not isinstance(document, str):
+        if tokenizer.chat_template is None:
+            raise ValueError("messages must go through a chat template, got a tokenizer that has none")
+        document = tokenizer.apply_chat_template(document, tokenize=False)
+    return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 READERS = {".jsonl": _jsonl, ".parquet": _parquet}
