@@ -12,9 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_memory.ops import OPS
 from hf_memory.ops.triton.variants import Variant
 
-OPS_WITH_KERNELS = ("linear_attention", "delta_rule", "deltaformer", "neural_memory")
+OPS_WITH_KERNELS = tuple(op.name for op in OPS if op.kernels)
 
 
 class Limits(NamedTuple):

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from test_ops import FORMS, assert_equal, run, tokens_of
+from hf_memory.ops import OPS
+from test_ops import FORMS, assert_close, assert_equal, run, tokens_of, with_strong_gates
 
-WITH_STATES = ("linear_attention", "delta_rule")  # DeltaFormer's kernels have none, and tests of their own
-WITH_CUSTOM_OPS = (*WITH_STATES, "deltaformer")
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
-every_form = pytest.mark.parametrize(("op", "variant"), [f for f in FORMS if f.values[0].name in WITH_STATES])
+every_form = pytest.mark.parametrize(("op", "variant"), [f for f in FORMS if f.values[0].is_linear])
 
 
 def make(op, variant, dtype=torch.float32, **sizes):
@@ -28,12 +27,6 @@ def make(op, variant, dtype=torch.float32, **sizes):
 
 def in_float64(arguments):
     return tree_map(lambda x: x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) else x, arguments)
-
-
-def assert_close(results, expected, tolerance=2e-6):
-    """Each tensor on the scale of its largest entry; float32 keeps 6e-8 of it at every one of some dozen steps."""
-    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * other.abs().max().item())
 
 
 def kernel_report(*arguments):
@@ -53,17 +46,8 @@ def test_kernel_equals_reference(op, variant, T):
 
 
 @every_form
-def test_kernel_equals_reference_with_strong_gates(op, variant):
-    arguments = make(op, variant)
-    if "g" in arguments:
-        arguments["g"] = (arguments["g"].detach() * 0 - 5).requires_grad_()
-    expected = run(op, in_float64(arguments), "reference")
-    assert_close(run(op, arguments, "triton"), expected, 1e-4)  # the gate's gradient is a small difference here
-
-
-@every_form
-def test_packed_kernel_equals_reference(op, variant):
-    arguments = make(op, variant, T=90)
+def test_packed_kernel_equals_reference_with_strong_gates(op, variant):
+    arguments = with_strong_gates(op, make(op, variant, T=90))
     arguments["initial_state"] = make(op, variant, B=4, T=1, seed=5)["initial_state"]
     cu_seqlens = torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)
     assert_close(
@@ -105,7 +89,7 @@ def test_segments_in_kernels_equal_the_whole(op, variant):
 @pytest.mark.parametrize("T", [60, 90])
 def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
     """With B = 2, and with T = 90 packed sequences instead, an empty one and one of one token among them."""
-    monkeypatch.setattr(launcher(op.name), "segment_length", lambda *sizes: 32)
+    monkeypatch.setattr(kernels_of(op.name), "segment_length", lambda *sizes: 32)
     arguments, packed = make(op, variant, T=T, B=2), {}
     if T == 90:
         packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)}
@@ -114,16 +98,21 @@ def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
     assert_close(run(op, arguments, "triton", **packed), run(op, in_float64(arguments), "reference", **packed))
 
 
-def launcher(name):
+def kernels_of(name):
     """The module of an op that launches its kernels."""
     kernels = import_module(f"hf_memory.ops.{name}.kernels")
     return getattr(kernels, "launch", kernels)
 
 
+with_custom_ops = pytest.mark.parametrize(
+    "name", [op.name for op in OPS if op.kernels and hasattr(kernels_of(op.name), "_forward")]
+)
+
+
 def entry(name):
     """The kernels of an op, what calls them, and arguments of it that ask for gradients."""
     generator = torch.Generator().manual_seed(0)
-    kernels = launcher(name)
+    kernels = kernels_of(name)
     q, k, v, beta, state = (
         torch.rand(shape, generator=generator).requires_grad_()
         for shape in ((1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1, 4), (1, 17, 1), (1, 1, 4, 4))
@@ -142,14 +131,14 @@ def outputs_and_gradients(call, arguments):
     return outputs, torch.autograd.grad(sum(x.sum() for x in outputs), tuple(inputs))
 
 
-@pytest.mark.parametrize("name", WITH_CUSTOM_OPS)
+@with_custom_ops
 def test_compiled_kernels_are_one_graph(name):
     _, call, arguments = entry(name)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert_equal(outputs_and_gradients(compiled, arguments), outputs_and_gradients(call, arguments))
 
 
-@pytest.mark.parametrize("name", WITH_CUSTOM_OPS)
+@with_custom_ops
 @pytest.mark.parametrize("segment", [0, 16])
 def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     """Schema, fake tensors and gradients, of the custom op that a call runs."""
@@ -161,13 +150,11 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     torch.library.opcheck(forward, calls[0])
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "delta_rule", "deltaformer"])
-def test_kernels_compile_ahead_of_time_without_spills(name):
+@pytest.mark.parametrize("op", [op for op in OPS if op.kernels], ids=lambda op: op.name)
+def test_kernels_compile_ahead_of_time_without_spills(op):
     """One variant of each kernel for every architecture; `python benchmarks/kernel_report.py` compiles all."""
-    only = "softmax 64 bf" if name == "deltaformer" else "scalar 64 bf"
-    lines = kernel_report("--op", name, "--only", only)
+    lines = kernel_report("--op", op.name, "--only", op.kernels)
     assert {line["sm"] for line in lines} == {"80", "90", "100"}
-    variants = import_module(f"hf_memory.ops.{name}.kernels").variants()
-    assert len(lines) == 3 * sum(only in variant.name for variant in variants)
+    assert len(lines) == 3 * sum(op.kernels in variant.name for variant in kernels_of(op.name).variants())
     assert {line["spilled"] for line in lines} == {"0"}
     assert all(int(line["blocks"]) > 0 for line in lines)

@@ -1,5 +1,7 @@
 """What every op keeps, over all of its forms: float64, where only mistakes are larger than 1e-10."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -7,7 +9,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from hf_memory.ops import OPS, LinearState, linear_attention
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-PRODUCTS = ("linear_attention", "delta_rule")  # of bfloat16 operands where there are matrix units
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 200)
 FORMS = [
     pytest.param(op, variant, id="-".join([op.name, *(f"{k}={v}" for k, v in variant.items())]))
@@ -15,6 +16,18 @@ FORMS = [
     for variant in op.variants
 ]
 every_form = pytest.mark.parametrize(("op", "variant"), FORMS)
+every_op = pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])
+
+
+def gates_of(op, arguments):
+    """The names of decays that a call has."""
+    return [name for name in op.gates if arguments.get(name) is not None]
+
+
+every_gated_form = pytest.mark.parametrize(
+    ("op", "variant"),
+    [form for form in FORMS if gates_of(form.values[0], form.values[0].example(T=1, **form.values[1]))],
+)
 
 
 def make(op, variant, T=65, **sizes):
@@ -33,18 +46,18 @@ def widened(arguments):
     return tree_map(lambda x: x.detach().double().requires_grad_() if is_real(x) else x, arguments)
 
 
-def make_packed(op, variant):
+def make_packed(op, variant, **sizes):
     """Arguments of four packed sequences, an empty one and one of a single token among them."""
-    arguments = make(op, variant, 90, B=1)
-    states = make(op, variant, 1, B=4, seed=5)["initial_state"]
+    arguments = make(op, variant, 90, B=1, **sizes)
+    states = make(op, variant, 1, B=4, seed=5, **sizes)["initial_state"]
     cu_seqlens = torch.tensor([0, 20, 20, 21, 90], dtype=torch.int32)
     arguments = {**arguments, "initial_state": states, "cu_seqlens": cu_seqlens}
-    return {n: x for n, x in arguments.items() if not (op.grows and n == "initial_state")}
+    return {n: x for n, x in arguments.items() if op.growth != "token" or n != "initial_state"}
 
 
 def run(op, arguments, backend, **kwargs):
     """Outputs, final state, and gradients of a random function of both, with respect to every tensor argument."""
-    has_state = not (op.grows and "cu_seqlens" in {**arguments, **kwargs})
+    has_state = not (op.growth == "token" and "cu_seqlens" in {**arguments, **kwargs})
     o, state = op.op(**arguments, backend=backend, output_final_state=has_state, **kwargs)
     outputs = [o, *(x for x in tree_flatten(state)[0] if x is not None)]
     generator = torch.Generator().manual_seed(1)
@@ -59,6 +72,16 @@ def assert_equal(results, expected, **tolerance):
         torch.testing.assert_close(one, other, **(tolerance or EXACT))
 
 
+def assert_close(results, expected, tolerance=2e-6):
+    """Each tensor on the scale of its largest entry; float32 keeps 6e-8 of it at every one of some dozen steps."""
+    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
+        if other is None:
+            assert one is None
+            continue
+        scale = max([0.0, *other.abs().flatten().tolist()])
+        torch.testing.assert_close(one.to(other), other, rtol=0, atol=tolerance * scale)
+
+
 def tokens_of(arguments, op, part):
     """The same call for some of the tokens."""
     state = arguments.get("initial_state")
@@ -68,6 +91,17 @@ def tokens_of(arguments, op, part):
     return {**cut, "initial_state": state}
 
 
+def with_strong_gates(op, arguments):
+    """One gate of twenty at each of -50, -1e4, -1e8 and -inf."""
+    for name in gates_of(op, arguments):
+        g = arguments[name].detach().clone()
+        dice = torch.rand(g.shape, generator=torch.Generator().manual_seed(3))
+        for n, strength in enumerate((-50.0, -1e4, -1e8, -torch.inf)):
+            g[(dice * 20).long() == n] = strength
+        arguments[name] = g.requires_grad_()
+    return arguments
+
+
 @every_form
 @pytest.mark.parametrize("T", LENGTHS)
 def test_chunk_equals_reference(op, variant, T):
@@ -75,7 +109,7 @@ def test_chunk_equals_reference(op, variant, T):
     assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
 
 
-@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].in_place])
+@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].is_linear])
 @pytest.mark.parametrize("T", [1, 17])
 def test_a_state_given_away_may_be_written_over(op, variant, T):
     """Where no graph needs it, and where it lies as the result would; what is not given away stays as it is."""
@@ -95,13 +129,20 @@ def test_a_state_given_away_may_be_written_over(op, variant, T):
     assert all((x is y) == (T == 1) for x, y in zip(given, tree_flatten(final)[0]))
 
 
-@every_form
+@every_gated_form
 @pytest.mark.parametrize("gate", [-1e-4, -5.0])
 def test_chunk_equals_reference_with_extreme_gates(op, variant, gate):
     arguments = make(op, variant, 70)
-    if "g" in arguments:
-        arguments["g"] = (arguments["g"].detach() * 0 + gate).requires_grad_()
-    assert_equal(run(op, arguments, "chunk"), run(op, arguments, "reference"))
+    for name in gates_of(op, arguments):
+        arguments[name] = torch.full_like(arguments[name], gate, requires_grad=True)
+    assert_close(run(op, arguments, "chunk"), run(op, arguments, "reference"), 1e-10)
+
+
+@every_gated_form
+def test_strong_gates_lose_nothing_in_float32(op, variant):
+    """Sums of gates must not cancel: what is weak stands beside what is strong."""
+    arguments = with_strong_gates(op, make_packed(op, variant, dtype=torch.float32))
+    assert_close(run(op, arguments, "chunk"), run(op, widened(arguments), "reference"))
 
 
 @every_form
@@ -145,7 +186,9 @@ def test_packed_equals_apart(op, variant, backend):
         out, final = op.op(**part, backend=backend, output_final_state=True)
         o.append(out)
         finals.append(final)
-    joined = [] if op.grows else [torch.cat(leaves) for leaves in zip(*(tree_flatten(f)[0] for f in finals))]
+    joined = (
+        [] if op.growth == "token" else [torch.cat(leaves) for leaves in zip(*(tree_flatten(f)[0] for f in finals))]
+    )
     assert_equal(packed, [torch.cat(o, 1), *joined])
     assert all(g is not None for g in gradients)
 
@@ -174,7 +217,7 @@ def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, whe
     expected, expected_state = op.op(**tokens_of(arguments, op, keep), backend=backend, output_final_state=True)
     assert_equal(o[:, keep], expected)
     assert not o[:, ~keep].any()
-    if not op.grows:  # else the state has rows for them, which nobody sees
+    if op.growth != "token":  # else the state has rows for them, which nobody sees
         assert_equal(state, expected_state)
 
 
@@ -182,20 +225,22 @@ def test_padding_leaves_no_trace_whatever_stands_there(op, variant, backend, whe
 def test_grouped_values_equal_repeated_heads(op, variant):
     arguments = make(op, variant, 33, H=2, HV=4)
     repeated = {**arguments, "q": arguments["q"].repeat_interleave(2, 2), "k": arguments["k"].repeat_interleave(2, 2)}
-    if op.grows:
+    if op.growth == "token":
         k, u = arguments["initial_state"]
         repeated["initial_state"] = k.repeat_interleave(2, 2), u
     (o, state), (expected, expected_state) = (
         op.op(**a, backend="chunk", output_final_state=True) for a in (arguments, repeated)
     )
     assert_equal(o, expected)
-    assert_equal(state[1] if op.grows else state, expected_state[1] if op.grows else expected_state)
+    assert_equal(
+        state[1] if op.growth == "token" else state, expected_state[1] if op.growth == "token" else expected_state
+    )
 
 
 @every_form
 def test_an_empty_memory_is_the_default(op, variant):
     arguments = make(op, variant, 20)
-    empty = tree_map(lambda x: x[:, :0] if op.grows else torch.zeros_like(x), arguments["initial_state"])
+    empty = tree_map(lambda x: x[:, :0] if op.growth == "token" else torch.zeros_like(x), arguments["initial_state"])
     given = {**arguments, "initial_state": empty}
     default = {n: x for n, x in arguments.items() if n != "initial_state"}
     assert_equal(op.op(**default)[0], op.op(**given)[0])
@@ -210,7 +255,7 @@ def test_low_precision_goes_in_and_out_and_states_stay_wide(op, variant):
     assert {x.dtype for x in tree_flatten(state)[0] if x.is_floating_point()} == {torch.float32}
     expected = op.op(**widened(arguments), backend="reference")[0]
     rounding = (expected.bfloat16().double() - expected).norm() / expected.norm()
-    factor = 4 if op.name in PRODUCTS else 1.5  # inside it is float32
+    factor = 4 if op.is_linear else 1.5  # inside it is float32
     assert (o.double() - expected).norm() / expected.norm() < factor * rounding
 
 
@@ -221,10 +266,10 @@ def test_bfloat16_over_a_long_sequence_loses_what_rounding_of_the_inputs_loses(o
     rounded = op.example(B=1, T=4096, H=1, dtype=torch.bfloat16, **variant)
     o = op.op(**rounded)[0]
     inevitable = (op.op(**widened(rounded))[0].bfloat16().double() - exact).norm()
-    assert (o.double() - exact).norm() <= (3 if op.name in PRODUCTS else 1.05) * inevitable
+    assert (o.double() - exact).norm() <= (3 if op.is_linear else 1.05) * inevitable
 
 
-@pytest.mark.parametrize(("op", "variant"), [form.values for form in FORMS if form.values[0].name in PRODUCTS])
+@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].is_linear])
 @pytest.mark.parametrize("gate", [None, -5.0])
 def test_bfloat16_loses_what_rounding_loses(op, variant, gate):
     """Outputs and gradients against float64 on the same inputs, as products may be rounded and sums may not."""
@@ -240,7 +285,7 @@ def test_bfloat16_loses_what_rounding_loses(op, variant, gate):
         assert all((x - y).abs().max() <= 2.0**-5 * largest for x, y in zip(ours, exact, strict=True))
 
 
-@pytest.mark.parametrize(("op", "variant"), [form.values for form in FORMS if form.values[0].name in PRODUCTS])
+@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].is_linear])
 def test_states_do_not_drift_in_bfloat16(op, variant):
     errors = []
     for T in (512, 8192):
@@ -259,8 +304,51 @@ def test_autocast_does_not_reach_inside(op, variant):
         assert_equal(op.op(**arguments, output_final_state=True), expected, rtol=0, atol=0)
 
 
-def with_shape(x, *shape):
-    return torch.zeros(shape, dtype=x.dtype)
+def second_derivatives(way, f, x):
+    """Of f: tensor -> number, at x and along a vector of ones."""
+    ones = torch.ones_like(x)
+    if way == "create_graph":
+        (gradient,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0]
+    if way == "hessian":
+        return torch.func.hessian(f)(x.detach()).flatten(x.ndim).sum(-1).view_as(x)
+    return torch.func.jvp(torch.func.grad(f), (x.detach(),), (ones,))[1]
+
+
+@every_form
+@pytest.mark.parametrize("way", ["create_graph", "hessian", "jvp"])
+def test_second_derivatives_are_right_or_refused(op, variant, way):
+    """Also where the incoming gradient is a constant, as that of a sum is."""
+    arguments = {n: x.detach() if is_real(x) else x for n, x in make(op, variant, 5, B=1, HV=1, K=3, V=3).items()}
+    x, _ = arguments.pop("k").requires_grad_(), arguments.pop("q")
+    found = {}
+    for backend in ("chunk", "reference"):
+        arguments["backend"] = backend
+        try:
+            found[backend] = second_derivatives(way, lambda x: op.op(q=x, k=x, **arguments)[0].sum(), x)
+        except RuntimeError as refused:
+            assert re.search("second derivatives|setup_context|forward", str(refused))  # noqa: PT017
+    assert "reference" in found or way != "create_graph"
+    assert_equal(found.get("chunk", found.get("reference")), found.get("reference"))
+
+
+@every_op
+def test_training_compiles_to_one_graph(op):
+    torch._dynamo.reset()
+    arguments = make(op, op.variants[0], 6, B=1, HV=1, K=4, V=4, dtype=torch.float32)
+    begun = {n: x for n, x in arguments.items() if n not in ("initial_state", "mask")}
+    compiled = op._replace(op=torch.compile(op.op, fullgraph=True, backend="aot_eager"))
+    assert_equal(run(compiled, begun, "chunk"), run(op, begun, "chunk"))
+
+
+@every_op
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"B": 1, "T": 0}], ids=["no tokens", "no rows", "packed"])
+def test_a_call_without_tokens_is_refused(op, sizes):
+    arguments = {**op.example(**{"T": 3, **sizes}, **op.variants[0])}
+    if sizes.get("B") == 1:
+        arguments["cu_seqlens"] = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="q must have at least one row and one token"):
+        op.op(**arguments)
 
 
 BAD = {

@@ -1,7 +1,7 @@
 """Pure functions of tensors. OPS is what the contract tests run over."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hf_memory.ops.delta_rule import delta_rule
 from hf_memory.ops.delta_rule import reference as _delta_rule
@@ -31,9 +31,11 @@ class Op(NamedTuple):
     name: str
     op: Callable
     example: Callable  # makes valid random arguments
-    variants: tuple[dict, ...]  # arguments of `example` that select each mathematically different form
-    grows: bool = False  # the state has a row for each token; then packed sequences have none
-    in_place: bool = False  # one token may be written over a state that the caller gives away
+    variants: tuple[dict, ...]  # arguments of `example` for each mathematically different form, the plain one first
+    gates: tuple[str, ...] = ()  # arguments that are logarithms of the state's decay
+    growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; by token, packed sequences have none
+    is_linear: bool = False  # in its state: products of 16-bit operands, kernels of all forms, in_place
+    kernels: str = ""  # what names of variants of a usual size have in common; empty without kernels
 
 
 OPS = (
@@ -42,7 +44,9 @@ OPS = (
         linear_attention,
         _linear_attention.example,
         tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
-        in_place=True,
+        gates=("g",),
+        is_linear=True,
+        kernels="scalar 64 bf",
     ),
     Op(
         "delta_rule",
@@ -51,7 +55,9 @@ OPS = (
         tuple(
             {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
         ),
-        in_place=True,
+        gates=("g",),
+        is_linear=True,
+        kernels="scalar 64 bf",
     ),
     Op(
         "deltaformer",
@@ -69,18 +75,21 @@ OPS = (
                 ("linear", "round", "delta"),
             )
         ),
-        grows=True,
+        growth="token",
+        kernels="softmax 64 bf",
     ),
     Op(
         "neural_memory",
         neural_memory,
         _neural_memory.example,
         (
+            {"depth": 2, "chunk_size": 16},
             {"depth": 1, "chunk_size": 1},
             {"depth": 1, "chunk_size": 16, "momentum": False},
-            {"depth": 2, "chunk_size": 16},
             {"depth": 2, "chunk_size": 4, "decay": False, "loss": "full"},
             {"depth": 3, "chunk_size": 7},
         ),
+        gates=("decay",),
+        kernels="kernel 64 bf",
     ),
 )

@@ -1,4 +1,4 @@
-"""Chunks of tokens and decays inside them, for the PyTorch forms of all ops. Exponents are never positive.
+"""Chunks of tokens and decays inside them, for the PyTorch forms of all ops. No exponent is positive, and none cancels.
 
 On the CPU temporaries that leave the cache cost as much as the products. So a sequence is read in segments of a few
 chunks each, one after the other.
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from hf_memory.ops.contract import repeat_heads
 
 BLOCK = 16  # tokens of the smallest chunk
+SHUT = -(2.0**14)  # e^SHUT is zero in all dtypes, and 1024 of it are an exact float32
 SEGMENT = 2**18  # numbers of a temporary on the CPU: 1 MB of float32
 
 
@@ -67,11 +68,6 @@ def joined_chunks(o: Tensor, B: int) -> Tensor:
     return o.unflatten(1, (B, -1)).movedim((0, 2), (1, 3))
 
 
-def decayed(x: Tensor, b: Tensor) -> Tensor:
-    """x e^b in the dtype of x."""
-    return (x * b.exp()).to(x.dtype)
-
-
 def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False) -> Tensor:
     """decay S + a b for states [B, K, V], which may be wider than a and b: their product is then rounded at once."""
     if decay is not None:
@@ -81,25 +77,51 @@ def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *,
     return S.baddbmm_(a, b) if in_place or decay is not None else torch.baddbmm(S, a, b)
 
 
-def decay_mask(b: Tensor) -> Tensor:
-    """e^(b_i - b_j) for i >= j, else 0: [..., C] -> [..., C, C]."""
-    return (b[..., :, None] - b[..., None, :]).tril().exp().tril()
+def scalar_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e^(g_{j+1} + ... + g_i) for i >= j, else 0; from the start of the chunk to i; and from j to its end.
 
+    Sums of g would cancel: beside a gate of -1e8 one of -0.1 is lost, and -inf - (-inf) is no number. So they are in
+    two parts: multiples of 1 / 16, whose sums are exact, and the rest, whose sums are small.
 
-def vector_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """A_ij = sum_d q_id k_jd e^(b_id - b_jd) for i >= j, else 0: [..., C, K] -> [..., C, C].
+    Args:
+        g: [..., C].
 
-    In blocks that double: the late half of a block sees the early half through its own first token, to which both refer
-    their exponents, so that none is positive.
+    Returns:
+        [..., C, C], [..., C, 1] and [..., C, 1].
     """
-    scores = (q * k).sum(-1)[..., None, None]  # [..., blocks, s, s]
-    while (s := scores.shape[-1]) < q.shape[-2]:
-        (_, q_late), (k_early, _), (b_early, b_late) = (_halves(x.unflatten(-2, (-1, s))) for x in (q, k, b))
-        first = b_late[..., :1, :]
-        across = decayed(q_late, b_late - first) @ decayed(k_early, first - b_early).mT
-        early, late = _halves(scores)
-        scores = _join(early, late, across)
-    return scores[..., 0, :, :]
+    g, C = g.clamp(min=SHUT), g.shape[-1]
+    with torch.no_grad():
+        multiples = (16 * g).round_().div_(16)
+        coarse = multiples.cumsum(-1)[..., None]
+        between = (coarse - coarse.mT).add_(g.new_full((C, C), -torch.inf).triu_(1))
+    fine = (g - multiples).cumsum(-1)[..., None]
+    mask = (fine - fine.mT).add_(between).exp()
+    return mask, (fine + coarse).exp(), mask[..., -1, :, None]
+
+
+def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A_ij = sum_d q_id k_jd e^(g_{j+1, d} + ... + g_id) for i >= j, else 0, and what decays of q and k are made of it.
+
+    In blocks that double: the late half of a block sees the early half through the place where they meet, up to which
+    the keys of one are decayed, and from which the queries of the other are. These are products, so nothing cancels.
+
+    Args:
+        q: [..., C, K].
+        k: [..., C, K].
+        g: [..., C, K].
+
+    Returns:
+        A [..., C, C], q decayed from the start of the chunk, k to its end, and the whole chunk's decay [..., 1, K].
+    """
+    scores, whole = (q * k).sum(-1)[..., None, None], g.exp()[..., None, :]  # of blocks [..., C / s, s, s or K]
+    x, y = q[..., None, :] * whole, k[..., None, :]
+    while scores.shape[-1] < q.shape[-2]:
+        (x_early, x_late), (y_early, y_late) = _halves(x), _halves(y)
+        (early, late), (first, second) = _halves(scores), _halves(whole)
+        scores = _join(early, late, x_late.to(q.dtype) @ y_early.to(k.dtype).mT)
+        x, y = torch.cat([x_early, first * x_late], dim=-2), torch.cat([second * y_early, y_late], dim=-2)
+        whole = first * second
+    return scores[..., 0, :, :], x[..., 0, :, :], y[..., 0, :, :], whole[..., 0, :, :]
 
 
 def unit_lower_inverse(A: Tensor) -> Tensor:

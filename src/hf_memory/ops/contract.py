@@ -50,6 +50,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = No
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got shape {tuple(q.shape)}")
     B, T, H, K = q.shape
+    if not B or not T:
+        raise ValueError(f"q must have at least one row and one token, got B={B} and T={T}")
     check_tensor("k", k, (B, T, H, K), like=q)
     if v.ndim != 4 or v.shape[:2] != (B, T) or H == 0 or v.shape[2] % H:
         raise ValueError(
@@ -153,6 +155,23 @@ def _triton_interprets() -> bool:
     import triton
 
     return triton.knobs.runtime.interpret
+
+
+def first_derivatives_only(backward: Callable) -> Callable:
+    """Make `backward` of an autograd.Function raise when its result is to be differentiated again.
+
+    PyTorch's once_differentiable does so only where the incoming gradient depends on something: else it gives zeros.
+    """
+
+    @wraps(backward)
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph must be False, got True: second derivatives are those of backend='reference' alone here"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def in_float32(op: Callable) -> Callable:

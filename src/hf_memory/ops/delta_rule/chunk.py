@@ -11,20 +11,18 @@ What does not meet the state is done for all chunks of a segment at once; the pa
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_memory.ops.chunks import (
     add_product,
     chunk_size,
-    decay_mask,
-    decayed,
     in_segments,
     joined_chunks,
+    scalar_decays,
     split_chunks,
     unit_lower_inverse,
-    vector_scores,
+    vector_decays,
 )
-from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
+from hf_memory.ops.contract import first_derivatives_only, repeat_heads, with_bfloat16_products
 
 CHUNK = 32  # fewer operations than 64
 
@@ -56,15 +54,14 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
     """
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
-        return (q @ k.mT).tril(), (wide @ wide.mT).tril(-1), q, k, k, None
-    b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
+        return (q @ k.mT).tril(), (wide @ wide.mT).tril(-1), q, k, k.view_as(k), None
     if g.ndim == q.ndim:
-        P, A = vector_scores(torch.stack([q.to(wide), wide]), wide, b)
+        (P, A), (q_in, k_in), k_out, decay = vector_decays(torch.stack([q.to(wide), wide]), wide, g)
     else:
-        mask = decay_mask(b[..., 0])
+        mask, enter, leave = scalar_decays(g)
         P, A = (q @ k.mT) * mask, (wide @ wide.mT) * mask
-    last = b[..., -1:, :]
-    return P.to(q.dtype), A.tril(-1), decayed(q, b), decayed(k, b), decayed(k, last - b), last.mT.exp()
+        q_in, k_in, k_out, decay = enter * q, enter * k, leave * k, enter[..., -1:, :]
+    return P.to(q.dtype), A.tril(-1), *(x.to(q.dtype) for x in (q_in, k_in, k_out)), decay.mT
 
 
 class _Pass(torch.autograd.Function):
@@ -86,7 +83,7 @@ class _Pass(torch.autograd.Function):
         return o, S
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, do, dS):
         inverse, P, q, k, k_out, beta, decay, R, X, *before = ctx.saved_tensors
         S, inverse = torch.stack(before), inverse.to(R.dtype)

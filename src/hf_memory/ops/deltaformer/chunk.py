@@ -13,9 +13,8 @@ The weights of a block are made again in backward; only U is kept.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_memory.ops.contract import in_float32
+from hf_memory.ops.contract import first_derivatives_only, in_float32
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
 from hf_memory.ops.masks import Mask, Tokens, seen
 
@@ -82,7 +81,7 @@ class _Write(torch.autograd.Function):
         return U[:, :, S:].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, dU_new):
         w, k, v, a, beta, U, position = ctx.saved_tensors
         S, settings = ctx.S, ctx.settings
@@ -121,7 +120,7 @@ class _Read(torch.autograd.Function):
         return torch.cat(outputs, dim=2)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, do):
         (q, k, u, position), S = ctx.saved_tensors, ctx.S
         dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)

@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from hf_memory.ops.chunks import (
     add_product,
     chunk_size,
-    decay_mask,
-    decayed,
     in_segments,
     joined_chunks,
+    scalar_decays,
     split_chunks,
-    vector_scores,
+    vector_decays,
 )
 from hf_memory.ops.contract import repeat_heads, with_bfloat16_products
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
@@ -65,7 +64,9 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Te
     """A, the rows that meet the state (q on the way in, k on the way out), and the decay of the state."""
     if g is None:
         return (q @ k.mT).tril(), q, k, None
-    b = (g if g.ndim == q.ndim else g[..., None]).cumsum(-2)  # [NC, B * H, C, K or 1]
-    A = vector_scores(q, k, b) if g.ndim == q.ndim else (q @ k.mT) * decay_mask(b[..., 0])
-    last = b[..., -1:, :]
-    return A.to(q.dtype), decayed(q, b), decayed(k, last - b), last.mT.exp()
+    if g.ndim == q.ndim:
+        A, q_in, k_out, decay = vector_decays(q, k, g)
+    else:
+        mask, enter, leave = scalar_decays(g)
+        A, q_in, k_out, decay = (q @ k.mT) * mask, enter * q, leave * k, enter[..., -1:, :]
+    return A.to(q.dtype), q_in.to(q.dtype), k_out.to(k.dtype), decay.mT

@@ -28,7 +28,7 @@ from hf_memory.ops.triton.segments import (
     sum_constants,
     sum_kernel,
 )
-from hf_memory.ops.triton.tiles import cumulative_decay, load_rows, program, read, scores, sequence_bounds, write
+from hf_memory.ops.triton.tiles import decays, load_rows, program, read, scores, sequence_bounds, write
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 
@@ -77,16 +77,15 @@ def _forward_kernel(
         q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
         k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
-        b, enter, leave = 0.0, 1.0, 1.0
+        gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
         if NORMALIZE:
             den_c = tl.sum(tl.cast(q_c, tl.float32) * enter * z[None, :], axis=1)
             if DECAY > 0:
-                z *= tl.sum(tl.exp2(last), axis=0)
+                z *= tl.sum(whole, axis=0)
             z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
-        A = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
+        A = scores(q_c, k_c, gates, C, DECAY, False, PARTS, PRECISION)
         o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION)
         o_c += tl.dot(tl.cast(A, v_c.dtype), v_c, input_precision=PRECISION)
         if NORMALIZE:
@@ -99,7 +98,7 @@ def _forward_kernel(
         i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
         tl.store(o + i_o, tl.cast(o_c, o.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
         if DECAY > 0:
-            S *= tl.trans(tl.exp2(last))
+            S *= tl.trans(whole)
         S += write(k_c, v_c, leave, DECAY, PRECISION)
     tl.store(ST + i_s, S, mask=in_s)
     if NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
@@ -145,17 +144,16 @@ def _dv_kernel(
         q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
         k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        b, enter, leave = 0.0, 1.0, 1.0
+        gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
-        A = scores(q_c, k_c, b, C, DECAY, True, PARTS, PRECISION)
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+        A = scores(q_c, k_c, gates, C, DECAY, True, PARTS, PRECISION)
         dv_c = read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=PRECISION)
         i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
         tl.store(dv + i_o, tl.cast(dv_c, dv.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
         if DECAY > 0:
-            dS *= tl.trans(tl.exp2(last))
+            dS *= tl.trans(whole)
         dS += write(q_c, do_c, enter, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.network import Norm, Rule
 from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Rows, Stacks
 
@@ -81,7 +81,7 @@ class _Pass(torch.autograd.Function):
         return torch.stack(outputs), *M, *(tuple(x.clone() for x in A) if has_anchor else ())
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, do, *d_layers):
         L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 3 * ctx.L
         saved = ctx.saved_tensors  # once: checkpointing gives each tensor a single time

@@ -253,12 +253,12 @@ class Chunk:
         return x[..., :-1] if self.rule.bias else x
 
     def _through_norm(self, function, g: Tensor, *inputs: Tensor) -> tuple:
-        """Gradients of the inputs of `output` or `error`, None for zero; by autograd, as they act on rows alone."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (*inputs, *(self.norm or ()))]
-            norm = None if self.norm is None else tuple(leaves[-2:])
-            y = function(*leaves[: len(inputs)], self.rule, norm)
-        grads = torch.autograd.grad(y, leaves, g, allow_unused=True)
-        if norm is not None:
-            self.d_norm[:] = map(add, self.d_norm, grads[-2:])
-        return grads[: len(inputs)]
+        """Gradients of the inputs of `output` or `error`, None for zero: they act on rows alone."""
+        if self.norm is None:  # both are sums then
+            g = self.rule.factor * g if function is error and self.rule.factor != 1 else g
+            return g, g if self.rule.residual else None, *(-g for _ in inputs[2:])
+        n = len(inputs)
+        pull: Any = torch.func.vjp(lambda *x: function(*x[:n], self.rule, x[n:]), *inputs, *self.norm)[1]
+        grads = pull(g)
+        self.d_norm[:] = map(add, self.d_norm, grads[n:])
+        return grads[:n]

@@ -14,7 +14,8 @@ import triton.language as tl
 from hf_memory.ops.triton.launch import CHUNK, SCALAR, decay_kind, walk_constants
 from hf_memory.ops.triton.tiles import (
     column_of,
-    cumulative_decay,
+    decays,
+    fade,
     load_rows,
     program,
     row_of,
@@ -86,25 +87,27 @@ def dq_kernel(
             dq_c += dd_c * z[None, :]
         P = tl.where(past, P, 0.0)
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            dq_c *= tl.exp2(b)
-            leave = tl.exp2(last - b)
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+            dq_c *= enter
         if DECAY == 2:
             k32 = tl.cast(k_c, tl.float32)
-            for j in range(C):
+            sums = tl.zeros_like(k32)  # of gates between the rows and a column
+            for step in range(C):
+                j = C - 1 - step
                 here = rows == j
-                dq_c += column_of(P, here) * tl.exp2(tl.minimum(b - row_of(b, here), 0.0)) * row_of(k32, here)
+                dq_c += column_of(P, here) * tl.exp2(sums) * row_of(k32, here)
+                sums += tl.where((rows >= j)[:, None], row_of(gates, here), 0.0)
         else:
             if DECAY == 1:
-                P *= tl.exp2(tl.minimum(b - tl.sum(b, axis=1)[None, :], 0.0))
+                P = fade(P, gates, False)
             dq_c += tl.dot(tl.cast(P, k_c.dtype), k_c, input_precision=PRECISION)
         tl.store(dq + (t[:, None] * HV + hv) * K + i_k[None, :], dq_c, mask=in_t[:, None] & in_k[None, :])
         if DECAY > 0:
-            S *= tl.exp2(last)
+            S *= whole
         S += write_transposed(k_c, v_c, leave, DECAY, PRECISION)
         if NORMALIZE:
             if DECAY > 0:
-                z *= tl.sum(tl.exp2(last), axis=0)
+                z *= tl.sum(whole, axis=0)
             z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
         if DECAY > 0:
             done = tl.cast(first, tl.int64) + C - start
@@ -188,17 +191,18 @@ def dk_kernel(
             dk_c += dz[None, :]
         PT = tl.where(later, PT, 0.0)
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            dk_c *= tl.exp2(last - b)
-            enter = tl.exp2(b)
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+            dk_c *= leave
         if DECAY == 2:
             q32 = tl.cast(q_c, tl.float32)
+            sums = tl.zeros_like(q32)
             for i in range(C):
                 here = rows == i
-                dk_c += column_of(PT, here) * tl.exp2(tl.minimum(row_of(b, here) - b, 0.0)) * row_of(q32, here)
+                sums += tl.where((rows < i)[:, None], row_of(gates, here), 0.0)
+                dk_c += column_of(PT, here) * tl.exp2(sums) * row_of(q32, here)
         else:
             if DECAY == 1:
-                PT *= tl.exp2(tl.minimum(tl.sum(b, axis=1)[None, :] - b, 0.0))
+                PT = fade(PT, gates, True)
             dk_c += tl.dot(tl.cast(PT, q_c.dtype), q_c, input_precision=PRECISION)
         i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
         in_tk = in_t[:, None] & in_k[None, :]
@@ -210,16 +214,17 @@ def dk_kernel(
             total = tl.sum(db, axis=0)[None, :]
             dg_c = total - tl.cumsum(db, axis=0) + db + tail
             tail += total
+            is_shut = gates < -150.0  # e^g is zero, and so is its gradient
             if DECAY == 2:
-                tl.store(dg + i_t, dg_c, mask=in_tk)
+                tl.store(dg + i_t, tl.where(is_shut, 0.0, dg_c), mask=in_tk)
             else:
                 i_g = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
-                tl.store(dg + i_g, tl.sum(dg_c, axis=1), mask=in_t)
-            dS *= tl.exp2(last)
+                tl.store(dg + i_g, tl.where(is_shut, 0.0, tl.sum(dg_c, axis=1)), mask=in_t)
+            dS *= whole
         dS += write_transposed(q_c, do_c, enter, DECAY, PRECISION)
         if NORMALIZE:
             if DECAY > 0:
-                dz *= tl.sum(tl.exp2(last), axis=0)
+                dz *= tl.sum(whole, axis=0)
             dz += tl.sum(tl.cast(q_c, tl.float32) * enter * dd_c[:, None], axis=0)
     if NORMALIZE:
         tl.store(dz0 + (n * HV + hv) * K + i_k, dz, mask=in_k)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.triton.launch import decay_kind
-from hf_memory.ops.triton.tiles import cumulative_decay, load_rows, program, sequence_bounds, write
+from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
 
 BLOCK = 64  # a segment is a multiple of it
 SHORTEST = 512  # tokens of a segment: in fewer, the states cost more than the tokens
@@ -93,7 +93,7 @@ def sum_kernel(
     start, end = sequence_bounds(bounds, m, 0)
     S = tl.zeros([BK, BV], tl.float32)
     z = tl.zeros([BK], tl.float32)
-    total = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)  # of g, so far
+    past = tl.full([1, BK if DECAY == 2 else 1], 1.0, tl.float32)  # the decay so far
     for begin in range(start, end, C):
         t = tl.cast(begin, tl.int64) + tl.arange(0, C)
         in_t = t < end
@@ -101,14 +101,14 @@ def sum_kernel(
         x_c = load_rows(x, t, in_t, h, H, i_k, in_k, K)
         fade = 1.0
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+            _gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
             if BACKWARDS:
-                fade = tl.exp2(total + b)
+                fade = past * enter
             else:
-                fade = tl.exp2(last - b)
-                S *= tl.trans(tl.exp2(last))
-                z *= tl.sum(tl.exp2(last), axis=0)
-            total += last
+                fade = leave
+                S *= tl.trans(whole)
+                z *= tl.sum(whole, axis=0)
+            past *= whole
         S += write(x_c, y_c, fade, DECAY, PRECISION)
         if NORMALIZE:
             x32 = tl.cast(x_c, tl.float32) * fade
@@ -119,7 +119,7 @@ def sum_kernel(
     tl.store(own + i_m * V + i_k[:, None] * V + i_v[None, :], S, mask=in_k[:, None] & in_v[None, :])
     if tile == 0:
         if DECAY > 0:
-            tl.store(decay + i_m + i_k, tl.sum(tl.exp2(total), axis=0) + tl.zeros([BK], tl.float32), mask=in_k)
+            tl.store(decay + i_m + i_k, tl.sum(past, axis=0) + tl.zeros([BK], tl.float32), mask=in_k)
         if NORMALIZE:
             tl.store(own_z + i_m + i_k, z, mask=in_k)
 

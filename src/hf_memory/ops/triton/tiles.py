@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SHUT = tl.constexpr(-16384.0)  # 2^SHUT is zero, and 64 of it are an exact float32
 
 
 @triton.jit
@@ -32,15 +33,57 @@ def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
 
 
 @triton.jit
-def cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
-    """b [C, 1] or [C, BK], for powers of two, and its last row [1, 1] or [1, BK]."""
+def load_gates(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """g [C] or [C, BK] for powers of two, zero outside."""
     if DECAY == 2:
-        g_c = LOG2E * tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32)
-        b, last = tl.cumsum(g_c, axis=0), tl.sum(g_c, axis=0)[None, :]
-    else:
-        g_c = LOG2E * tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32)
-        b, last = tl.cumsum(g_c, axis=0)[:, None], tl.sum(g_c, axis=0) + tl.zeros([1, 1], tl.float32)
-    return b, last
+        return tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32) * LOG2E
+    return tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32) * LOG2E
+
+
+@triton.jit
+def decay_to_here(gates, DECAY: tl.constexpr):
+    """From the start of a chunk to each of its tokens [C, 1] or [C, BK], and of the whole chunk [1, 1] or [1, BK]."""
+    enter, whole = tl.exp2(tl.cumsum(gates, axis=0)), tl.exp2(tl.sum(gates, axis=0))
+    if DECAY == 2:
+        return enter, whole[None, :]
+    return enter[:, None], whole + tl.zeros([1, 1], tl.float32)
+
+
+@triton.jit
+def decay_from_here(following, DECAY: tl.constexpr):
+    """From each token of a chunk to its end [C, 1] or [C, BK], given the gates of the tokens after each.
+
+    They are summed by themselves: the difference of two sums cancels, and -inf - (-inf) is no number.
+    """
+    leave = tl.exp2(tl.cumsum(following, axis=0, reverse=True))
+    if DECAY == 2:
+        return leave
+    return leave[:, None]
+
+
+@triton.jit
+def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """Gates of a chunk, and its decays: to each token, from each, and of the whole."""
+    gates = load_gates(g, t, t < end, hv, HV, i_k, in_k, K, DECAY)
+    has_next = (t + 1 < end) & (t < tl.max(t, axis=0))  # in the chunk
+    following = load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY)
+    enter, whole = decay_to_here(gates, DECAY)
+    return gates, enter, decay_from_here(following, DECAY), whole
+
+
+@triton.jit
+def fade(A, gates, OF_KEYS: tl.constexpr):
+    """A_ij [C, C] times the decay after j up to i, from gates [C]; rows are i and columns j, or OF_KEYS the other way.
+
+    In two parts, so that sums do not cancel: multiples of 1 / 16, whose sums are exact, and the rest, which are small.
+    """
+    gates = tl.maximum(gates, SHUT)
+    multiples = tl.floor(16 * gates) / 16
+    coarse, fine = tl.cumsum(multiples, axis=0), tl.cumsum(gates - multiples, axis=0)
+    if OF_KEYS:
+        coarse, fine = -coarse, -fine
+    A *= tl.exp2(tl.minimum(coarse[:, None] - coarse[None, :], 0.0))
+    return A * tl.exp2(fine[:, None] - fine[None, :])
 
 
 @triton.jit
@@ -56,33 +99,33 @@ def split_dot(x, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def read(x, S, fade, DECAY: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """(x fade) S [C, BV] for x [C, BK] and fade [C, 1] or [C, BK]; operands stay as loaded if they can."""
+def read(x, S, decay, DECAY: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """(x decay) S [C, BV] for x [C, BK] and decay [C, 1] or [C, BK]; operands stay as loaded if they can."""
     if DECAY == 2:
-        return split_dot(tl.cast(x * fade, x.dtype), tl.cast(S, x.dtype), PARTS, PRECISION)
+        return split_dot(tl.cast(x * decay, x.dtype), tl.cast(S, x.dtype), PARTS, PRECISION)
     y = split_dot(x, tl.cast(S, x.dtype), PARTS, PRECISION)
     if DECAY == 1:
-        y *= fade
+        y *= decay
     return y
 
 
 @triton.jit
-def write(x, y, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """(x fade)^T y [BK, BV] for x [C, BK], y [C, BV] of one dtype, and fade [C, 1] or [C, BK]."""
+def write(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """(x decay)^T y [BK, BV] for x [C, BK], y [C, BV] of one dtype, and decay [C, 1] or [C, BK]."""
     if DECAY == 2:
-        x = tl.cast(x * fade, x.dtype)
+        x = tl.cast(x * decay, x.dtype)
     elif DECAY == 1:
-        y = tl.cast(y * fade, y.dtype)
+        y = tl.cast(y * decay, y.dtype)
     return tl.dot(tl.trans(x), y, input_precision=PRECISION)
 
 
 @triton.jit
-def write_transposed(x, y, fade, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+def write_transposed(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
     """The same as [BV, BK]."""
     if DECAY == 2:
-        x = tl.cast(x * fade, x.dtype)
+        x = tl.cast(x * decay, x.dtype)
     elif DECAY == 1:
-        y = tl.cast(y * fade, y.dtype)
+        y = tl.cast(y * decay, y.dtype)
     return tl.dot(tl.trans(y), x, input_precision=PRECISION)
 
 
@@ -100,12 +143,13 @@ def column_of(x, here):
 
 @triton.jit
 def scores(
-    q, k, b, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr
-):
+    q, k, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """A [C, C] without scale; rows are queries, or OF_KEYS keys: a product is not transposed, Hopper got that wrong."""
     rows = tl.arange(0, C)
     if OF_KEYS:
-        x, y, b = k, q, -b
+        x, y = k, q
         seen = rows[:, None] <= rows[None, :]
     else:
         x, y = q, k
@@ -113,14 +157,21 @@ def scores(
     if DECAY == 2:
         A = tl.zeros([C, C], tl.float32)
         x32, y32 = tl.cast(x, tl.float32), tl.cast(y, tl.float32)
-        for j in range(C):
+        sums = tl.zeros_like(x32)  # of gates between the rows and a column
+        for step in range(C):
+            j = step if OF_KEYS else C - 1 - step
             here = rows == j
-            a_j = tl.sum(x32 * row_of(y32, here) * tl.exp2(tl.minimum(b - row_of(b, here), 0.0)), axis=1)
+            gate = row_of(gates, here)
+            if OF_KEYS:
+                sums += tl.where((rows < j)[:, None], gate, 0.0)
+            a_j = tl.sum(x32 * row_of(y32, here) * tl.exp2(sums), axis=1)
             A = tl.where(here[None, :], a_j[:, None], A)
+            if not OF_KEYS:
+                sums += tl.where((rows >= j)[:, None], gate, 0.0)
     else:
         A = split_dot(x, tl.trans(y), PARTS, PRECISION)
         if DECAY == 1:
-            A *= tl.exp2(tl.minimum(b - tl.sum(b, axis=1)[None, :], 0.0))
+            A = fade(A, gates, OF_KEYS)
     return tl.where(seen, A, 0.0)
 
 

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import (
-    cumulative_decay,
+    decay_from_here,
+    decay_to_here,
+    load_gates,
     load_rows,
     program,
     read,
@@ -59,19 +61,19 @@ def solve_kernel(
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
         P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
         W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
-        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        enter, leave = 1.0, 1.0
+        d_c, enter, leave = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
-        d_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
+            has_next = (t + 1 < end) & (rows < C - 1)
+            leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
         d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
         if dx is not None:
             i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
             tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
         if DECAY > 0:
-            dS *= tl.trans(tl.exp2(last))
+            enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
+            dS *= tl.trans(whole)
         dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
         dS -= write(k_c, tl.cast(beta_c * d_c, k_c.dtype), enter, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)

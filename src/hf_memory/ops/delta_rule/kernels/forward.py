@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import (
-    cumulative_decay,
+    decay_from_here,
+    decay_to_here,
+    load_gates,
     load_rows,
     program,
     read,
@@ -50,13 +52,13 @@ def chunk_kernel(
     q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
     k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
     beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)
-    b = 0.0
+    gates = 0.0
     if DECAY > 0:
-        b, _last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+        gates = load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
     i_c = (t[:, None] * HV + hv) * C + rows[None, :]
-    P_c = scores(q_c, k_c, b, C, DECAY, False, PARTS, PRECISION)
+    P_c = scores(q_c, k_c, gates, C, DECAY, False, PARTS, PRECISION)
     tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
-    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, b, C, DECAY, False, PARTS, PRECISION), 0.0)
+    A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, gates, C, DECAY, False, PARTS, PRECISION), 0.0)
     tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
     tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
 
@@ -111,8 +113,7 @@ def forward_kernel(
         beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
         enter, leave = 1.0, 1.0
         if DECAY > 0:
-            b, last = cumulative_decay(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-            enter, leave = tl.exp2(b), tl.exp2(last - b)
+            enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
         e_c = -read(k_c, S, enter, DECAY, PARTS, PRECISION)
         if v is not None:
             e_c += tl.cast(load_rows(v, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
@@ -127,6 +128,8 @@ def forward_kernel(
             tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
             tl.store(e + i_o, e_c, mask=in_o)
         if DECAY > 0:
-            S *= tl.trans(tl.exp2(last))
+            S *= tl.trans(whole)
+            has_next = (t + 1 < end) & (rows < C - 1)
+            leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
         S += write(k_c, x_c, leave, DECAY, PRECISION)
     tl.store(ST + i_s, S, mask=in_s)

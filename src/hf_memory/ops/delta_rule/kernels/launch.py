@@ -158,7 +158,8 @@ def _backward(
     solve(dST, dx)
     dv = (beta[..., None] * dx).to(q.dtype)
     x, nothing = (beta[..., None] * e).to(q.dtype), torch.zeros_like
-    twice = _in_turn(k, q), _in_turn(nothing(k), k), _in_turn(nothing(x), x), None if g is None else _in_turn(g, g * 0)
+    gates = None if g is None else _in_turn(g, nothing(g))
+    twice = _in_turn(k, q), _in_turn(nothing(k), k), _in_turn(nothing(x), x), gates
     bounds = None if cu_seqlens is None else 2 * cu_seqlens
     dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, _in_turn(-dv, do), None, dST, None, bounds)
     (dk_read, dq), dk, dg = _apart(dq), _apart(dk)[1], None if g is None else _apart(dg)[0].contiguous()

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
 from hf_memory.ops.triton.variants import Variant, variant
 
@@ -154,7 +154,7 @@ class _Pass(torch.autograd.Function):
         return o, states[-1].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, do, dM):
         reads, asks, keys, leaves, through, states, u = ctx.saved_tensors
         (NC, N, C, V), do = u.shape, do.contiguous()

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
@@ -149,7 +149,7 @@ class _Walk(torch.autograd.Function):
         return o, start
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx, do, d_start):
         closed, initial, kept, *rows = ctx.saved_tensors
         do, d_initial, d_rows = do.contiguous(), None, [None if x is None else torch.empty_like(x) for x in rows]
