@@ -129,6 +129,16 @@ CASES = (
         },
     ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
+    Case(
+        "gated-window",
+        "hf_memory_gated",
+        {"attention_window": 4, "num_memory_slots": 5, "use_qk_norm": True, "attn_logit_softcapping": 5.0},
+    ),
+    Case(
+        "deltanet-window",
+        "hf_memory_deltanet",
+        {"attention_window": 3, "num_sink_tokens": 1, "num_memory_slots": 6, "full_attention_heads": [[], [0]]},
+    ),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 

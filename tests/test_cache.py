@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from cases import CASES, every_case, every_recurrent_family, make_config, make_model, random_tokens
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
+from hf_memory.evaluation import cache_bytes
 
 CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_kernel_dim")]
 
@@ -230,3 +231,17 @@ def test_caches_count_tokens_and_rows():
     assert cache.get_max_length() == -1
     assert cache.get_mask_sizes(2, 0) == (7, 0)
     assert cache.has_previous_state(0)
+
+
+@every_case
+def test_states_are_what_the_mixers_declare(case):
+    model = make_model(case)
+    cache = read(model, random_tokens(2, 9))
+    for layer, spec in zip(cache.layers, model.config.state_specs):
+        if isinstance(layer, MemoryLayer):
+            places = {name: (9,) if state.growth == "token" else () for name, state in spec.items()}
+            shapes = {name: (2, *places[name], *state.shape) for name, state in spec.items()}
+            assert {name: tuple(x.shape) for name, x in layer.states.items()} == shapes
+            dtypes = {name: state.dtype or torch.float32 for name, state in spec.items()}
+            assert {name: x.dtype for name, x in layer.states.items()} == dtypes
+    assert cache_bytes(model.config, 9) == state_bytes(read(model, random_tokens(1, 9)))

@@ -4,11 +4,13 @@ A config that lists "memory" in `layer_types` gets a `MemoryLayer` at that place
 and `StaticCache(config=...)`; generate makes these caches by itself.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -18,7 +20,27 @@ from transformers.cache_utils import (
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.utils.import_utils import is_tracing
 
+Growth = Literal["fixed", "log", "token"]  # of a state with the tokens read
 States = dict[str, Tensor]
+
+
+class State(NamedTuple):
+    """What a mixer keeps of each sequence under one name: a row of a tensor whose first dimension is the batch."""
+
+    shape: tuple[int, ...]  # of a row; with growth "token", what each token adds to it
+    dtype: torch.dtype | None = torch.float32  # None: the model's
+    growth: Growth = "fixed"
+    at_most: int | None = None  # tokens, where it stops growing
+    absent: int = 0  # what stands where a row of a batch has no token
+
+    def nbytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Of a sequence of so many tokens in a model of a dtype."""
+        tokens = num_tokens if self.at_most is None else min(num_tokens, self.at_most)
+        times = {"fixed": 1, "log": num_tokens.bit_length(), "token": tokens}[self.growth]
+        return times * math.prod(self.shape) * (self.dtype or dtype).itemsize
+
+
+Spec = dict[str, State]
 
 
 class Reading(NamedTuple):
@@ -49,7 +71,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def __init__(self, **kwargs):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
-        self.growing: Mapping[str, float] = {}
+        self.spec: Spec = {}
         self.seen_tokens = 0
         self.record_past = False
         self.snapshot: States = {}
@@ -65,15 +87,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         num_tokens: int,
         states: States,
         again: Callable[[States, int], States],
-        growing: Mapping[str, float] | None = None,
+        spec: Spec,
     ) -> None:
-        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`.
-
-        States [B, tokens, ...] that grow by a place with each token are named in `growing`, with what a place holds
-        that is none of a row's.
-        """
+        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`."""
         self._store(states)
-        self.growing = growing or {}
+        self.spec = spec
         self.seen_tokens += num_tokens
         self.is_initialized = True
         if self.record_past:
@@ -115,6 +133,28 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the padding mask that covers the past and the query."""
         return self.seen_tokens + query_length, 0
+
+    def fill(self, states: States, seen_tokens: int) -> None:
+        """Hold these states, of sequences of so many tokens."""
+        self.states, self.seen_tokens, self.is_initialized = states, seen_tokens, True
+
+    def join(self, other: "MemoryLayer", length: int) -> None:
+        """Take in another's rows. All have a length then: what grows with the text is padded on the left."""
+        states = {name: self._joined(name, x, other.states[name]) for name, x in self.states.items()}
+        self.fill(states, length)
+
+    def keep_last(self, length: int) -> None:
+        """Drop all but the last tokens of what grows with the text."""
+        growing = {name: x[:, -length:] for name, x in self.states.items() if self.spec[name].growth == "token"}
+        self.fill(self.states | growing, length)
+
+    def _joined(self, name: str, *both: Tensor) -> Tensor:
+        state = self.spec[name]
+        if state.growth != "token":
+            return torch.cat(both)
+        length = max(x.shape[1] for x in both)
+        before = [(*(0, 0) * len(state.shape), length - x.shape[1], 0) for x in both]
+        return torch.cat([F.pad(x, pad, value=state.absent) for x, pad in zip(both, before)])
 
     def reset(self) -> None:
         """Forget everything; the tensors stay where they are."""

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.initialization import no_init_weights
 
-from hf_memory.cache import MemoryLayer, state_bytes
+from hf_memory.cache import state_bytes
+from hf_memory.modeling.configuration import MemoryConfig
 
 
 @dataclass(frozen=True)
@@ -41,44 +41,43 @@ def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     return state_bytes(cache)
 
 
-@torch.no_grad()
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes that the cache of a model with this config needs for one sequence of so many tokens; no weights needed.
 
-    Attention layers keep the keys and values of all tokens, or of a window; a memory has the same size at any length.
+    What layers of ours keep, they declare; those of other models have attention, full or over a window.
     """
+    dtype = _dtype(config)
+    if isinstance(config, MemoryConfig):
+        return sum(state.nbytes(num_tokens, dtype) for spec in config.state_specs for state in spec.values())
     kinds = layer_types(config)
-    sizes = {"num_hidden_layers": len(set(kinds)), "vocab_size": 1, "layer_types": list(dict.fromkeys(kinds))}
-    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mixer_types"))
-    own = {name: x for name, x in (tokens | sizes).items() if name in config.to_dict()}
-    sample = type(config)(**config.to_dict() | own)  # one layer of each type, without a vocabulary
-    with torch.random.fork_rng(devices=[]), no_init_weights():
-        model = AutoModelForCausalLM.from_config(sample)
-    cache = DynamicCache(config=sample)
-    model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    each = zip(dict.fromkeys(kinds), cache.layers)
-    return sum(kinds.count(kind) * _layer_bytes(layer, num_tokens) for kind, layer in each)
+    seen = {
+        "full_attention": num_tokens,
+        "sliding_attention": min(num_tokens, (getattr(config, "sliding_window", None) or 1) - 1),
+    }
+    if not set(kinds) <= set(seen):
+        raise ValueError(f"config must have layers of attention or of hf_memory, got {', '.join(sorted(set(kinds)))}")
+    return sum(seen[kind] for kind in kinds) * _token_bytes(config)
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of each layer; a config that does not say has attention of one kind."""
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     given = getattr(config, "mixer_types", None) or getattr(config, "layer_types", None)
-    return list(given or ["full_attention"] * config.num_hidden_layers)
+    return list(given or [kind] * config.num_hidden_layers)
 
 
-def _layer_bytes(layer, num_tokens: int) -> int:
-    if isinstance(layer, MemoryLayer):
-        return sum(x.numel() * x.element_size() for x in layer.states.values())
-    window = getattr(layer, "sliding_window", None)
-    kept = num_tokens if window is None else min(num_tokens, window - 1)
-    return kept * sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+def _dtype(config: PreTrainedConfig) -> torch.dtype:
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _token_bytes(config: PreTrainedConfig) -> int:
+    """Keys and values of a token in one layer."""
+    return 2 * config.num_key_value_heads * head_dim(config) * _dtype(config).itemsize
 
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes of keys and values of so many tokens, if every layer of a model with this config were full attention."""
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    channels = config.num_key_value_heads * head_dim(config)
-    return 2 * config.num_hidden_layers * channels * num_tokens * dtype.itemsize
+    return config.num_hidden_layers * num_tokens * _token_bytes(config)
 
 
 def head_dim(config: PreTrainedConfig) -> int:

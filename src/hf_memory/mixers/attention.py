@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, with soft caps
 
+from hf_memory.cache import Spec, State
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
 
@@ -18,6 +19,14 @@ class AttentionMixer(Projections):
         super().__init__(config, layer_idx)
         is_sliding = config.mixer_types[layer_idx].startswith("sliding")
         self.sliding_window = config.sliding_window if is_sliding else None
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """Keys and values of all tokens, or of those that a window still sees."""
+        _, heads, _, K, V = config.attention_heads
+        window = config.sliding_window if config.mixer_types[layer_idx].startswith("sliding") else None
+        at_most = None if window is None else window - 1
+        return {name: State((heads, D), None, "token", at_most) for name, D in (("keys", K), ("values", V))}
 
     def forward(
         self,

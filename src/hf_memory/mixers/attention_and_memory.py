@@ -4,11 +4,13 @@ https://arxiv.org/abs/2501.00663. Persistent tokens stand before every sequence:
 always sees them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from hf_memory.cache import States
+from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
@@ -51,6 +53,14 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """Attention always does."""
         return True
 
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """Those of the memory, and the keys and values that the window still sees."""
+        _, heads, _, D, _ = config.attention_heads
+        window = State((config.sliding_window - 1, heads, D), None)
+        attention = {"keys": window, "values": window, "seen": State((), torch.long)}
+        return _joined(attention, NeuralMemoryMixer.state_spec(config, layer_idx))
+
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
@@ -88,7 +98,7 @@ def _part(states: States, prefix: str) -> States:
     return {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
 
 
-def _joined(attention: States, memory: States) -> States:
+def _joined(attention: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
     return {f"attention_{n}": x for n, x in attention.items()} | {f"memory_{n}": x for n, x in memory.items()}
 
 

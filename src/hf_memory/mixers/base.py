@@ -1,7 +1,7 @@
 """What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import MemoryLayer, States, memory_layer
+from hf_memory.cache import MemoryLayer, Spec, State, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.gates import low_rank
 from hf_memory.mixers.positions import Positions
@@ -34,7 +34,7 @@ class Context(NamedTuple):
         )
 
 
-class Projections(nn.Module):
+class Projections(nn.Module, ABC):
     """q, k, v and o projections, q/k norms and rotation: the parts that attention and memory have in common."""
 
     def __init__(self, config, layer_idx: int):
@@ -43,6 +43,7 @@ class Projections(nn.Module):
         self.layer_idx = layer_idx
         self.rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
+        self.spec = self.state_spec(config, layer_idx)
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
@@ -63,9 +64,19 @@ class Projections(nn.Module):
         return self.config.attention_heads
 
     @property
+    def new_part(self) -> nn.Module | None:
+        """What learns first where attention becomes this: all, since its projections change their meaning."""
+        return self
+
+    @property
     def normalizes(self) -> bool:
         """Whether queries and keys have a norm of their own."""
         return self.config.use_qk_norm
+
+    @classmethod
+    @abstractmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """What the mixer of a layer keeps of a sequence, by name."""
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
@@ -89,11 +100,10 @@ class Projections(nn.Module):
         return (q, k) if positions is None or not self.rotates else positions.rotate(q, k)
 
 
-class MemoryMixer(Projections, ABC):
+class MemoryMixer(Projections):
     """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
 
     has_silu = True  # after the short convolutions, or after the projections where there are none
-    growing: Mapping[str, float] = {}  # states that do, with what a place holds that is none of a row's
 
     @property
     def sees_positions(self) -> bool:
@@ -109,6 +119,12 @@ class MemoryMixer(Projections, ABC):
     def normalizes(self) -> bool:
         """Whether queries and keys have a norm of their own."""
         return self.config.has_memory_qk_norm
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """A matrix for each head, and the last tokens that convolutions see."""
+        query_heads, _, value_heads, K, V = config.memory_heads
+        return convolution_spec(config) | {"memory": State((max(query_heads, value_heads), K, V))}
 
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
@@ -171,7 +187,7 @@ class MemoryMixer(Projections, ABC):
 
         context = context._replace(states=layer.read())
         output, new_states = self.mix(hidden_states, context)
-        layer.write(T, new_states, again, self.growing)
+        layer.write(T, new_states, again, self.spec)
         return output
 
     @abstractmethod
@@ -192,6 +208,15 @@ class MemoryMixer(Projections, ABC):
         q, k, v = self.split_heads(q, k, v)
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
+
+
+def convolution_spec(config) -> Spec:
+    """States of the short convolutions of a config."""
+    query_heads, key_heads, value_heads, K, V = config.memory_heads
+    channels = {"q_conv": query_heads * K, "k_conv": key_heads * K, "v_conv": value_heads * V}
+    if not config.linear_conv_kernel_dim:
+        return {}
+    return {name: State((config.linear_conv_kernel_dim - 1, size), None) for name, size in channels.items()}
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of output gates

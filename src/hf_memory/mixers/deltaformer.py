@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
+from hf_memory.cache import Spec
 from hf_memory.layers import unit_length
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.positions import Positions
@@ -39,6 +40,13 @@ class DeltaFormerMixer(AttentionMixer):
         if self.config.beta_mode != "none" and self.config.beta_activation != "sigmoid":
             init.zeros_(self.b_proj.weight)
             init.zeros_(self.b_proj.bias)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """Attention's; without `write_rope`, keys twice."""
+        spec = super().state_spec(config, layer_idx)
+        heads, D = spec["keys"].shape
+        return spec | {"keys": spec["keys"]._replace(shape=(heads, D if config.write_rope else 2 * D))}
 
     def forward(
         self,

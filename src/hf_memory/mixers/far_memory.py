@@ -5,22 +5,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.cache import States
+from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.base import Context
-from hf_memory.ops import linear_attention
+from hf_memory.mixers.gates import SigmoidDecay
+from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.contract import repeat_heads
 
-NOTHING = 1e-30  # mass of an empty memory
+NOTHING = 1e-30  # mass of an empty memory or slot: more would take a share from the window
+SHARPNESS = 8  # of slots at their start, over the mean square of how far a key is from its centroid
 
 
 class SlotMemory(nn.Module):
     """Keys are put into slots, softly, and a query sees a slot's mean value with the weight of all that is in it.
 
-        phi(k) = softmax(A k + a)          m = sum of exp(B q + b) phi(k) v^T,   n = sum of exp(B q + b) phi(k)
-        o = m / n, of the mass n in the softmax: with a slot at each key this is attention
+        phi(k) = softmax(A k + a)     S <- S + phi(k) v^T     n <- n + phi(k)
+        w = exp(B q + b)              o = S^T w / n^T w,      with the mass n^T w in the softmax
 
     With A, a = beta (c, -|c|^2 / 2) for centroids c of the keys and B = scaling c, attention sees each key where its
-    centroid is, as in Transformer-VQ (https://arxiv.org/abs/2309.16354), but softly and learned.
+    centroid is, as in Transformer-VQ (https://arxiv.org/abs/2309.16354), but softly and learned; with a slot at each
+    key it is attention. Queries and keys are not rotated: a memory of rotated keys breaks beyond the length it has
+    learned at.
     """
 
     def __init__(self, config, heads: int):
@@ -33,6 +37,18 @@ class SlotMemory(nn.Module):
         self.q_weight = nn.Parameter(torch.empty(heads * groups * self.slots, self.dim))
         self.q_bias = nn.Parameter(torch.empty(heads * groups * self.slots))
 
+    @classmethod
+    def state_spec(cls, config, heads: int) -> Spec:
+        """Values of the slots, and what they are divided by."""
+        return {"slot_values": State((heads, config.num_memory_slots, config.head_dim + 1))}
+
+    num_gates = 0
+
+    @classmethod
+    def num_features(cls, config) -> int:
+        """Numbers that a head writes of a token beside its value."""
+        return config.num_memory_slots + cls.num_gates
+
     def init_own_parameters(self) -> None:
         """Random centroids."""
         init.normal_(self.k_weight, std=self.dim**-0.5)
@@ -40,62 +56,152 @@ class SlotMemory(nn.Module):
         init.zeros_(self.k_bias)
         init.zeros_(self.q_bias)
 
+    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
+        """What a token [B, T, H, D] writes beside its value, [B, T, H, features] float32: its slots, and a gate."""
+        return self._logits(k, self.k_weight, self.k_bias).softmax(-1)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, written: Tensor, context: Context
+        self, q: Tensor, features: Tensor, v: Tensor, written: Tensor, context: Context
     ) -> tuple[Tensor, Tensor, States]:
-        """Write a token at each step and answer its query.
+        """Write a token at each step, and answer the query of another.
 
         Args:
-            q: [B, T, HQ, D].
-            k: [B, T, H, D] of the token that leaves the window at each step.
+            q: [B, T, HQ, D], not rotated.
+            features: [B, T, H, features] of the token that leaves the window at each step.
             v: [B, T, H, V], of the same.
             written: [1 or B, T] bool, whether there is one.
-            context: the states, `slot_values` [B, H, slots, V + 1].
+            context: the states `slot_values`, [B, H, slots, V + 1] here.
 
         Returns:
             The answers [B, T, HQ, V], the logarithm of their mass [B, T, HQ] in float32, and the states.
         """
-        G, H = q.shape[2] // k.shape[2], k.shape[2]
-        keys = self._logits(k, self.k_weight, self.k_bias).softmax(-1).to(v.dtype)
         asked = self._logits(q, self.q_weight, self.q_bias)
         most = asked.detach().amax(-1, keepdim=True)
-        ones = F.pad(v, (0, 1), value=1.0)
-        past = context.states.get("slot_values")
-        o, state = linear_attention(
-            (asked - most).exp().to(v.dtype),
-            repeat_heads(keys, H * G),
-            repeat_heads(ones, H * G),
+        weights, values = (asked - most).exp(), F.pad(v, (0, 1), value=1.0)
+        o, states = self._recall(linear_attention, weights, features, values, written, context)
+        mass = o[..., -1:].to(most.dtype).clamp(min=NOTHING)
+        return (o[..., :-1] / mass).to(v.dtype), (most + mass.log())[..., 0], states
+
+    def _recall(self, op, q, features, v, written: Tensor, context: Context) -> tuple[Tensor, States]:
+        """Each group of query heads reads one state, and one is kept."""
+        G, past = q.shape[2] // v.shape[2], context.states.get("slot_values")
+        features, v = (repeat_heads(x, q.shape[2]) for x in (features, v))
+        gates = features[..., self.slots :].unbind(-1)
+        o, state = op(
+            q.to(v.dtype),
+            features[..., : self.slots].to(v.dtype),
+            v,
+            *gates,
             scale=1.0,
-            mask=written.expand(len(k), -1),
+            mask=written.expand(len(q), -1),
             initial_state=None if past is None else past.repeat_interleave(G, 1),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.backend,
         )
-        mass = o[..., -1:].float().clamp(min=NOTHING)
-        answer = (o[..., :-1] / mass).to(v.dtype)
-        return answer, (most.float() + mass.log())[..., 0], {"slot_values": state[:, ::G]}
+        return o, {"slot_values": state[:, ::G]}
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """[B, T, H, D] -> [B, T, H, slots], float32."""
         weight, bias = weight.view(-1, self.slots, self.dim), bias.view(-1, self.slots)
-        return torch.einsum("bthd,hsd->bths", x.float(), weight.float()) + bias.float()
+        x, weight, bias = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (x, weight, bias))
+        return torch.einsum("bthd,hsd->bths", x, weight) + bias
 
     @torch.no_grad()
-    def start_near(self, keys: Tensor) -> None:
-        """Slots at the centroids of keys [tokens, H, D] of a text: near attention before any training."""
-        centers = torch.stack([centroids(x.float(), self.slots) for x in keys.unbind(1)])  # [H, slots, D]
-        distance = torch.cdist(keys.float().transpose(0, 1), centers).amin(-1)
-        sharpness = 1 / (distance.square().mean(1) / self.dim).clamp(min=1e-3)[:, None, None]
-        self.k_weight.copy_((sharpness * centers).flatten(0, 1))
-        self.k_bias.copy_((-0.5 * sharpness * centers.square().sum(-1, keepdim=True)).flatten())
-        groups = len(self.q_weight) // len(self.k_weight)
-        self.q_weight.copy_(self.scaling * centers.repeat_interleave(groups, 0).flatten(0, 1))
+    def start_near(self, q: Tensor, k: Tensor, rotation: Tensor) -> None:
+        """Slots at centroids of a text's keys: near attention before any training.
+
+        Args:
+            q: [tokens, HQ, D], not rotated.
+            k: [tokens, H, D], not rotated.
+            rotation: [D, D] that keys have, k @ rotation, as queries far behind them see them on average.
+        """
+        groups = q.shape[1] // k.shape[1]
+        weights = (x.unflatten(0, (k.shape[1], -1)) for x in (self.k_weight, self.k_bias, self.q_weight))
+        for of_head, queries, keys in zip(zip(*weights), q.float().split(groups, 1), k.float().unbind(1)):
+            self._start_head(of_head, queries.flatten(0, 1), keys, rotation)
         self.q_bias.zero_()
 
+    def _start_head(self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor) -> None:
+        """Keys are near each other where queries see little difference between them."""
+        k_weight, k_bias, q_weight = weights
+        size, vectors = torch.linalg.eigh(q.mT @ q / len(q))
+        seen = rotation @ (vectors * (self.scaling * size.clamp(min=1e-4 * size.mean()).sqrt())) @ vectors.mT
+        points = k @ seen
+        centers, members = centroids(points, self.slots)
+        sharpness = SHARPNESS / (points - centers[members]).square().sum(-1).mean().clamp(min=1e-6)
+        k_weight.copy_(sharpness * centers @ seen.mT)
+        k_bias.copy_(-0.5 * sharpness * centers.square().sum(-1))
+        middles = torch.stack([k[members == i].mean(0) if (members == i).any() else k[0] for i in range(self.slots)])
+        q_weight.copy_((self.scaling * middles @ rotation).repeat(len(q_weight) // self.slots, 1))
 
-def centroids(points: Tensor, number: int, *, rounds: int = 8) -> Tensor:
-    """k-means of points [N, D] -> [number, D]; a centre of nothing starts again at a point."""
+
+class DecayedSlots(SlotMemory):
+    """The same, but what is in the slots decays, by head: n <- e^g n + phi(k), S <- e^g S + phi(k) v^T."""
+
+    num_gates = 1
+
+    def __init__(self, config, heads: int):
+        super().__init__(config, heads)
+        self.decay = SigmoidDecay(config.hidden_size, heads, None, 0, config.gate_logit_normalizer)
+
+    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
+        """The slots, and the logarithm of the decay."""
+        return torch.cat([super().features(hidden_states, k), self.decay(hidden_states)[..., None]], -1)
+
+
+class DeltaSlots(SlotMemory):
+    """The same, but a token's value replaces part of what its slots say, by the delta rule.
+
+    S <- S + beta phi(k) (v - S^T phi(k))^T,   n <- n + phi(k),   w = n exp(B q + b),   o = S^T w / sum w, of mass sum w
+    """
+
+    num_gates = 1
+
+    def __init__(self, config, heads: int):
+        super().__init__(config, heads)
+        self.b_proj = nn.Linear(config.hidden_size, heads)
+
+    @classmethod
+    def state_spec(cls, config, heads: int) -> Spec:
+        """Values of the slots, and what was put into them."""
+        counts = State((heads, config.num_memory_slots))
+        return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
+
+    def init_own_parameters(self) -> None:
+        """As slots, and tokens are written with a quarter of their strength."""
+        super().init_own_parameters()
+        init.constant_(self.b_proj.bias, -1.0)
+
+    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
+        """The slots, and the strength of writing."""
+        beta = self.b_proj(hidden_states).float().sigmoid()
+        return torch.cat([super().features(hidden_states, k), beta[..., None]], -1)
+
+    def forward(
+        self, q: Tensor, features: Tensor, v: Tensor, written: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, States]:
+        """As that of slots, with the states `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
+        counts, states = self._counts(torch.where(written[..., None, None], features[..., : self.slots], 0), context)
+        weights = self._logits(q, self.q_weight, self.q_bias) + repeat_heads((counts + NOTHING).log(), q.shape[2])
+        mass = weights.logsumexp(-1, keepdim=True)
+        o, new = self._recall(delta_rule, (weights - mass).exp(), features, v, written, context)
+        return o, mass[..., 0], states | new
+
+    def _counts(self, features: Tensor, context: Context) -> tuple[Tensor, States]:
+        """[B, T, H, slots]: what was put into each slot until then, in the same sequence."""
+        counts = features.cumsum(1)
+        if context.cu_seqlens is not None:
+            starts = context.cu_seqlens.long()
+            sequence = torch.searchsorted(starts, torch.arange(features.shape[1], device=starts.device), right=True) - 1
+            return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts[sequence]], {}
+        if context.states:
+            counts = counts + context.states["slot_counts"][:, None]
+        return counts, {"slot_counts": counts[:, -1]}
+
+
+def centroids(points: Tensor, number: int, *, rounds: int = 8) -> tuple[Tensor, Tensor]:
+    """k-means of points [N, D]: centres [number, D], and the centre of each point; one of nothing starts again."""
     generator = torch.Generator(points.device).manual_seed(0)
 
     def drawn() -> Tensor:
@@ -103,8 +209,8 @@ def centroids(points: Tensor, number: int, *, rounds: int = 8) -> Tensor:
 
     centers = drawn()
     for _ in range(rounds):
-        nearest = torch.cdist(points, centers).argmin(-1)
-        sums = torch.zeros_like(centers).index_add_(0, nearest, points)
-        counts = nearest.bincount(minlength=number)[:, None]
+        members = torch.cdist(points, centers).argmin(-1)
+        sums = torch.zeros_like(centers).index_add_(0, members, points)
+        counts = members.bincount(minlength=number)[:, None]
         centers = torch.where(counts > 0, sums / counts.clamp(min=1), drawn())
-    return centers
+    return centers, torch.cdist(points, centers).argmin(-1)

@@ -9,6 +9,13 @@ from hf_memory.ops import feature_maps
 from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 
 
+def num_features(config) -> int:
+    """Features of a head of this config's map."""
+    D, F = config.head_dim, config.feature_dim
+    widths = {"hedgehog": 2 * D, "dpfp": 2 * D * config.dpfp_nu, "taylor": 1 + D + D * (D + 1) // 2}
+    return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(config.feature_map, D)
+
+
 class FeatureMap(nn.Module):
     """Maps queries and keys [B, T, H, D] to features [B, T, H, F] of one kernel."""
 

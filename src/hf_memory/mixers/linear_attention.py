@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from hf_memory.cache import Spec, State
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, States
-from hf_memory.mixers.feature_map import FeatureMap
+from hf_memory.mixers.feature_map import FeatureMap, num_features
 from hf_memory.ops import LinearState, linear_attention
 
 
@@ -19,6 +20,14 @@ class LinearAttentionMixer(MemoryMixer):
         self.feature_map = FeatureMap(config)
         if config.output_norm:
             self.o_norm = RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """A matrix for each head, the sum of its keys, and for favor their largest exponent."""
+        H, D, F = config.num_attention_heads, config.head_dim, num_features(config)
+        spec = {"memory": State((H, F, D))}
+        spec |= {"normalizer": State((H, F))} if config.normalize else {}
+        return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, H, F, D], normalizer [N, H, F], and for favor the running_max [N, H]."""

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.cache import States
+from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, real_tokens_first
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.base import Context
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops import masks
 from hf_memory.ops.contract import per_sequence
@@ -31,6 +32,15 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """Those of the memory, its weights where the segment began, and the pairs of tokens that the segment has."""
+        memory = NeuralMemoryMixer.state_spec(config, layer_idx)
+        _, heads, _, D, _ = config.attention_heads
+        pairs = State((config.segment_length, 2, heads, D), None)
+        own = {"then": memory["weights"], "offset": State((), torch.long), "keys": pairs, "values": pairs}
+        return own | {f"memory_{name}": state for name, state in memory.items()}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.cache import States
+from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, repeat_heads
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec, repeat_heads
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
@@ -68,6 +68,16 @@ class NeuralMemoryMixer(MemoryMixer):
         """Persistent tokens as small as embeddings."""
         if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """Weights of each head, their momentum, where the chunk began, and how many tokens the chunk has."""
+        query_heads, _, value_heads, K, V = config.memory_heads
+        sizes = [K, *[config.memory_expansion * K] * (config.memory_depth - 1), V]
+        shape = max(query_heads, value_heads), sum(d_in * d_out for d_in, d_out in zip(sizes, sizes[1:]))
+        anchor = shape if config.memory_chunk_size > 1 else (shape[0], 0)
+        spec = {"weights": State(shape), "momentum": State(shape), "anchor": State(anchor)}
+        return convolution_spec(config) | spec | {"phase": State((), torch.long)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
         """As any mixer; or as a part of one, with a `Context` alone, as `mix`: hooks see both ways."""

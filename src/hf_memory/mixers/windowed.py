@@ -6,20 +6,19 @@ and values instead (https://arxiv.org/abs/2410.10819).
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_memory.cache import States
+from hf_memory.cache import Spec, State, States
 from hf_memory.layers import real_tokens_first
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_attention
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, packed
 
 
 class WindowedMixer(MemoryMixer):
     """Attention over a window and its first tokens, a memory of what is between, and heads that keep everything."""
-
-    growing = {"full_keys": 0, "full_values": 0, "full_positions": -1}
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -36,10 +35,32 @@ class WindowedMixer(MemoryMixer):
         """Those of attention."""
         return self.config.attention_heads
 
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix`; heads that keep everything grow with the text."""
+        kept = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
+        heads, D = config.num_key_value_heads - kept, config.head_dim
+        spec = {"count": State((), torch.long)}
+        if heads:
+            near, first = (State((n, heads, D), None) for n in (config.attention_window, config.num_sink_tokens))
+            spec |= {"keys": near, "values": near, "sink_keys": first, "sink_values": first}
+            if config.window_memory:
+                spec |= config.far_memory.state_spec(config, heads)
+                spec["slot_features"] = State((config.attention_window, heads, config.far_memory.num_features(config)))
+        if kept:
+            full, positions = State((kept, D), None, "token"), State((), torch.long, "token", absent=-1)
+            spec |= {"full_keys": full, "full_values": full, "full_positions": positions}
+        return spec
+
     @property
     def sees_positions(self) -> bool:
         """Attention always does."""
         return True
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """The memory alone: all else means what it did in attention."""
+        return self.far
 
     @property
     def normalizes(self) -> bool:
@@ -54,27 +75,37 @@ class WindowedMixer(MemoryMixer):
         if mask is not None:
             hidden_states, order = real_tokens_first(hidden_states, mask)
             context = context._replace(positions=context.positions and context.positions.gather(order))
-        q, k, v = self.projected(hidden_states, context)
+        q, k, v = self.projected(hidden_states)
         count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
         lengths = torch.full_like(count, k.shape[1]) if mask is None else mask.sum(1)
         tokens = _present(count, lengths, context.cu_seqlens, k.shape[1])
         parts, states = [], {"count": count + lengths}
         if self.near_heads:
-            o, new = self._near(*self._of(self.near_heads, q, k, v), tokens, lengths, context)
+            o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, lengths, context)
             parts.append(o)
             states |= new
         if self.full_heads:
-            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, context)
+            q, k, v = self._of(self.full_heads, q, k, v)
+            o, new = self._full(*self.rotate(q, k, context.positions), v, tokens, context)
             parts.append(o)
             states |= new
         o = torch.cat(parts, 2).unflatten(2, (len(self.places), -1))[:, :, self.places].flatten(2)
         output = self.o_proj(o)
         return output if order is None else _in_place(output, order), states
 
-    def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, HQ, D], k and v [B, T, H, D] as attention has them."""
+    def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
+        """Let the memory begin near attention to hidden states [B, T, hidden_size] at these distances."""
+        if self.far is None:
+            return
+        q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.projected(hidden_states)))
+        units = torch.eye(self.head_dim, device=k.device)[None, :, None]  # keys that each have one channel
+        back = Positions(*(x.mean(1, keepdim=True).float() for x in (distances.cos, -distances.sin)))
+        self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D], k and v [B, T, H, D] as attention has them, but not rotated."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        return *self.normalize_and_rotate(q, k, context.positions), v
+        return *self.normalize_and_rotate(q, k, None), v
 
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The key-value heads of a list [B, T, heads, D], and the query heads that read them."""
@@ -82,13 +113,14 @@ class WindowedMixer(MemoryMixer):
             return q, k, v
         return q.unflatten(2, (len(self.places), -1))[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
 
-    def _near(self, q, k, v, tokens: Tokens, lengths: Tensor, context: Context) -> tuple[Tensor, States]:
+    def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths: Tensor, context: Context) -> tuple[Tensor, States]:
         W, S, states = self.config.attention_window, self.config.num_sink_tokens, context.states
-        keys, values = _after(states.get("keys"), k, W), _after(states.get("values"), v, W)
+        rotated, k_rotated = self.rotate(q, k, context.positions)
+        keys, values = _after(states.get("keys"), k_rotated, W), _after(states.get("values"), v, W)
         near = Columns(_with_past(tokens, states, W), keys, values)
-        first = _first(k, v, tokens, lengths, S, context)
+        first = _first(k_rotated, v, tokens, lengths, S, context)
         o, logsumexp = near_attention(
-            q,
+            rotated,
             tokens,
             near,
             first,
@@ -103,7 +135,9 @@ class WindowedMixer(MemoryMixer):
             return o, new
         leaving = tokens.position - W  # of the token that leaves the window as each comes
         T = k.shape[1]
-        remembered, mass, memory = self.far(q, keys[:, :T], values[:, :T], leaving >= S, context)
+        features = _after(states.get("slot_features"), self.far.features(hidden_states, k), W)
+        remembered, mass, memory = self.far(q, features[:, :T], values[:, :T], leaving >= S, context)
+        new["slot_features"] = _last(features, lengths, W)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), new | memory
 

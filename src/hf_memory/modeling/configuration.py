@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+from hf_memory.cache import Spec
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.hub import HubConfigMixin
@@ -59,7 +60,9 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         num_sink_tokens (`int`, defaults to 0): first tokens of the sequence that this attention sees too.
         full_attention_heads (`list[list[int]]`, *optional*): key-value heads of each layer that see all tokens instead,
             and keep their keys and values.
-        window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window.
+        window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window. Its own options
+            are then these and the family's; most options of a memory alone are not used beside a window.
+        num_memory_slots (`int`, defaults to 64): slots of this memory for each key-value head.
         mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Results differ by rounding only.
     """
@@ -119,6 +122,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     num_sink_tokens: int = 0
     full_attention_heads: list[list[int]] | None = None
     window_memory: bool = True
+    num_memory_slots: int = 64
     mixer_backend: str = "auto"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -173,17 +177,20 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         kind = self.mixer_types[layer_idx]
         return WindowedMixer if kind == "memory" and self.attention_window else self.mixers[kind]
 
+    @property
+    def state_specs(self) -> list[Spec]:
+        """What each layer keeps of a sequence, by name."""
+        return [self.mixer_class(i).state_spec(self, i) for i in range(self.num_hidden_layers)]
+
     def validate_window(self):
         """Check attention over a window beside the memory."""
         if self.attention_window is None:
             if self.num_sink_tokens or self.full_attention_heads:
                 raise ValueError("attention_window must be set with num_sink_tokens or full_attention_heads, got None")
             return
-        if self.attention_window < 1 or self.num_sink_tokens < 0:
-            raise ValueError(
-                f"attention_window must be at least 1 and num_sink_tokens at least 0, got {self.attention_window} "
-                f"and {self.num_sink_tokens}"
-            )
+        for name, least in (("attention_window", 1), ("num_sink_tokens", 0), ("num_memory_slots", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.window_memory and self.far_memory is None:
             raise ValueError(f"window_memory must be False for {self.model_type}, which has no memory beside a window")
         heads = self.full_attention_heads

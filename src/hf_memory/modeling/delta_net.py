@@ -5,6 +5,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.delta_net import DeltaNetMixer
+from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
@@ -26,6 +27,7 @@ class DeltaNetConfig(MemoryHeadsConfig):
 
     model_type = "hf_memory_deltanet"
     mixers = {**MemoryHeadsConfig.mixers, "memory": DeltaNetMixer}
+    far_memory = DeltaSlots
 
     gate: str = "none"
     allow_negative_eigenvalues: bool = False

@@ -4,6 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
@@ -26,6 +27,7 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     """
 
     model_type = "hf_memory_gated"
+    far_memory = DecayedSlots
 
     gate: str = "vector"
     gate_low_rank_dim: int = 16

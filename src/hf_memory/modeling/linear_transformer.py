@@ -21,8 +21,6 @@ class LinearTransformerConfig(MemoryConfig):
         dpfp_nu (`int`, defaults to 3): rolled products, for `"dpfp"`.
         normalize (`bool`, defaults to `True`): divide by the sum of the weights, as softmax does.
         output_norm (`bool`, defaults to `False`): RMS norm of each head's output.
-        num_memory_slots (`int`, defaults to 64): with `attention_window`, slots of each key-value head for what leaves
-            the window; the other options of this family are then not used.
     """
 
     model_type = "hf_memory_linear"
@@ -41,7 +39,6 @@ class LinearTransformerConfig(MemoryConfig):
     dpfp_nu: int = 3
     normalize: bool = True
     output_norm: bool = False
-    num_memory_slots: int = 64
 
     def validate_feature_map(self):
         """Check the words of this family."""

@@ -186,7 +186,7 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
 
 def _fill(layer, tensors: dict[str, Tensor], tokens_seen: int) -> None:
     if isinstance(layer, MemoryLayer):
-        layer.states, layer.seen_tokens, layer.is_initialized = tensors, tokens_seen, True
+        layer.fill(tensors, tokens_seen)
         return
     layer.lazy_initialization(tensors["keys"], tensors["values"])
     layer.keys, layer.values = tensors["keys"], tensors["values"]

@@ -27,8 +27,7 @@ def join(cache: DynamicCache, other: DynamicCache) -> DynamicCache:
     length = max(cache.get_seq_length(), other.get_seq_length())
     for one, more in zip(cache.layers, other.layers, strict=True):
         if isinstance(one, MemoryLayer):
-            one.states = {n: _joined(x, more.states[n], one.growing.get(n)) for n, x in one.states.items()}
-            one.seen_tokens = length
+            one.join(more, length)
             continue
         for name in ("keys", "values"):
             setattr(one, name, torch.cat([_padded(one, name, length), _padded(more, name, length)]))
@@ -42,8 +41,7 @@ def keep(cache: DynamicCache, rows: list[int], length: int) -> None:
     cache.batch_select_indices(torch.tensor(rows))
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
-            layer.states |= {n: layer.states[n][:, -length:] for n in layer.growing if n in layer.states}
-            layer.seen_tokens = length
+            layer.keep_last(length)
             continue
         kept = min(length, held(layer, length))
         layer.keys, layer.values = layer.keys[..., -kept:, :], layer.values[..., -kept:, :]
@@ -61,14 +59,6 @@ def take(cache: DynamicCache, row: int, length: int) -> DynamicCache:
 def held(layer: DynamicLayer, length: int) -> int:
     """Tokens whose keys a layer that has seen `length` tokens holds."""
     return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
-
-
-def _joined(x: Tensor, y: Tensor, absent: float | None) -> Tensor:
-    """The rows of both; where a state grows, and so has a value for what is absent, in as many places."""
-    if absent is not None:
-        length = max(x.shape[1], y.shape[1])
-        x, y = (F.pad(z, (*(0, 0) * (z.ndim - 2), length - z.shape[1], 0), value=absent) for z in (x, y))
-    return torch.cat([x, y])
 
 
 def _padded(layer: DynamicLayer, name: str, length: int) -> Tensor:
