@@ -8,6 +8,7 @@ import torch
 from cases import random_tokens
 from hf_memory.conversion import Run, Schedule, carry_over, kept_layers, make_student, rank_layers
 from hf_memory.conversion.students import placement
+from hf_memory.conversion.students.heads import rank_heads
 from hf_memory.conversion.students.placement import auto_count, placement_table, restored
 from hf_memory.evaluation import Agreement, copy_gain
 from test_conversion import convert, make_teacher, same
@@ -128,3 +129,39 @@ def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     chosen = convert(teacher, tokens, keep=made.plan.kept, **BOTH_STAGES)
     assert same(chosen.student, made.student)
     assert chosen.ranking == ()
+
+
+def test_heads_that_retrieve_most_are_found():
+    """A head whose queries match the key of the token after an earlier reading is put first."""
+    teacher = make_teacher()
+    scores = rank_heads(teacher, random_tokens(1, 400)[0])
+    config = teacher.config
+    assert len(scores) == config.num_hidden_layers * config.num_key_value_heads
+    assert [x.score for x in scores] == sorted((x.score for x in scores), reverse=True)
+    assert all(0 <= x.score <= 1 for x in scores)
+    assert teacher.config._attn_implementation == make_teacher().config._attn_implementation
+
+
+@pytest.mark.parametrize("to", ["linear", "gated", "deltanet"])
+def test_a_fraction_of_the_heads_keeps_everything(to):
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    kept = {"attention_window": 6, "num_memory_slots": 4}
+    made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
+    config = made.student.config
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    assert sum(map(len, config.full_attention_heads)) == heads // 4
+    assert (config.attention_window, config.num_sink_tokens) == (6, 4)
+    best = rank_heads(teacher, tokens)[0]
+    assert best.head in config.full_attention_heads[best.layer]
+
+
+def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    beside = {"attention_window": 6, "num_memory_slots": 4}
+    none = Schedule(steps=0, learning_rate=1e-3, length=16)
+    before, after = (
+        convert(teacher, tokens, to="deltanet", transfer=schedule, distillation=none, **beside).student.state_dict()
+        for schedule in (none, SCHEDULE)
+    )
+    changed = {name.split(".mixer.")[1].split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"far"}

@@ -15,6 +15,7 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import build, make_student
+from hf_memory.conversion.students.heads import rank_heads
 from hf_memory.conversion.students.placement import LayerScore, rank_layers
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
@@ -68,6 +69,9 @@ def convert(
     if plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
         plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
+    if plan.ranked_heads:
+        (heads,) = broadcast_object_list([tuple(rank_heads(observed, tokens))])
+        plan = plan.keeping_heads((score.layer, score.head) for score in heads[: plan.ranked_heads])
     student = build(plan.student, teacher, plan.recipe.seed)
     student.to(observed.device)  # type: ignore[arg-type]
     weights = start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)

@@ -90,6 +90,9 @@ def _of_lora(plan: Plan) -> str:
 
 
 def _kept(plan: Plan) -> str:
+    if heads := getattr(plan.student, "full_attention_heads", None):
+        named = (f"{i}/{head}" for i, kept in enumerate(heads) for head in kept)
+        return f"key-value heads {', '.join(named)} (layer/head)"
     layers, words = ", ".join(map(str, plan.kept)) or "none", plan.recipe.keep
     is_said = not isinstance(words, str) or words == layers.replace(" ", "")
     return layers if is_said else f"{layers} ({words})"
@@ -99,6 +102,8 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.ranked:
         yield "attention kept", f"{plan.ranked} layers, to be ranked"
         yield "ranking", f"first, {TRANSFER} of a student without attention"
+    elif plan.ranked_heads:
+        yield "attention kept", f"in {plan.ranked_heads} key-value heads, chosen by one reading of the teacher"
     elif plan.recipe.to is not None:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:

@@ -1,7 +1,7 @@
 """What a conversion will do. Everything is decided here, once, and what can be known to fail is refused here."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import is_exact, student_config
-from hf_memory.conversion.students.placement import auto_count, kept_layers
+from hf_memory.conversion.students.heads import by_layer
+from hf_memory.conversion.students.placement import auto_count, head_count, kept_layers
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
+from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # of a number in float32
+WINDOW = 64  # tokens that heads see that do not keep everything, where a recipe does not say
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe for one teacher and one text, in which nothing is open but which layers a ranking will choose."""
+    """A recipe for one teacher and one text; nothing is open but which layers or heads a ranking will choose."""
 
     recipe: Recipe
     teacher: PreTrainedConfig
     student: PreTrainedConfig
     kept: tuple[int, ...]  # layers with the teacher's attention; without those that are to be ranked
     ranked: int  # how many layers a ranking chooses
+    ranked_heads: int  # how many key-value heads a reading of the teacher chooses
     is_exact: bool  # whether the student is its teacher before any training
     window: int  # tokens of a window before fine-tuning
     stages: tuple[Stage, ...]  # in order
@@ -79,6 +83,11 @@ class Plan:
         to, options = str(self.recipe.to), self.recipe.options
         return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
 
+    def keeping_heads(self, heads: Iterable[tuple[int, int]]) -> "Plan":
+        """The same once the ranking has chosen its heads, each a layer and a head in it."""
+        config = _with_heads(self.recipe, self.teacher, heads)
+        return replace(self, ranked_heads=0, student=config)
+
     def describe(self, run: Run) -> dict[str, Any]:
         """All that the work of a run belongs to, but for models and tokens."""
         recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}
@@ -102,9 +111,13 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_teacher(recipe, teacher)
     ranked = auto_count(recipe.keep, teacher.num_hidden_layers)
-    kept = () if ranked else kept_layers(recipe.keep, teacher.num_hidden_layers)
+    heads = head_count(recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
+    kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
     probable = tuple(range(ranked)) or kept  # which they are makes no difference to sizes
     config = student_config(teacher, recipe.to, probable, recipe.options)
+    if heads:
+        places = range(teacher.num_hidden_layers * teacher.num_key_value_heads)[:heads]
+        config = _with_heads(recipe, teacher, [divmod(place, teacher.num_key_value_heads) for place in places])
     whole, student = _on_meta(teacher), _on_meta(config)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)
@@ -117,6 +130,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
         student=config,
         kept=kept,
         ranked=ranked,
+        ranked_heads=heads,
         is_exact=exact,
         window=window,
         stages=tuple(_stages(recipe, exact, student, whole)),
@@ -125,6 +139,13 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
         student_parameters=_count(student),
         quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
     )
+
+
+def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
+    """A student's config whose layers keep these heads, and a window in the others."""
+    options = {"attention_window": WINDOW, **recipe.options}
+    options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
+    return student_config(teacher, str(recipe.to), (), options)
 
 
 def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:
@@ -206,6 +227,7 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Tenso
         student=config,
         kept=(),
         ranked=0,
+        ranked_heads=0,
         is_exact=True,
         window=0,
         stages=(_fine_tuning(recipe, model, recipe.seed),),

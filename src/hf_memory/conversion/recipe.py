@@ -46,7 +46,9 @@ class Recipe:
         to: the family, a name in STUDENTS; None for fine-tuning alone, after which a model is what it was.
         keep: the layers that keep the teacher's attention: numbers, counted from 0, or words, see KEEP_WORDS. With
             `"auto"` these are the quarter of the layers that recall needs most, an eighth with `"auto:1/8"`. To find
-            them, a student without attention goes through attention transfer first; see `rank_layers`.
+            them, a student without attention goes through attention transfer first; see `rank_layers`. With
+            `"heads:1/10"` no layer keeps its attention, but a tenth of all key-value heads keep all their keys and
+            values, those that retrieve most in the teacher, beside a window in the others; see `rank_heads`.
         options: of the family's config, such as `gate`; what they leave open is the teacher's or a preset.
         transfer: of attention transfer. A schedule of no steps leaves a stage out. So does a student that is its
             teacher before any training: it has nothing to learn from attention.

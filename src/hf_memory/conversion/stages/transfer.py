@@ -1,6 +1,7 @@
 """Attention transfer: each memory layer learns to give what the attention that it replaces gave."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,8 +32,10 @@ class AttentionTransfer(nn.Module):
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
         layers = enumerate(zip(student.config.mixer_types, student.model.layers))
-        self.mixers = nn.ModuleDict({str(i): layer.mixer for i, (kind, layer) in layers if "memory" in kind})
-        self._no_split_modules = sorted({type(mixer).__name__ for mixer in self.mixers.values()})
+        memories = {i: layer.mixer for i, (kind, layer) in layers if "memory" in kind}
+        self.mixers = {i: mixer for i, mixer in memories.items() if mixer.new_part is not None}  # not all of it learns
+        self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
+        self._no_split_modules = sorted({type(part).__name__ for part in self.learned.values()})
         self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # no submodule: neither trained nor saved
         self.checkpointing = False
 
@@ -52,7 +55,7 @@ class AttentionTransfer(nn.Module):
         """Each mixer, what it gives, and what the attention that it replaces gives [B, T, hidden_size]."""
         seen = self._seen(input_ids)
         for i, mixer in self.mixers.items():
-            inputs, target = seen[int(i)]
+            inputs, target = seen[i]
             run = partial(checkpoint, mixer, use_reentrant=False) if self.checkpointing else mixer
             output, _ = run(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
             yield mixer, output, target
@@ -101,4 +104,18 @@ def attention_transfer(
     data, models = TokenWindows.of(tokens, schedule, seed), {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
         transfer = AttentionTransfer(student, teacher)
-        return run_trainer(StageTrainer, transfer, data, schedule, TRANSFER, run, models, inputs=("input_ids",))
+        with _frozen(set(student.parameters()) - set(transfer.parameters())):
+            return run_trainer(StageTrainer, transfer, data, schedule, TRANSFER, run, models, inputs=("input_ids",))
+
+
+@contextmanager
+def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters without gradients for as long as the context lasts."""
+    changed = [x for x in parameters if x.requires_grad]
+    for x in changed:
+        x.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for x in changed:
+            x.requires_grad_(True)

@@ -24,6 +24,7 @@ OPEN = (
     "attention_dropout",
     "initializer_range",
 )  # what a student may have otherwise than its teacher
+SINKS = 4  # first tokens that attention over a window sees too: without them a teacher's attention has no rest
 PRESETS: dict[str, dict] = {
     "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
     "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
@@ -51,6 +52,8 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         teacher: its config.
         length: tokens of the text that they read; attention over fewer is not the teacher's.
     """
+    if config.attention_window is not None:
+        return config.attention_window >= min(length, _reach(teacher))
     if isinstance(config, DeltaFormerConfig):
         is_open = config.beta_activation == "sigmoid" or config.beta_mode != "erase"
         return not is_open and config.read_kernel == "softmax"
@@ -86,7 +89,8 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     kinds = enumerate(attention_types(teacher))
     shared["layer_types"] = [kind if i in kept else _memory_type(to, kind) for i, kind in kinds]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
-    presets |= {"memory_rope": True, **PRESETS.get(to, {})}
+    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if "attention_window" in options else 0}
+    presets |= PRESETS.get(to, {})
     if options.get("gate") == "mamba2":
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]
     _check_options(family, shared, options)

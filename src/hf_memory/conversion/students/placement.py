@@ -15,7 +15,7 @@ from hf_memory.conversion.teachers import attention_types
 from hf_memory.evaluation import agreement, recall_by_distance
 from hf_memory.modeling.base import MemoryForCausalLM
 
-KEEP_WORDS = "none, a fraction such as 1/4, every-other, layers such as 0,3, auto or auto:1/8"
+KEEP_WORDS = "none, a fraction such as 1/4, every-other, layers such as 0,3, auto or auto:1/8; or heads:1/10"
 SHARE = Fraction(1, 4)  # of the layers, that auto keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
@@ -58,6 +58,17 @@ def auto_count(keep: Keep, num_layers: int) -> int:
         return 0
     share = _fraction(keep.partition(":")[2]) if ":" in keep else SHARE
     return max(1, int(share * num_layers))
+
+
+def head_count(keep: Keep, num_heads: int) -> int:
+    """How many of a model's key-value heads `"heads:a/b"` keeps, at least one; 0 for other words.
+
+    Raises:
+        ValueError: if what follows heads is not a fraction.
+    """
+    if not isinstance(keep, str) or keep.partition(":")[0] != "heads":
+        return 0
+    return max(1, int(_fraction(keep.partition(":")[2]) * num_heads))
 
 
 def rank_layers(

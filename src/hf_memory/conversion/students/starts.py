@@ -1,13 +1,20 @@
 """Where new weights of a student start, so that its memory layers are near the attention they replace."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.stages.transfer import AttentionTransfer
+from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.layers import RMSNorm
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
+
+CALIBRATION = 4  # windows of text that a start looks at
+FARTHEST = 32  # windows behind a query, for which a memory's first queries are made
 
 
 def start_near(
@@ -30,11 +37,26 @@ def start_near(
         is_exact: whether the student is its teacher then, so that there is nothing to match.
     """
     weights = carry_over(student, teacher)
+    runs = observed or teacher
+    _fill_slots(student, runs, tokens[: CALIBRATION * length], length)
     start_open(student, length)
     if not is_exact:
-        runs = observed or teacher
         match_scale(student, runs, tokens[:length][None].to(runs.device))
     return weights
+
+
+@torch.no_grad()
+def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, length: int) -> None:
+    """Memories beside a window begin where the teacher's keys are."""
+    mixers = {i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)}
+    if not any(mixer.far for mixer in mixers.values()):
+        return
+    seen = attention_seen(teacher, tokens[: len(tokens) // length * length].view(-1, length).to(teacher.device))
+    window = student.config.attention_window or 0
+    distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
+    for i, mixer in mixers.items():
+        hidden_states = seen[i][0]["hidden_states"]
+        mixer.start_near(hidden_states, Positions(*student.model.rotary_emb(hidden_states, distances)))
 
 
 @torch.no_grad()

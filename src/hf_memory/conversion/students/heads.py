@@ -1,6 +1,6 @@
 """Which key-value heads of a teacher find what it has read before: they are the ones that must keep all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -49,6 +49,12 @@ def _rows(tokens: Tensor, passage: int, between: int, passages: int) -> Iterator
         text = tokens[start : start + passage]
         other = tokens[start + passage + between : start + passage + 2 * between]
         yield torch.cat([text, other, text])[None]
+
+
+def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int]]:
+    """Pairs of a layer and a head as `full_attention_heads` of a config."""
+    pairs = sorted(heads)
+    return [[head for layer, head in pairs if layer == i] for i in range(num_layers)]
 
 
 @torch.no_grad()
