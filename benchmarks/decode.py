@@ -1,50 +1,71 @@
-"""What a token costs: by length of the context, and eager, compiled, with a static cache, and with prompt lookup.
+"""What a token costs, and reading a prompt: students of a Transformer against it, all in turn in one process.
 
-    python benchmarks/decode.py            # about six minutes on two cores
+    python benchmarks/decode.py                     # about ten minutes on one core
+    python benchmarks/decode.py --label before      # another version of the code: kept beside what is there
 
-Every model has the same width, depth and vocabulary. Contexts are not read but set: a memory gets a count of tokens,
-attention random keys and values of that length. What a token costs does not depend on the numbers.
-Medians of single tokens; on CUDA in bfloat16. Writes benchmarks/results/decode.{json,png}.
+Random weights in the shape of SmolLM2-135M; students as `make_student` makes them. On the CPU one thread and its own
+time, which other work on the machine disturbs least; on CUDA bfloat16 and the clock. A turn is three tokens, of which
+the first, which finds another model's weights in the caches, does not count. Ratios to the Transformer are taken within
+a round of turns; the table has their medians. Contexts are not read but set: a memory gets a count of tokens, attention
+random keys and values of that length. What a token costs does not depend on the numbers.
+
+Writes benchmarks/results/decode.{json,png}, on CUDA decode_cuda.{json,png}, with the share of time of each operation of
+PyTorch.
 """
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_memory
 from hf_memory.cache import MemoryLayer, state_bytes
+from hf_memory.conversion import make_student
 from ops import shares_of
 
-RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RESULTS = Path(__file__).parent / "results" / ("decode" if DEVICE.type == "cpu" else "decode_cuda")  # and a suffix
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-TOKEN = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
-CONTEXTS = (1024, 4096, 16384, 32768)
-MEMORIES = {
+CONTEXTS, BATCHES, PROMPT = (16, 1024), (1, 8), 1024
+LONG = (1024, 4096, 16384, 32768)
+SHAPE = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 65536,
+}
+STUDENTS = {
+    "linear": {"to": "linear"},
+    "GLA": {"to": "gated"},
+    "DeltaNet": {"to": "deltanet"},
+    "Gated DeltaNet": {"to": "deltanet", "gate": "scalar"},
+    "hybrid": {"to": "deltanet", "gate": "scalar", "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4))},
+}
+MODELS = {  # of other benchmarks
     "linear (elu)": hf_memory.LinearTransformerConfig,
     "GLA": hf_memory.GatedLinearAttentionConfig,
     "DeltaNet": hf_memory.DeltaNetConfig,
     "Gated DeltaNet": partial(hf_memory.DeltaNetConfig, gate="scalar"),
-}
-MODELS = {
-    **MEMORIES,
     "DeltaFormer": hf_memory.DeltaFormerConfig,
     "Titans LMM": partial(hf_memory.TitansConfig, variant="lmm"),
     "Titans MAG": partial(hf_memory.TitansConfig, variant="mag", sliding_window=512),
 }
 
 
-def make(name: str, sizes: dict):
+def make(name: str, sizes: dict) -> PreTrainedModel:
     """A random model of that name in MODELS, or a Llama."""
     torch.manual_seed(0)
     if name == "Llama":
@@ -54,10 +75,16 @@ def make(name: str, sizes: dict):
     return causal_lm(config).eval().to(DEVICE, DTYPE)
 
 
-def filled_cache(model, tokens: int) -> DynamicCache:
+def make_all() -> dict[str, PreTrainedModel]:
+    """The Transformer and its students."""
+    teacher = make("Llama", SHAPE)
+    return {"Llama": teacher} | {name: make_student(teacher, **options) for name, options in STUDENTS.items()}
+
+
+def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCache:
     """As if the model had read so many tokens."""
     cache = DynamicCache(config=model.config)
-    model(TOKEN.expand(1, 2), past_key_values=cache)
+    model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), past_key_values=cache)
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             layer.seen_tokens = tokens
@@ -67,85 +94,87 @@ def filled_cache(model, tokens: int) -> DynamicCache:
     return cache
 
 
-def milliseconds_a_token(step, repeats: int = 24) -> float:
-    """Median, after four to warm up."""
-    taken = []
-    for _ in range(repeats + 4):
-        start = time.perf_counter()
-        step()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken[4:])
+def seconds(call: Callable) -> float:
+    """Of this thread alone on the CPU; by the clock, until all is done, on CUDA."""
+    clock = time.thread_time if DEVICE.type == "cpu" else time.perf_counter
+    start = clock()
+    call()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
 
 
-def by_context(names, sizes) -> list[dict]:
-    """What a token costs, and the bytes of the cache, for each model and length of the context."""
-    rows = []
-    for name in names:
-        model = make(name, sizes)
+def in_turn(calls: dict[str, Callable], rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a call, and its ratio to that of the Llama: medians over rounds, the first left out."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            taken[name].append(statistics.median([seconds(call) for _ in range(tokens)][tokens > 1 :]))
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(mine[1:]),
+            "ratio": statistics.median(x / y for x, y in zip(mine[1:], taken["Llama"][1:])),
+        }
+        for name, mine in taken.items()
+    }
+
+
+def read(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """A prompt, into an empty cache."""
+    model(tokens, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+
+
+def table(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, dict]:
+    """What a token costs by batch and context, and a prompt."""
+    found = {}
+    for batch in BATCHES:
         for context in CONTEXTS:
-            cache = filled_cache(model, context)
-            taken = milliseconds_a_token(partial(model, TOKEN, past_key_values=cache))
-            rows.append({"model": name, "context": context, "ms": taken, "cache_bytes": state_bytes(cache)})
-            megabytes = rows[-1]["cache_bytes"] / 1e6
-            print(f"{name:16} context {context:6}  {taken:7.2f} ms/token  {megabytes:9.2f} MB", flush=True)
-    return rows
-
-
-def by_way(name: str, sizes: dict) -> list[dict]:
-    """Tokens a second in each way of decoding that a model has."""
-    model = make(name, sizes)
-
-    def static():
-        cache = StaticCache(config=model.config, max_cache_len=256)
-        model(TOKEN.expand(1, 2), past_key_values=cache)
-        return cache
-
-    compiled = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
-    ways = {"eager, dynamic cache": (model, filled_cache(model, 2)), "eager, static cache": (model, static())}
-    ways["compiled, static cache"] = (compiled, static())
-    rows = []
-    for way, (step, cache) in ways.items():
-        taken = milliseconds_a_token(partial(step, TOKEN, past_key_values=cache))
-        rows.append({"model": name, "way": way, "tokens_per_second": 1e3 / taken})
-    for way, options in {"greedy": {}, "prompt lookup": {"prompt_lookup_num_tokens": 8}}.items():
-        rows.append({"model": name, "way": f"generate, {way}", "tokens_per_second": generated(model, options)})
-    for row in rows:
-        print(f"{row['model']:16} {row['way']:24} {row['tokens_per_second']:8.1f} tokens/s", flush=True)
-    return rows
-
-
-def generated(model, options: dict, new: int = 64) -> float:
-    """On text that repeats itself: an untrained model ends in a circle, which is read to it first."""
-    options = {"do_sample": False, "pad_token_id": 0, **options}
-    text = model.generate(TOKEN.expand(1, 4), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    start = time.perf_counter()
-    model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=new, **options)
-    return new / (time.perf_counter() - start)
-
-
-def shares(name: str, sizes: dict) -> dict[str, float]:
-    """Where the time of an eager token goes: the part of each PyTorch operation. Products are reading of weights."""
-    model = make(name, sizes)
-    step = partial(model, TOKEN, past_key_values=filled_cache(model, 2))
-    step()
-    found = shares_of(lambda: [step() for _ in range(10)], DEVICE.type, largest=6)
-    print(f"{name:16} {found}", flush=True)
+            token = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
+            steps = {n: partial(m, token, past_key_values=filled_cache(m, context, batch)) for n, m in models.items()}
+            found[f"token, batch {batch}, context {context}"] = in_turn(steps, rounds, 3)
+            show(*list(found.items())[-1])
+    prompt = torch.randint(SHAPE["vocab_size"], (1, PROMPT), device=DEVICE)
+    found[f"prompt of {PROMPT}"] = in_turn({n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1)
+    show(*list(found.items())[-1])
     return found
 
 
-def draw(rows: list[dict], file: Path) -> None:
+def show(what: str, row: dict[str, dict[str, float]]) -> None:
+    """A line of the table."""
+    print(f"{what:30}" + "".join(f"  {n} {x['ms']:.1f} ms ({x['ratio']:.2f})" for n, x in row.items()), flush=True)
+
+
+def by_context(models: dict[str, PreTrainedModel], rounds: int) -> dict[int, dict]:
+    """What a token costs and what the cache holds at long contexts."""
+    token, found = torch.ones(1, 1, dtype=torch.long, device=DEVICE), {}
+    for context in LONG:
+        caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
+        steps = {n: partial(m, token, past_key_values=caches[n]) for n, m in models.items()}
+        found[context] = in_turn(steps, rounds, 3)
+        for name, cache in caches.items():
+            found[context][name]["cache_bytes"] = state_bytes(cache)
+        show(f"context {context}", found[context])
+    return found
+
+
+def shares(model: PreTrainedModel) -> dict[str, float]:
+    """Where the time of a token goes: the part of each PyTorch operation. Products are reading of weights."""
+    token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
+    step = partial(model, token, past_key_values=filled_cache(model, 16, 1))
+    step()
+    return shares_of(lambda: [step() for _ in range(5)], DEVICE.type, largest=10)
+
+
+def draw(rows: dict[int, dict], file: Path) -> None:
     """Milliseconds a token and bytes of the cache over the context."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == name]
+    for name in next(iter(rows.values())):
         style = {"marker": "o", "label": name, "linestyle": "--" if name == "Llama" else "-"}
-        axes[0].plot([r["context"] for r in mine], [r["ms"] for r in mine], **style)
-        axes[1].plot([r["context"] for r in mine], [r["cache_bytes"] / 1e6 for r in mine], **style)
+        axes[0].plot(LONG, [rows[n][name]["ms"] for n in LONG], **style)
+        axes[1].plot(LONG, [rows[n][name]["cache_bytes"] / 1e6 for n in LONG], **style)
     for axis, label in zip(axes, ("milliseconds a token", "cache, MB")):
         axis.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=label)
-        axis.set_xticks(CONTEXTS, CONTEXTS)
+        axis.set_xticks(LONG, LONG)
     axes[0].legend()
     figure.savefig(file, dpi=120)
 
@@ -154,33 +183,28 @@ def draw(rows: list[dict], file: Path) -> None:
 def main() -> None:
     """Measure, print, draw and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--label", default="after", help="of this table in decode.json; others there are kept")
     arguments = parser.parse_args()
-    sizes = {
-        "vocab_size": 8192,
-        "hidden_size": arguments.width,
-        "intermediate_size": 2816 * arguments.width // 1024,
-        "num_hidden_layers": arguments.layers,
-        "num_attention_heads": arguments.width // 64,
-        "max_position_embeddings": 65536,
-    }
-    contexts = by_context(("Llama", *MEMORIES), sizes)
-    ways = [row for name in ("linear (elu)", "Gated DeltaNet") for row in by_way(name, sizes)]
-    profiles = {name: shares(name, sizes) for name in ("linear (elu)", "Gated DeltaNet")}
-    machine = {
+    if DEVICE.type == "cpu":
+        torch.set_num_threads(1)
+    file = RESULTS.with_suffix(".json")
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results |= {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": str(DTYPE).removeprefix("torch."),
-        "batch": 1,
+        "shape": SHAPE,
     }
-    RESULTS.mkdir(exist_ok=True)
-    results = {**machine, **sizes, "by_context": contexts, "by_way": ways, "profile": profiles}
-    (RESULTS / "decode.json").write_text(json.dumps(results, indent=1))
-    draw(contexts, RESULTS / "decode.png")
+    models = make_all()
+    results[arguments.label] = {"table": table(models, arguments.rounds)}
+    if arguments.label == "after":
+        results[arguments.label]["by_context"] = by_context(models, max(2, arguments.rounds // 3))
+        results["profile"] = {name: shares(model) for name, model in models.items()}
+        draw(results[arguments.label]["by_context"], RESULTS.with_suffix(".png"))
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
