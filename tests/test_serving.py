@@ -3,7 +3,6 @@
 import copy
 import json
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -183,7 +182,6 @@ def test_a_full_disk_leaves_the_old_memory(memory):
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["memory"]
-    assert shutil.disk_usage(path).free > 0
 
 
 @every_case
