@@ -125,8 +125,11 @@ def test_a_state_given_away_may_be_written_over(op, variant, T):
         assert_equal([o, *tree_flatten(final)[0]], expected[0])
         assert_equal(given, before, rtol=0, atol=0)
         o, final = op.op(**arguments, in_place=True, output_final_state=True)
-    assert_equal([o, *tree_flatten(final)[0]], expected[0])
+        results = [o, *(x.clone() for x in tree_flatten(final)[0])]
+        _, after = op.op(**{**make(op, variant, 1), "initial_state": final}, in_place=True, output_final_state=True)
+    assert_equal(results, expected[0])
     assert all((x is y) == (T == 1) for x, y in zip(given, tree_flatten(final)[0]))
+    assert all(x is y for x, y in zip(tree_flatten(final)[0], tree_flatten(after)[0]))
 
 
 @every_gated_form
