@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from hf_memory import cli
+from hf_memory import cli, conversion
 from hf_memory.cli.options import read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
@@ -75,6 +75,22 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     code, out, _ = run("generate", student, "--prompt", "the snake", "--max-new-tokens", 4)
     assert code == 0
     assert out.startswith("the snake")
+
+
+def test_a_student_is_saved_before_it_is_measured(run, teacher, text, tmp_path, monkeypatch):
+    def no_time(*args, **kwargs):
+        raise OSError("no time")
+
+    command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST]
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "measure", no_time)
+        assert run(*command)[0] == 2
+    assert run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
+    weights = (tmp_path / "student" / "model.safetensors").read_bytes()
+    assert not (tmp_path / "student" / "README.md").exists()
+    assert run(*command, "--overwrite")[0] == 0
+    assert (tmp_path / "student" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "student" / "README.md").exists()
 
 
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):

@@ -24,7 +24,7 @@ from hf_memory.cli.options import (
 )
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
-from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
+from hf_memory.cli.work import Job, device, prepare, print_plan, results_of, save, show
 from hf_memory.conversion import Conversion, ModelResult, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
 
@@ -88,7 +88,7 @@ def convert(
     """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
     with signs_of_life() as report:
         job = prepare(context, teacher, _recipe(context), report)
-        done = None if dry_run else _convert(teacher, job)
+        done = None if dry_run else _convert(context, teacher, job)
     if dry_run:
         print_plan(job.plan)
     if done is None:
@@ -97,7 +97,8 @@ def convert(
     if made.ranking:
         _print_ranking(made)
     results = results_of(context, job, made.plan, made.losses, rows, teacher)
-    finish(context, job, made.student, results, flags=recipe_flags(made.plan.recipe))
+    conversion.add_results(output, results)
+    show(output, results)
 
 
 def _recipe(context: typer.Context) -> Recipe:
@@ -120,8 +121,8 @@ def _servable(to: str) -> dict:
     return conversion.SERVABLE[to]
 
 
-def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
-    """The student, and how it compares with its teacher; None in all processes but the first."""
+def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
+    """The student, which is saved, and how it compares with its teacher; None in all processes but the first."""
     model = conversion.load_teacher(teacher)
     processes = conversion.processes()  # each has its own device from here on
     place, bits = device(), job.plan.bits
@@ -132,6 +133,7 @@ def _convert(teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | N
     if not processes.is_main_process:
         return None
     del quantized
+    save(context, job, made.student, recipe_flags(made.plan.recipe))
     model.to(place)  # type: ignore[arg-type]
     return made, [job.measure("teacher", model), job.measure("student", made.student, model)]
 

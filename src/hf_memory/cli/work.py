@@ -66,13 +66,25 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"])
 
 
+def save(context: typer.Context, job: Job, model: PreTrainedModel, flags: Mapping[str, Any]) -> None:
+    """Write a new model with the file that repeats it, before it is measured, which may take long; see `finish`."""
+    with _result(context.params["output"], context.params["overwrite"], job.run.checkpoints) as folder:
+        conversion.write_model(folder, model, job.tokenizer)
+        write_flags(folder / RUN, context.command.params, context.params | dict(flags))
+
+
+def show(output: Path, results: conversion.Results) -> None:
+    """What is known of a result, and how to use it."""
+    print_results(results)
+    console.print(how_to_load(output), soft_wrap=True)
+
+
 def finish(
     context: typer.Context,
     job: Job,
     model: PreTrainedModel,
     results: conversion.Results,
     *,
-    flags: Mapping[str, Any] | None = None,
     adapter: Path | None = None,
 ) -> None:
     """Write a result with the file that repeats it, and show it.
@@ -82,7 +94,6 @@ def finish(
         job: what it did.
         model: the new one.
         results: what is known of it.
-        flags: values for the file that are not as they were given.
         adapter: folder of low-rank updates, to be copied.
     """
     output = context.params["output"]
@@ -90,9 +101,8 @@ def finish(
         conversion.write_report(folder, model, job.tokenizer, results)
         if adapter is not None:
             shutil.copytree(adapter, folder / "adapter")
-        write_flags(folder / RUN, context.command.params, context.params | dict(flags or {}))
-    print_results(results)
-    console.print(how_to_load(output), soft_wrap=True)
+        write_flags(folder / RUN, context.command.params, context.params)
+    show(output, results)
 
 
 @contextmanager

@@ -15,7 +15,15 @@ from hf_memory.conversion.folders import check_output, new_folder
 from hf_memory.conversion.other_libraries import import_mixer, import_model
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
-from hf_memory.conversion.report import ModelResult, Results, measure, results_of, write_report
+from hf_memory.conversion.report import (
+    ModelResult,
+    Results,
+    add_results,
+    measure,
+    results_of,
+    write_model,
+    write_report,
+)
 from hf_memory.conversion.run import Progress, Run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
@@ -57,6 +65,7 @@ __all__ = [
     "Schedule",
     "Teacher",
     "TokenWindows",
+    "add_results",
     "attention_transfer",
     "carry_over",
     "check_output",
@@ -87,5 +96,6 @@ __all__ = [
     "results_of",
     "save_logits",
     "train",
+    "write_model",
     "write_report",
 ]

@@ -1,6 +1,7 @@
 """What a conversion leaves on disk: model, tokenizer, card, plot and results."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,8 +139,26 @@ def results_of(
 
 def write_report(folder: Path, model: PreTrainedModel, tokenizer, results: Results) -> None:
     """Write everything that the next user of a student needs."""
+    write_model(folder, model, tokenizer)
+    add_results(folder, results)
+
+
+def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
+    """Write a model of which nothing is known yet, so that to measure it cannot lose it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / RESULTS).write_text("{}\n", encoding="utf-8")
+
+
+def add_results(path: Path, results: Results) -> None:
+    """Write what is known of a model into its folder, each file whole."""
+    with tempfile.TemporaryDirectory(dir=path) as folder:
+        _write_results(Path(folder), results)
+        for file in sorted(Path(folder).iterdir()):
+            file.replace(path / file.name)
+
+
+def _write_results(folder: Path, results: Results) -> None:
     plot_conversion(folder / "conversion.png", results.losses, {row.name: row.perplexity for row in results.rows})
     plot_contexts(folder / "contexts.png", **curves(results))
     model_card(results).save(folder / "README.md")

@@ -43,7 +43,7 @@ def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> 
     described = {
         _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
         for x in parameters
-        if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [])
+        if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
     }
     file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
