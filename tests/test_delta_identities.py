@@ -9,7 +9,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from hf_memory.ops import delta_rule, linear_attention
-from hf_memory.ops.chunks import decay_mask
 from hf_memory.ops.delta_rule.reference import diagonal_plus_rank_one
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -51,7 +50,8 @@ def test_orthonormal_keys_written_fully_are_linear_attention(gated):
 def test_delta_rule_equals_its_matrix_forms():
     q, k, v, beta, g = (x.transpose(1, 2) for x in inputs())  # [B, H, T, ...]
     I, write = torch.eye(T, dtype=torch.float64), beta[..., None] * v
-    decay = decay_mask(g.cumsum(-1))
+    passed = g.cumsum(-1)
+    decay = (passed[..., None] - passed[..., None, :]).tril().exp().tril()
     read, erase = (q @ k.mT).tril(), beta[..., None] * (k @ k.mT).tril(-1)
     expected = (read * decay) @ torch.linalg.inv(I + erase * decay) @ write
     other = (read @ torch.linalg.inv(I + erase) * decay) @ write

@@ -32,7 +32,8 @@ def attend(phi, q, k, v, state=None, backend="chunk", cu_seqlens=None, mask=None
     state, states = state or (None, {})
     q, k, g, states = phi(q, k, Context(None, mask, cu_seqlens, states))
     options = {"normalize": normalize, "output_final_state": True, "initial_state": state, "backend": backend}
-    o, state = linear_attention(q, k, v, g, cu_seqlens=cu_seqlens, **options)
+    mask = None if mask is None else mask.bool()
+    o, state = linear_attention(q, k, v, g, mask=mask, cu_seqlens=cu_seqlens, **options)
     return o, (state, states)
 
 
