@@ -143,7 +143,7 @@ class Break(TrainerCallback):
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize(
     ("stage", "name"),
-    [("attention transfer", "mixers.0.q_proj.weight"), ("distillation", "model.layers.1.mlp.up_proj.weight")],
+    [("attention transfer", "learned.0.q_proj.weight"), ("distillation", "model.layers.1.mlp.up_proj.weight")],
 )
 def test_a_step_that_is_not_finite_stops_the_stage(stage, name, weight):
     before = "the weight {} is not finite" if weight else "weights are finite, the gradient of {} is not"

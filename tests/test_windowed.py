@@ -66,10 +66,11 @@ def test_a_slot_for_each_key_is_attention():
     with torch.no_grad():
         for h in range(2):
             rows = slice(20 * h, 20 * h + 20)
-            mixer.far.k_weight[rows], mixer.far.k_bias[rows] = 1e4 * k[0, :, h], -5e3 * k[0, :, h].square().sum(-1)
-            queries = mixer.far.q_weight[40 * h : 40 * h + 40]
+            mixer.far.k_slots.weight[rows] = 1e4 * k[0, :, h]
+            mixer.far.k_slots.bias[rows] = -5e3 * k[0, :, h].square().sum(-1)
+            queries = mixer.far.q_slots.weight[40 * h : 40 * h + 40]
             queries.copy_((mixer.scaling * k[0, :, h]).repeat(2, 1))
-        mixer.far.q_bias.zero_()
+        mixer.far.q_slots.bias.zero_()
     output, _ = mixer(hidden)
     expected, _ = softmax_of(q, k, v, torch.ones(20, 20).tril().bool(), mixer.scaling)
     assert_close(output, mixer.o_proj(expected.flatten(2)))

@@ -6,6 +6,7 @@ and `StaticCache(config=...)`; generate makes these caches by itself.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ Growth = Literal["fixed", "log", "token"]  # of a state with the tokens read
 States = dict[str, Tensor]
 
 
-class State(NamedTuple):
+@dataclass  # neither frozen nor a tuple: transformers' exporters walk through a cache and set what they find
+class State:
     """What a mixer keeps of each sequence under one name: a row of a tensor whose first dimension is the batch."""
 
     shape: tuple[int, ...]  # of a row; with growth "token", what each token adds to it

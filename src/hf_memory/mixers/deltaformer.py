@@ -1,5 +1,6 @@
 """DeltaFormer's mixer: attention over corrected values, with an ordinary KV cache that holds them instead of values."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class DeltaFormerMixer(AttentionMixer):
         """Attention's; without `write_rope`, keys twice."""
         spec = super().state_spec(config, layer_idx)
         heads, D = spec["keys"].shape
-        return spec | {"keys": spec["keys"]._replace(shape=(heads, D if config.write_rope else 2 * D))}
+        return spec | {"keys": replace(spec["keys"], shape=(heads, D if config.write_rope else 2 * D))}
 
     def forward(
         self,

@@ -15,6 +15,27 @@ NOTHING = 1e-30  # mass of an empty memory or slot: more would take a share from
 SHARPNESS = 8  # of slots at their start, over the mean square of how far a key is from its centroid
 
 
+class HeadProjection(nn.Module):
+    """An affine map of each head's own: [B, T, H, D] -> [B, T, H, features], float32."""
+
+    def __init__(self, heads: int, dim: int, features: int):
+        super().__init__()
+        self.features, self.dim = features, dim
+        self.weight = nn.Parameter(torch.empty(heads * features, dim))
+        self.bias = nn.Parameter(torch.empty(heads * features))
+
+    def init_own_parameters(self) -> None:
+        """Random, of unit size for channels of unit size."""
+        init.normal_(self.weight, std=self.dim**-0.5)
+        init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        weight, bias = self.weight.view(-1, self.features, self.dim), self.bias.view(-1, self.features)
+        x, weight, bias = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (x, weight, bias))
+        return torch.einsum("bthd,hsd->bths", x, weight) + bias
+
+
 class SlotMemory(nn.Module):
     """Keys are put into slots, softly, and a query sees a slot's mean value with the weight of all that is in it.
 
@@ -29,13 +50,11 @@ class SlotMemory(nn.Module):
 
     def __init__(self, config, heads: int):
         super().__init__()
-        self.slots, self.dim, self.backend = config.num_memory_slots, config.head_dim, config.mixer_backend
+        self.slots, self.backend = config.num_memory_slots, config.mixer_backend
         groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-        self.k_weight = nn.Parameter(torch.empty(heads * self.slots, self.dim))
-        self.k_bias = nn.Parameter(torch.empty(heads * self.slots))
-        self.q_weight = nn.Parameter(torch.empty(heads * groups * self.slots, self.dim))
-        self.q_bias = nn.Parameter(torch.empty(heads * groups * self.slots))
+        self.k_slots = HeadProjection(heads, config.head_dim, self.slots)
+        self.q_slots = HeadProjection(heads * groups, config.head_dim, self.slots)
 
     @classmethod
     def state_spec(cls, config, heads: int) -> Spec:
@@ -49,16 +68,9 @@ class SlotMemory(nn.Module):
         """Numbers that a head writes of a token beside its value."""
         return config.num_memory_slots + cls.num_gates
 
-    def init_own_parameters(self) -> None:
-        """Random centroids."""
-        init.normal_(self.k_weight, std=self.dim**-0.5)
-        init.normal_(self.q_weight, std=self.dim**-0.5)
-        init.zeros_(self.k_bias)
-        init.zeros_(self.q_bias)
-
     def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
         """What a token [B, T, H, D] writes beside its value, [B, T, H, features] float32: its slots, and a gate."""
-        return self._logits(k, self.k_weight, self.k_bias).softmax(-1)
+        return self.k_slots(k).softmax(-1)
 
     def forward(
         self, q: Tensor, features: Tensor, v: Tensor, written: Tensor, context: Context
@@ -75,7 +87,7 @@ class SlotMemory(nn.Module):
         Returns:
             The answers [B, T, HQ, V], the logarithm of their mass [B, T, HQ] in float32, and the states.
         """
-        asked = self._logits(q, self.q_weight, self.q_bias)
+        asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
         weights, values = (asked - most).exp(), F.pad(v, (0, 1), value=1.0)
         o, states = self._recall(linear_attention, weights, features, values, written, context)
@@ -101,12 +113,6 @@ class SlotMemory(nn.Module):
         )
         return o, {"slot_values": state[:, ::G]}
 
-    def _logits(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """[B, T, H, D] -> [B, T, H, slots], float32."""
-        weight, bias = weight.view(-1, self.slots, self.dim), bias.view(-1, self.slots)
-        x, weight, bias = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (x, weight, bias))
-        return torch.einsum("bthd,hsd->bths", x, weight) + bias
-
     @torch.no_grad()
     def start_near(self, q: Tensor, k: Tensor, rotation: Tensor) -> None:
         """Slots at centroids of a text's keys: near attention before any training.
@@ -117,10 +123,11 @@ class SlotMemory(nn.Module):
             rotation: [D, D] that keys have, k @ rotation, as queries far behind them see them on average.
         """
         groups = q.shape[1] // k.shape[1]
-        weights = (x.unflatten(0, (k.shape[1], -1)) for x in (self.k_weight, self.k_bias, self.q_weight))
+        learned = self.k_slots.weight, self.k_slots.bias, self.q_slots.weight
+        weights = (x.unflatten(0, (k.shape[1], -1)) for x in learned)
         for of_head, queries, keys in zip(zip(*weights), q.float().split(groups, 1), k.float().unbind(1)):
             self._start_head(of_head, queries.flatten(0, 1), keys, rotation)
-        self.q_bias.zero_()
+        self.q_slots.bias.zero_()
 
     def _start_head(self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor) -> None:
         """Keys are near each other where queries see little difference between them."""
@@ -169,8 +176,7 @@ class DeltaSlots(SlotMemory):
         return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
 
     def init_own_parameters(self) -> None:
-        """As slots, and tokens are written with a quarter of their strength."""
-        super().init_own_parameters()
+        """Tokens are written with a quarter of their strength."""
         init.constant_(self.b_proj.bias, -1.0)
 
     def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
@@ -183,7 +189,7 @@ class DeltaSlots(SlotMemory):
     ) -> tuple[Tensor, Tensor, States]:
         """As that of slots, with the states `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
         counts, states = self._counts(torch.where(written[..., None, None], features[..., : self.slots], 0), context)
-        weights = self._logits(q, self.q_weight, self.q_bias) + repeat_heads((counts + NOTHING).log(), q.shape[2])
+        weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
         o, new = self._recall(delta_rule, (weights - mass).exp(), features, v, written, context)
         return o, mass[..., 0], states | new
