@@ -9,7 +9,10 @@ from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.conversion.run_file import RUN, read_flags
 
-SOURCES = "text file, .jsonl or .parquet with a field text or messages, or name[:config] of a Hub data set"
+SOURCES = (
+    "folder of text, text file, .jsonl or .parquet with a field text or messages, name[:config] of a Hub data set, "
+    "or teacher:500k[:prompts.txt], which the teacher writes"
+)
 
 
 def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:

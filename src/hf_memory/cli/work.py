@@ -20,6 +20,7 @@ from hf_memory.conversion import Plan, Progress, Recipe, Run
 from hf_memory.conversion.folders import written
 from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.run_file import RUN, write_flags
+from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.export import find_target
 
 MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
@@ -58,12 +59,31 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     if given.get("servable"):
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(model)  # only now: to read the text may take long
-    tokens = conversion.read_tokens(given["text"], tokenizer, limit=given["max_tokens"], report=report)
+    text = [_written(source, context, model, tokenizer, report) for source in given["text"]]
+    tokens = conversion.read_tokens(text, tokenizer, limit=given["max_tokens"], report=report)
     tokens, held_out = _split(tokens)
     plan = conversion.resolve(recipe, config, tokens)
     if not given["dry_run"]:  # which may be on another machine
         conversion.check_space(plan, run, output=given["output"])
     return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"])
+
+
+def _written(source: str, context: typer.Context, model: str, tokenizer, report: Callable[[Progress], None]) -> str:
+    """A source of text; the file of what the teacher has written if that is asked for, beside the output."""
+    asked = parse_source(source)
+    if asked is None:
+        return source
+    if context.params["dry_run"]:
+        raise ValueError(f"text must be there for a dry run, got {source}, which the teacher would write")
+    output, (num_tokens, prompts) = context.params["output"], asked
+    folder, seed, teacher = (
+        output.with_name(f"{output.name}-text"),
+        context.params["seed"],
+        conversion.load_teacher(model),
+    )
+    teacher.to(device())  # type: ignore[arg-type]
+    with conversion.processes().main_process_first():
+        return str(write_text(folder, teacher, tokenizer, num_tokens, prompts=prompts, seed=seed, report=report))
 
 
 def save(context: typer.Context, job: Job, model: PreTrainedModel, flags: Mapping[str, Any]) -> None:

@@ -1,0 +1,124 @@
+"""Text that a teacher writes itself, for who has none: kept as a file, gone on with when stopped."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.claims import describe
+from hf_memory.conversion.folders import written
+from hf_memory.conversion.run import Progress, silent
+
+SOURCE = re.compile(r"teacher:(\d+)(k|M)?(?::(.+))?")
+UNITS = {None: 1, "k": 1000, "M": 1_000_000}
+BATCH, LENGTH, QUESTION = 16, 512, 64  # texts at once, and tokens of each and of a question that the teacher asks
+PLACE = "\N{BLACK SQUARE}"
+
+
+def parse_source(source: str) -> tuple[int, list[str]] | None:
+    """Tokens and prompts of `teacher:500k` or `teacher:500k:prompts.txt`, which has one a line; None for other sources.
+
+    Raises:
+        OSError: if there is no such file.
+    """
+    match = SOURCE.fullmatch(source)
+    if match is None:
+        return None
+    prompts = Path(match[3]).read_text(encoding="utf-8").splitlines() if match[3] else []
+    return int(match[1]) * UNITS[match[2]], [prompt for prompt in prompts if prompt.strip()]
+
+
+def write_text(
+    folder: Path,
+    teacher: PreTrainedModel,
+    tokenizer,
+    num_tokens: int,
+    *,
+    prompts: Sequence[str] = (),
+    seed: int = 0,
+    report: Callable[[Progress], None] = silent,
+) -> Path:
+    """Let a teacher write, by its generation config: answers by its chat template, or what follows its first token.
+
+    A teacher with a template answers the prompts in turn, or questions that it asks itself where the user's turn opens.
+    Batch n is a function of the seed and n, so that a call that was stopped writes the same text when it is repeated.
+
+    Args:
+        folder: for the file, whose name tells teachers, prompts and seeds apart.
+        teacher: writes.
+        tokenizer: of the teacher.
+        num_tokens: to write at least.
+        prompts: to answer, or to continue without a template.
+        seed: of the sampling.
+        report: is told how far it is.
+
+    Returns:
+        The file, one text a line as JSON.
+
+    Raises:
+        OSError: if it cannot be written; what is there stays.
+    """
+    words = describe({"teacher": teacher, "num_tokens": num_tokens, "prompts": list(prompts), "seed": seed})
+    name = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:12]
+    file, partial = folder / f"teacher-{name}.jsonl", folder / f"teacher-{name}.partial"
+    if file.exists():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = _whole_batches(partial)
+    tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    with written(partial.name, folder, "what is there stays, and the same call goes on"), partial.open("w") as lines:
+        lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        for number in count(len(texts) // BATCH):
+            report(Progress("the teacher writes", min(tokens, num_tokens), num_tokens, 1))
+            if tokens >= num_tokens:
+                break
+            some = [prompts[i % len(prompts)] for i in range(number * BATCH, (number + 1) * BATCH)] if prompts else []
+            for text in _texts(teacher, tokenizer, some, seed + number):
+                lines.write(json.dumps({"text": text}) + "\n")
+                tokens += len(tokenizer(text)["input_ids"])
+            lines.flush()
+    partial.replace(file)
+    return file
+
+
+def _whole_batches(partial: Path) -> list[str]:
+    """The texts that a stopped call has left, but for a batch that was not finished."""
+    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return [json.loads(line)["text"] for line in whole[: len(whole) // BATCH * BATCH]]
+
+
+@torch.no_grad()
+def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int) -> Iterator[str]:
+    """A batch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if tokenizer.chat_template is None:
+            starts = list(prompts) or [tokenizer.bos_token or tokenizer.eos_token] * BATCH
+        else:
+            questions = list(prompts) or _continued(teacher, tokenizer, [_opening(tokenizer)] * BATCH, QUESTION)
+            talks = [[{"role": "user", "content": question.strip()}] for question in questions]
+            starts = [tokenizer.apply_chat_template(x, tokenize=False, add_generation_prompt=True) for x in talks]
+        ends = _continued(teacher, tokenizer, starts, LENGTH)
+        keeps_start = tokenizer.chat_template is not None or prompts
+        yield from (start + end if keeps_start else end for start, end in zip(starts, ends))
+
+
+def _opening(tokenizer) -> str:
+    """What a chat template writes before a user's words."""
+    talk = [{"role": "user", "content": PLACE}]
+    return tokenizer.apply_chat_template(talk, tokenize=False).partition(PLACE)[0]
+
+
+def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    read = tokenizer(starts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs = {name: read[name].to(teacher.device) for name in ("input_ids", "attention_mask")}
+    made = teacher.generate(**inputs, do_sample=True, max_new_tokens=length)  # type: ignore[operator]
+    return tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

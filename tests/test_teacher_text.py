@@ -1,0 +1,79 @@
+# ruff: noqa: F401, F811
+"""A teacher that writes the text its student learns on."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_memory.conversion import Progress, read_tokens, teacher_text
+from hf_memory.conversion.teacher_text import parse_source, write_text
+from test_cli import FAST, _wide_console, run, teacher  # fixtures
+from test_conversion import make_teacher, make_tokenizer
+
+TEMPLATE = """{% for m in messages %}{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2 {% endfor %}
+{%- if add_generation_prompt %}w5 {% endif %}"""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    for name, value in {"BATCH": 3, "LENGTH": 12, "QUESTION": 4}.items():
+        monkeypatch.setattr(teacher_text, name, value)
+
+
+def rows(file):
+    return [json.loads(line)["text"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+@pytest.mark.parametrize("prompts", [(), ("w7", "w8 w9")])
+def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, template, prompts):
+    model, tokenizer, said = make_teacher(), make_tokenizer(), []
+    tokenizer.chat_template = template
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    how = {"prompts": prompts, "seed": 3}
+    whole = write_text(tmp_path / "a", model, tokenizer, 100, **how, report=said.append)
+    assert len(read_tokens([whole], tokenizer)) >= 100
+    assert said[-1] == Progress("the teacher writes", 100, 100, 1)
+    assert len(rows(whole)) == len(set(rows(whole)))
+    if prompts:
+        start = "w4 {} w2 w5 " if template else "{}"
+        assert all(text.startswith(start.format(prompts[i % 2])) for i, text in enumerate(rows(whole)))
+
+    (tmp_path / "b").mkdir()
+    cut = whole.read_bytes()[: len(whole.read_bytes()) * 2 // 3]
+    (tmp_path / "b" / whole.with_suffix(".partial").name).write_bytes(cut)
+    assert write_text(tmp_path / "b", model, tokenizer, 100, **how).read_bytes() == whole.read_bytes()
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [whole.name]
+    before = whole.stat().st_mtime_ns
+    assert write_text(tmp_path / "a", model, tokenizer, 100, **how).stat().st_mtime_ns == before
+    assert write_text(tmp_path / "a", model, tokenizer, 100, **how | {"seed": 4}) != whole
+
+
+def test_the_sampling_is_the_teachers(tmp_path):
+    model, tokenizer = make_teacher(), make_tokenizer()
+    model.generation_config.update(eos_token_id=None, pad_token_id=None, top_k=1)
+    texts = rows(write_text(tmp_path, model, tokenizer, 30))
+    assert len(set(texts)) == 1  # of one start the most likely token each time
+
+
+def test_a_source_names_tokens_and_prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    assert parse_source("teacher:500k") == (500_000, [])
+    assert parse_source(f"teacher:2M:{tmp_path}/prompts.txt") == (2_000_000, ["one", "two"])
+    assert parse_source("teacher.txt") is parse_source("teacher:many") is None
+    with pytest.raises(FileNotFoundError):
+        parse_source("teacher:7:nothing.txt")
+
+
+def test_a_conversion_without_text(run, teacher, tmp_path):
+    command = ["convert", teacher, "--text", "teacher:3k", "--output", tmp_path / "student", *FAST]
+    code, _, err = run(*command, "--dry-run")
+    assert code == 2
+    assert "text must be there for a dry run, got teacher:3k" in err
+    code, _, err = run(*command)
+    assert code == 0, err
+    (file,) = (tmp_path / "student-text").iterdir()
+    assert "teacher:3k" in (tmp_path / "student" / "README.md").read_text()
+    assert len(rows(file)) > 100
