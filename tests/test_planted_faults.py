@@ -117,9 +117,9 @@ def test_a_decay_at_padding_is_seen(monkeypatch):
 
 def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):
     def reset(self):
-        recording = self.record_past, self.snapshot, self.readings
+        recording = self.record_past, self.recorded
         forget(self)
-        self.record_past, self.snapshot, self.readings = recording
+        self.record_past, self.recorded = recording
 
     forget = MemoryLayer.reset
     monkeypatch.setattr(MemoryLayer, "reset", reset)

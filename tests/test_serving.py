@@ -37,7 +37,10 @@ def go_on(model, cache, tokens):
 @every_case
 def test_a_saved_memory_is_what_it_was(case, tmp_path):
     model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 3, seed=1)
-    cache = read(model, tokens)
+    cache = read(model, tokens[:, :6])
+    cache.activate_past_recording()
+    go_on(model, cache, torch.cat([tokens[:, 6:], word], 1))
+    cache.crop(-3)
     save_memory(cache, tmp_path / "memory.safetensors", model)
     loaded = load_memory(tmp_path / "memory.safetensors", model)
     assert loaded.get_seq_length() == 9

@@ -6,8 +6,8 @@ and `StaticCache(config=...)`; generate makes these caches by itself.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.utils.import_utils import is_tracing
 
 Growth = Literal["fixed", "log", "token"]  # of a state with the tokens read
-States = dict[str, Tensor]
+States = dict[str, Tensor]  # of a mixer by name, each [B, ...]
+Inputs = dict[str, Tensor]  # of a mixer by name, each [B, T, ...]
 
 
 @dataclass  # neither frozen nor a tuple: transformers' exporters walk through a cache and set what they find
@@ -45,11 +46,22 @@ class State:
 Spec = dict[str, State]
 
 
-class Reading(NamedTuple):
-    """Tokens that a mixer has read, and how to read the first few of them once more: (states before, how many)."""
+@dataclass
+class Stretch:
+    """States, and what was read after them."""
 
-    num_tokens: int
-    again: Callable[[States, int], States]
+    before: States
+    inputs: list[Inputs] = field(default_factory=list)
+    num_tokens: int = 0  # of all inputs
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first so many tokens."""
+        kept, self.num_tokens = [], num_tokens
+        for inputs in self.inputs:
+            if num_tokens > 0:
+                kept.append({name: x[:, :num_tokens] for name, x in inputs.items()})
+            num_tokens -= _length(inputs)
+        self.inputs = kept
 
 
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -58,9 +70,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     Outside autograd a state is overwritten in place, so its address is fixed from the first write on; with gradients
     enabled it is replaced, since the graph may still need the old one.
 
-    A state cannot be read backwards. To undo tokens, `activate_past_recording` keeps a copy of the states and what is
-    read from then on; `crop` reads again, from the copy, what is to stay. At least the last `window` tokens since the
-    recording began or since the last crop can be undone.
+    A state cannot be read backwards. To undo tokens, `activate_past_recording` keeps a copy of the states and the
+    mixer's inputs from then on. `crop` goes back to the copy, and the mixer reads again what is to stay before it reads
+    anything new. At least the last `window` tokens since the recording began or since the last crop can be undone.
+    All that is kept are tensors with the batch in their first dimension; they are copied and moved as the states are.
     """
 
     window = 256
@@ -76,29 +89,28 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.spec: Spec = {}
         self.seen_tokens = 0
         self.record_past = False
-        self.snapshot: States = {}
-        self.readings: list[Reading] = []
+        self.recorded: list[Stretch] = []
+        self.is_behind = False  # the states are those before the last stretch, and its inputs must be read again
         self.device: torch.device | None = None
 
     def read(self) -> dict[str, Tensor]:
         """The states by name; empty before the first write and after a reset, which means an empty memory."""
         return self.states if self.is_initialized else {}
 
-    def write(
-        self,
-        num_tokens: int,
-        states: States,
-        again: Callable[[States, int], States],
-        spec: Spec,
-    ) -> None:
-        """Take over the states of a mixer that has read `num_tokens` more tokens, and can read them `again`."""
+    def write(self, num_tokens: int, states: States, spec: Spec) -> None:
+        """Take over the states of a mixer that has read `num_tokens` more tokens."""
         self._store(states)
         self.spec = spec
         self.seen_tokens += num_tokens
         self.is_initialized = True
-        if self.record_past:
-            self.readings.append(Reading(num_tokens, again))
-            self._forget_old_readings()
+
+    def record(self, inputs: Inputs) -> None:
+        """Keep what a mixer has read to write these states, and drop what is too old to be undone."""
+        last = self.recorded[-1]
+        last.inputs.append({name: x.detach() for name, x in inputs.items()})
+        last.num_tokens += _length(inputs)
+        if last.num_tokens >= self.window:
+            self.recorded = [last, Stretch(self._copied())]
 
     def _store(self, states: States) -> None:
         for name, state in states.items():
@@ -138,6 +150,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def fill(self, states: States, seen_tokens: int) -> None:
         """Hold these states, of sequences of so many tokens."""
+        self._stop_recording()
         self.states, self.seen_tokens, self.is_initialized = states, seen_tokens, True
 
     def join(self, other: "MemoryLayer", length: int) -> None:
@@ -163,7 +176,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for state in self.states.values():
             state.zero_()
         self.seen_tokens, self.is_initialized = 0, False
-        self.record_past, self.snapshot, self.readings = False, {}, []
+        self._stop_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was."""
@@ -189,12 +202,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Keep from now on what `crop` needs."""
         self.record_past = True
-        self.snapshot = {name: state.detach().clone() for name, state in self.read().items()}
-        self.readings = []
+        if not self.is_behind:
+            self.recorded = [Stretch(self._copied())]
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Undo the last tokens; the recording starts anew.
+        """Undo the last tokens; once the mixer has caught up, the recording starts anew.
 
         Args:
             tokens_to_remove: how many, as a negative number.
@@ -205,37 +218,50 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be negative or 0, got {tokens_to_remove}")
-        left = sum(reading.num_tokens for reading in self.readings) + tokens_to_remove
-        if left < 0:
+        recorded = sum(stretch.num_tokens for stretch in self.recorded)
+        if recorded < -tokens_to_remove:
             raise RuntimeError(
-                f"a memory layer cannot undo {-tokens_to_remove} tokens: {left - tokens_to_remove} were recorded since "
+                f"a memory layer cannot undo {-tokens_to_remove} tokens: {recorded} were recorded since "
                 "activate_past_recording() or the last crop()"
             )
         if tokens_to_remove:
-            self._store(self._read_again(left))
+            self._go_back(-tokens_to_remove)
             self.seen_tokens += tokens_to_remove
-        if self.record_past:
+        elif self.record_past:
             self.activate_past_recording()
 
-    def _read_again(self, num_tokens: int) -> States:
-        states = self.snapshot
-        for reading in self.readings:
-            if num_tokens > 0:
-                states = reading.again(states, min(num_tokens, reading.num_tokens))
-            num_tokens -= reading.num_tokens
-        return states
+    def _go_back(self, num_tokens: int) -> None:
+        while self.recorded[-1].num_tokens < num_tokens:
+            num_tokens -= self.recorded.pop().num_tokens
+        last = self.recorded[-1]
+        last.cut(last.num_tokens - num_tokens)
+        self._store(last.before)
+        self.is_initialized, self.is_behind = bool(last.before), True
 
     @torch.no_grad()
-    def _forget_old_readings(self) -> None:
-        """Keep as few of the latest readings as have `window` tokens."""
-        while sum(reading.num_tokens for reading in self.readings[1:]) >= self.window:
-            oldest = self.readings.pop(0)
-            self.snapshot = oldest.again(self.snapshot, oldest.num_tokens)
-
-    def _map(self, change) -> None:
-        self.states = {name: change(state) for name, state in self.states.items()}
+    def catch_up(self, read: Callable[[Inputs, States], States]) -> None:
+        """Let a mixer read again, after some states, what `crop` has kept."""
+        states = self.read()
+        for inputs in self.recorded[-1].inputs:
+            states = read(inputs, states)
+        self._store(states)
+        self.is_initialized, self.is_behind, self.recorded = bool(states), False, []
         if self.record_past:
             self.activate_past_recording()
+
+    def _copied(self) -> States:
+        return {name: state.detach().clone() for name, state in self.read().items()}
+
+    def _stop_recording(self) -> None:
+        self.record_past, self.recorded, self.is_behind = False, [], False
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(x) for name, x in tensors.items()}
+
+        self.states = changed(self.states)
+        for stretch in self.recorded:
+            stretch.before, stretch.inputs = changed(stretch.before), [changed(x) for x in stretch.inputs]
 
     def update(self, *args, **kwargs):
         """Refused: a memory has states, not keys and values."""
@@ -284,6 +310,10 @@ def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, *
 
 STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = padding_mask
+
+
+def _length(inputs: Inputs) -> int:
+    return next(iter(inputs.values())).shape[1]
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import MemoryLayer, Spec, State, States, memory_layer
+from hf_memory.cache import Inputs, MemoryLayer, Spec, State, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.gates import low_rank
 from hf_memory.mixers.positions import Positions
@@ -177,18 +177,26 @@ class MemoryMixer(Projections):
 
     def _read(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
         """Mix with the past in `layer`, and leave it there the future's."""
+        self.catch_up(layer)
         T = hidden_states.shape[1]
-        if layer.record_past and not layer.seen_tokens and layer.window < T:  # only so many tokens are ever undone
-            parts = slice(T - layer.window), slice(T - layer.window, T)
-            return torch.cat([self._read(hidden_states[:, x], context.of(x, {}), layer) for x in parts], dim=1)
+        early = T - layer.window if layer.record_past else 0  # tokens that are too far back to be undone
+        if early <= 0:
+            return self._read_on(hidden_states, context, layer)
+        before = self._read_on(hidden_states[:, :early], context.of(slice(early), {}), layer)
+        kept = hidden_states[:, early:].clone()  # a view would keep all of them alive
+        return torch.cat([before, self._read_on(kept, context.of(slice(early, T), {}), layer)], dim=1)
 
-        def again(states: States, tokens: int) -> States:
-            return self.mix(hidden_states[:, :tokens], context.of(slice(tokens), states))[1]
-
-        context = context._replace(states=layer.read())
-        output, new_states = self.mix(hidden_states, context)
-        layer.write(T, new_states, again, self.spec)
+    def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
+        output, states = self.mix(hidden_states, context._replace(states=layer.read()))
+        layer.write(hidden_states.shape[1], states, self.spec)
+        if layer.record_past:
+            layer.record(_inputs(hidden_states, context))
         return output
+
+    def catch_up(self, layer: MemoryLayer) -> None:
+        """Read again what stays after tokens were undone."""
+        if layer.is_behind:
+            layer.catch_up(lambda inputs, states: self.mix(*_read_again(inputs, states))[1])
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -208,6 +216,19 @@ class MemoryMixer(Projections):
         q, k, v = self.split_heads(q, k, v)
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
+
+
+def _inputs(hidden_states: Tensor, context: Context) -> Inputs:
+    inputs, positions = {"hidden_states": hidden_states}, context.positions
+    if positions is not None:
+        inputs |= {name: x.expand(len(hidden_states), -1, -1) for name, x in positions._asdict().items()}
+    return inputs if context.attention_mask is None else inputs | {"attention_mask": context.attention_mask}
+
+
+def _read_again(inputs: Inputs, states: States) -> tuple[Tensor, Context]:
+    """The same backwards, to be read after `states`."""
+    positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
+    return inputs["hidden_states"], Context(positions, inputs.get("attention_mask"), None, states)
 
 
 def convolution_spec(config) -> Spec:

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer
+from hf_memory.cache import MemoryLayer, memory_layer
+from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.serving.rows import check_layers, held
 
 FORMAT = "hf_memory memory 1"
@@ -40,6 +42,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the directory {path}")
     check_layers(cache, model)
+    _catch_up(cache, model)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read something with this model: a layer of it is empty")
     tensors = {name: x.contiguous() for name, x in _states(cache)}
@@ -166,6 +169,13 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
+    """What stays after tokens were undone is read again now, and not when the model is called."""
+    for module in model.modules():
+        if isinstance(module, MemoryDecoderLayer) and isinstance(module.mixer, MemoryMixer):
+            module.mixer.catch_up(memory_layer(cache, module.mixer.layer_idx))
 
 
 def _states(cache: Cache) -> Iterator[tuple[str, Tensor]]:
