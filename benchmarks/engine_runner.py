@@ -1,10 +1,11 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on stdout:
-greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
+Reads {"engine", "model", "prompts", "new", "contexts", "chunk"} from stdin and prints {"version", "tokens", "speed"} on
+stdout: greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
 """
 
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -116,6 +117,35 @@ def mlx(request: dict) -> dict:
     return {"version": version("mlx-lm"), "tokens": made, "speed": speed}
 
 
+def vllm(request: dict) -> dict:
+    """vLLM in this process, all prompts at once; a step reads at most `chunk` tokens, if that is given."""
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
+    from vllm import LLM, SamplingParams, __version__
+
+    longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
+    chunk = {"max_num_batched_tokens": request["chunk"], "max_num_seqs": 16} if request.get("chunk") else {}
+    options = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    llm = LLM(request["model"], max_model_len=longest, **options, **chunk)
+    writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=request["new"], **writing), use_tqdm=False)
+    speed, engine = {}, llm.llm_engine
+    for length in request["contexts"]:
+        sampling = SamplingParams(max_tokens=2 * MEASURED, **writing)
+        engine.add_request(str(length), {"prompt_token_ids": [1] * length}, sampling)
+        while not any(output.outputs for output in engine.step()):  # until all of the context is read
+            pass
+        speed[length] = measured(engine.step)
+        engine.abort_request([str(length)])
+        engine.step()
+    return {
+        "version": __version__,
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "speed": speed,
+    }
+
+
 def measured(step) -> float:
     """Calls a second of CPU time, which other processes do not change."""
     for _ in range(2):
@@ -126,7 +156,7 @@ def measured(step) -> float:
     return MEASURED / (time.process_time() - start)
 
 
-ENGINES = {"llama.cpp": llama_cpp, "MLX": mlx}
+ENGINES = {"llama.cpp": llama_cpp, "MLX": mlx, "vLLM": vllm}
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)

@@ -1,10 +1,12 @@
 """The same model in several engines: greedy tokens against ours, and tokens a second, for students and their teacher.
 
-    make engines                                              # builds llama.cpp and mlx-lm in .engines, then all below
+    make engines                              # builds llama.cpp, mlx-lm and vLLM in .engines, then all below
     python benchmarks/engines.py --teacher FOLDER --student FOLDER ...     # models of your own
 
 Without folders the models are random, of the width of SmolLM2-135M: a Llama, and its students. Gated DeltaNet runs as
-Qwen3.5, pure or with every fourth layer kept (and pinned norms), Mamba-2 as Granite. Weights are in float32.
+Qwen3.5, pure or with every fourth layer kept (and pinned norms), Mamba-2 as Granite; vLLM runs each also as it is, by
+our plugin, and so GLA and Gated DeltaNet's preset too, which no export covers. Weights are in float32, in which vLLM's
+build for the CPU has no Qwen3.5: its kernel takes bfloat16 alone. "In chunks" is a prompt read 64 tokens a step.
 Tokens a second are of one thread's CPU time, after reading contexts of that length.
 Writes benchmarks/results/engines.{json,png}.
 """
@@ -29,14 +31,17 @@ from hf_memory import export_model
 from hf_memory.conversion import carry_over, make_student
 from hf_memory.export import find_target
 
-RESULTS = Path(__file__).parent / "results"
-RUNNER = Path(__file__).with_name("engine_runner.py")
-PACKAGES = {  # of each engine's environment; llama-cpp-python is compiled, in ten minutes
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+RUNNER = HERE / "engine_runner.py"
+PACKAGES = {  # of each engine's environment; llama-cpp-python is compiled, in ten minutes; vLLM is 2 GB
     "llama.cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],
     "MLX": ["mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2"],
+    "vLLM": ["--no-deps", "--requirement", str(HERE / "vllm.txt"), "--editable", str(HERE.parent)],
 }
 CONTEXTS = (1024, 8192, 32768)
-LENGTHS = (1, 3, 17, 64, 200)  # of random prompts
+CHUNK = 64  # tokens that vLLM reads in a step, where it reads in chunks
+LENGTHS = (1, 3, 17, 64, 200, 350, 700)  # of random prompts
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a snake who",
@@ -49,6 +54,8 @@ STUDENTS = {  # the family, whether every fourth layer is kept, and options
     "Gated DeltaNet, pure": ("deltanet", False, GATED_DELTANET),
     "Gated DeltaNet": ("deltanet", True, GATED_DELTANET),
     "Mamba-2": ("gated", True, {"gate": "mamba2", "memory_rope": False}),
+    "GLA, preset": ("gated", False, {}),
+    "Gated DeltaNet, preset": ("deltanet", True, {"gate": "scalar"}),
 }
 
 
@@ -110,11 +117,19 @@ def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
         flat = {"rope_theta": config["rope_parameters"]["rope_theta"]}  # where mlx-lm looks for it
         (folder / "config.json").write_text(json.dumps(config | flat))
         write_llama(model, folder / "model.gguf")
-        return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder}
-    faults = find_target(model.config).engines(model.config)
+        return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder, "vLLM": folder}
+    own = folder.with_name("own")
+    model.save_pretrained(own)
+    found: dict[str, Path | None] = {"vLLM by our plugin": own, "vLLM by our plugin, in chunks": own}
+    try:
+        target = find_target(model.config)
+    except ValueError:  # no engine has it as an architecture
+        return found
+    faults = target.engines(model.config)
     file = folder.with_suffix(".gguf") if not faults["llama.cpp"] else None
     export_model(model, folder, gguf=file)
-    found = {"transformers": folder, "llama.cpp": file, "MLX": None if faults["MLX"] else folder}
+    found |= {"transformers": folder, "llama.cpp": file, "MLX": None if faults["MLX"] else folder}
+    found["vLLM"] = found["vLLM, in chunks"] = folder if target.name == "granite" else None
     return {name: path for name, path in found.items() if path}
 
 
@@ -149,21 +164,24 @@ def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, envi
             if engine == "transformers":
                 found = greedy(AutoModelForCausalLM.from_pretrained(path), prompts, new)
                 answer = {"version": transformers.__version__, "tokens": found, "speed": {}}
-            elif (environments / engine).exists():
-                request = {"model": str(path), "prompts": prompts, "new": new, "contexts": contexts}
-                answer = run(engine, environments / engine, request)
             else:
-                continue
+                program = next(name for name in PACKAGES if engine.startswith(name))
+                if not (environments / program).exists():
+                    continue
+                request = {"model": str(path), "prompts": prompts, "new": new, "contexts": contexts}
+                if engine.endswith("in chunks"):
+                    request |= {"chunk": CHUNK, "contexts": []}
+                answer = run(program, environments / program, request)
             same = sum(a == b for xs, ys in zip(expected, answer.pop("tokens")) for a, b in zip(xs, ys))
             rows.append({"model": name, "engine": engine, "same": same, "of": new * len(prompts), **answer})
             speed = "  ".join(f"{length}: {x:.1f}" for length, x in answer["speed"].items())
-            print(f"{name:20} {engine:14} same tokens {same}/{new * len(prompts)}  tokens/s {speed}", flush=True)
+            print(f"{name:22} {engine:29} same tokens {same}/{new * len(prompts)}  tokens/s {speed}", flush=True)
     return rows
 
 
 def draw(rows: list[dict], file: Path) -> None:
     """Tokens a second over the context, a picture an engine."""
-    engines = [engine for engine in PACKAGES if any(row["engine"] == engine and row["speed"] for row in rows)]
+    engines = list(dict.fromkeys(row["engine"] for row in rows if row["speed"]))
     figure, axes = plt.subplots(1, len(engines), figsize=(4.5 * len(engines), 3.4), layout="constrained", squeeze=False)
     for axis, engine in zip(axes[0], engines):
         for row in (row for row in rows if row["engine"] == engine):

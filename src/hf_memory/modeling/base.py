@@ -13,7 +13,6 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -252,7 +251,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             inputs_embeds: [B, T, hidden_size].
             labels: [B, T] tokens, shifted inside; -100 is ignored.
             use_cache: see `MemoryModel.forward`.
-            logits_to_keep: compute logits for the last so many positions only, or for these; 0 means all.
+            logits_to_keep: compute logits for the last so many positions only, or for these [n] or [B, n], or where
+                this is true [B, T]; 0 means all.
             loss_from: makes the loss of this model and its last hidden states [B, T, hidden_size]; then there are no
                 logits, which may be too many to hold at once.
             **kwargs: passed to the mixers and to the loss.
@@ -268,10 +268,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
         if loss_from is not None:
             return CausalLMOutputWithPast(loss=loss_from(self, outputs.last_hidden_state))
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        cap = self.config.final_logit_softcapping
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
+        logits = self.predict(_kept(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -282,3 +279,18 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def predict(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden_size] after the last layer -> logits [..., vocab_size]."""
+        logits, cap = self.lm_head(hidden_states), self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _kept(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
+    if isinstance(positions, int):
+        return hidden_states[:, -positions:]  # from 0, all
+    if positions.ndim == 1:
+        return hidden_states[:, positions]
+    if positions.dtype == torch.bool:
+        return hidden_states[positions]
+    return hidden_states.take_along_dim(positions[..., None], dim=1)

@@ -1,0 +1,1 @@
+"""Our models inside other programs, which import these modules themselves."""
