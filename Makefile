@@ -32,5 +32,5 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/deltaformer_memory.py
 	$(BIN)/python benchmarks/decode.py
 
-engines: $(INSTALLED)  ## exported models in llama.cpp and mlx-lm, which are built first: ten minutes and more
+engines: $(INSTALLED)  ## our models in llama.cpp, mlx-lm and vLLM, which are built first: twenty minutes, 3 GB
 	$(BIN)/python benchmarks/engines.py --build

@@ -1,7 +1,7 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "prompts", "new", "contexts", "chunk"} from stdin and prints {"version", "tokens", "speed"} on
-stdout: greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
+Reads {"engine", "model", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on stdout:
+greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 MEASURED = 16  # tokens, after two to warm up
+STEP = 512  # tokens that an engine reads at once: longer prompts are read in chunks
 
 
 class LlamaCpp:
@@ -67,8 +68,8 @@ class LlamaCpp:
     def speed(self, length: int) -> float:
         """Tokens a second after so many."""
         state = self.state(length + 2 * MEASURED, 1, exact=False)
-        for start in range(0, length, 512):
-            self.read(state, [(1, t, 0, False) for t in range(start, min(start + 512, length))])
+        for start in range(0, length, STEP):
+            self.read(state, [(1, t, 0, False) for t in range(start, min(start + STEP, length))])
         positions = iter(range(length, length + 2 * MEASURED))
         found = measured(lambda: self.read(state, [(1, next(positions), 0, True)]))
         self.c.llama_free(state)
@@ -111,22 +112,21 @@ def mlx(request: dict) -> dict:
     speed = {}
     for length in request["contexts"]:
         cache = make_prompt_cache(model)
-        for start in range(0, length, 512):
-            read(cache, [1] * min(512, length - start))
+        for start in range(0, length, STEP):
+            read(cache, [1] * min(STEP, length - start))
         speed[length] = measured(partial(read, cache, [1]))
     return {"version": version("mlx-lm"), "tokens": made, "speed": speed}
 
 
 def vllm(request: dict) -> dict:
-    """vLLM in this process, all prompts at once; a step reads at most `chunk` tokens, if that is given."""
+    """vLLM in this process, all prompts at once."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
     from vllm import LLM, SamplingParams, __version__
 
     longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
-    chunk = {"max_num_batched_tokens": request["chunk"], "max_num_seqs": 16} if request.get("chunk") else {}
     options = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    llm = LLM(request["model"], max_model_len=longest, **options, **chunk)
+    llm = LLM(request["model"], max_model_len=longest, max_num_batched_tokens=STEP, max_num_seqs=16, **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     answers = llm.generate(prompts, SamplingParams(max_tokens=request["new"], **writing), use_tqdm=False)

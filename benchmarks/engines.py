@@ -6,8 +6,8 @@
 Without folders the models are random, of the width of SmolLM2-135M: a Llama, and its students. Gated DeltaNet runs as
 Qwen3.5, pure or with every fourth layer kept (and pinned norms), Mamba-2 as Granite; vLLM runs each also as it is, by
 our plugin, and so GLA and Gated DeltaNet's preset too, which no export covers. Weights are in float32, in which vLLM's
-build for the CPU has no Qwen3.5: its kernel takes bfloat16 alone. "In chunks" is a prompt read 64 tokens a step.
-Tokens a second are of one thread's CPU time, after reading contexts of that length.
+build for the CPU has no Qwen3.5: its kernel takes bfloat16 alone. vLLM reads 512 tokens a step, of all prompts at once,
+and the longest in chunks. Tokens a second are of one thread's CPU time, after reading contexts of that length.
 Writes benchmarks/results/engines.{json,png}.
 """
 
@@ -40,7 +40,6 @@ PACKAGES = {  # of each engine's environment; llama-cpp-python is compiled, in t
     "vLLM": ["--no-deps", "--requirement", str(HERE / "vllm.txt"), "--editable", str(HERE.parent)],
 }
 CONTEXTS = (1024, 8192, 32768)
-CHUNK = 64  # tokens that vLLM reads in a step, where it reads in chunks
 LENGTHS = (1, 3, 17, 64, 200, 350, 700)  # of random prompts
 TEXTS = (
     "The capital of France is",
@@ -120,7 +119,7 @@ def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
         return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder, "vLLM": folder}
     own = folder.with_name("own")
     model.save_pretrained(own)
-    found: dict[str, Path | None] = {"vLLM by our plugin": own, "vLLM by our plugin, in chunks": own}
+    found: dict[str, Path | None] = {"vLLM by our plugin": own}
     try:
         target = find_target(model.config)
     except ValueError:  # no engine has it as an architecture
@@ -129,7 +128,7 @@ def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
     file = folder.with_suffix(".gguf") if not faults["llama.cpp"] else None
     export_model(model, folder, gguf=file)
     found |= {"transformers": folder, "llama.cpp": file, "MLX": None if faults["MLX"] else folder}
-    found["vLLM"] = found["vLLM, in chunks"] = folder if target.name == "granite" else None
+    found["vLLM"] = folder if target.name == "granite" else None
     return {name: path for name, path in found.items() if path}
 
 
@@ -169,8 +168,6 @@ def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, envi
                 if not (environments / program).exists():
                     continue
                 request = {"model": str(path), "prompts": prompts, "new": new, "contexts": contexts}
-                if engine.endswith("in chunks"):
-                    request |= {"chunk": CHUNK, "contexts": []}
                 answer = run(program, environments / program, request)
             same = sum(a == b for xs, ys in zip(expected, answer.pop("tokens")) for a, b in zip(xs, ys))
             rows.append({"model": name, "engine": engine, "same": same, "of": new * len(prompts), **answer})

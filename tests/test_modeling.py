@@ -385,6 +385,23 @@ def test_weights_may_be_elsewhere_until_their_module_runs(case):
 
 
 @every_family
+@torch.no_grad()
+def test_logits_are_made_where_they_are_asked_for(case):
+    model, tokens = make_model(case), random_tokens(2, 5)
+    full = model(tokens).logits
+    places, mask = torch.tensor([[0], [3]]), torch.tensor([[True, False, False, False, True], [False] * 5])
+    asked = {
+        0: full,
+        2: full[:, 3:],
+        places[:, 0]: full[:, [0, 3]],
+        places: full[[0, 1], [0, 3]][:, None],
+        mask: full[mask],
+    }
+    for positions, expected in asked.items():
+        assert_close(model(tokens, logits_to_keep=positions).logits, expected)
+
+
+@every_family
 def test_auto_classes_find_the_family(case):
     family, config = family_of(case), make_config(case)
     assert type(AutoModelForCausalLM.from_config(config)) is family.causal_lm

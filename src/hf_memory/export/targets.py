@@ -189,8 +189,8 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     if not has_targets(config):
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise ValueError(
-            f"no engine has the memory of {config.model_type}{gate}; generate and serve of transformers run it, and "
-            "hf_memory.generate_stream does for many texts at once"
+            f"no engine has the memory of {config.model_type}{gate}; vLLM runs it as it is with hf_memory installed "
+            "beside it, unless it grows, and so do generate and serve of transformers and hf_memory.generate_stream"
         )
     of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
     if not of_family:
