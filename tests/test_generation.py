@@ -84,7 +84,7 @@ def test_a_conversation_continues_on_its_cache(case):
 @every_case
 def test_prompt_lookup_changes_no_token(case):
     model = make_model(case)
-    for seed in range(20):
+    for seed in range(6):
         part = random_tokens(1, 4, seed=seed)
         tokens = torch.cat([part, random_tokens(1, 2, seed=seed + 50), part], 1)  # a repetition to look up
         assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens))
@@ -98,13 +98,11 @@ def test_a_draft_model_changes_no_token(case):
         for name, p in draft.named_parameters():
             if "lm_head" in name or "embed" in name:
                 p += 0.03 * torch.randn_like(p)
-    accepted = 0
-    for seed in range(20):
-        tokens = random_tokens(1, 6, seed=seed)
-        expected = generate(model, tokens)
-        assert torch.equal(generate(model, tokens, assistant_model=draft), expected)
-        accepted += (generate(draft, tokens)[:, 6] == expected[:, 6]).sum().item()
-    assert accepted > 0
+        prompts = random_tokens(50, 6)
+        accepted = (model(prompts).logits[:, -1].argmax(-1) == draft(prompts).logits[:, -1].argmax(-1)).sum().item()
+    assert 0 < accepted < 50
+    for prompt in prompts[:6, None]:
+        assert torch.equal(generate(model, prompt, assistant_model=draft), generate(model, prompt))
 
 
 def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
