@@ -71,6 +71,7 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     assert "hf_memory_linear" in out
     assert "1 memory, 1 full_attention" in out
     assert "131,072" in out
+    assert "each more" in out
 
     code, out, _ = run("generate", student, "--prompt", "the snake", "--max-new-tokens", 4)
     assert code == 0

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, visible
 from hf_memory.conversion import load_config
-from hf_memory.evaluation import cache_bytes, kv_cache_bytes, layer_types
+from hf_memory.evaluation import bytes_per_token, cache_bytes, kv_cache_bytes, layer_types
 
 CONTEXTS = (1024, 8192, 32768, 131072)
 
@@ -34,4 +34,6 @@ def _memory_table(config: PreTrainedConfig) -> Table:
     for tokens in CONTEXTS:
         ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
         rows.add_row(f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}")
+    ours, theirs = bytes_per_token(config), kv_cache_bytes(config, 1)
+    rows.add_row("each more", f"{ours:,} bytes", f"{theirs:,} bytes", f"{ours / theirs:.2%}")
     return rows

@@ -10,10 +10,10 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
-from hf_memory.evaluation import cache_bytes
+from hf_memory.evaluation import bytes_per_token, cache_bytes
+from hf_memory.evaluation.efficiency import FAR
 
 CONTEXTS = (1024, 32768)
-FAR = 2**20  # tokens, further than any window
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -59,15 +59,15 @@ def story(plan: Plan) -> list[str]:
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
     """What a model's past is: of one size, or growing as its teacher's does."""
-    sizes = [cache_bytes(student, context) for context in (CONTEXTS[0], FAR, 2 * FAR)]
-    if sizes[0] == sizes[2]:
-        return f"its past is a memory of one size, {_megabytes(sizes[0])}, however much it has read"
-    if sizes[1] == sizes[2]:
-        return f"its past grows with the text up to {_megabytes(sizes[2])}, and no further"
-    grown = cache_bytes(teacher, 2 * FAR) - cache_bytes(teacher, FAR)
-    share = (sizes[2] - sizes[1]) / grown if grown else float("inf")
+    grows, first, last = bytes_per_token(student), *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR))
+    if not grows and first == last:
+        return f"its past is a memory of one size, {_megabytes(last)}, however much it has read"
+    if not grows:
+        return f"its past grows with the text up to {_megabytes(last)}, and no further"
+    teachers = bytes_per_token(teacher)
+    share = grows / teachers if teachers else float("inf")
     how = "as its teacher's does" if share == 1 else f"{share:.0%} as fast as its teacher's"
-    return f"its past is a cache that grows with the text, {how}"
+    return f"its past is a cache that grows with the text, {how}: {grows:,} bytes a token"
 
 
 def _stage_sentence(stage: Stage, plan: Plan) -> str:

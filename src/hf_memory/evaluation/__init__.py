@@ -2,6 +2,7 @@
 
 from hf_memory.evaluation.efficiency import (
     Cost,
+    bytes_per_token,
     cache_bytes,
     cache_bytes_after,
     cost_by_context,
@@ -22,6 +23,7 @@ __all__ = [
     "Agreement",
     "Cost",
     "agreement",
+    "bytes_per_token",
     "cache_bytes",
     "cache_bytes_after",
     "copy_gain",

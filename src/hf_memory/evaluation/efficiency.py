@@ -11,6 +11,8 @@ from transformers.cache_utils import DynamicCache
 from hf_memory.cache import state_bytes
 from hf_memory.modeling.configuration import MemoryConfig
 
+FAR = 2**24  # tokens: longer than any window
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -57,6 +59,11 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     if not set(kinds) <= set(seen):
         raise ValueError(f"config must have layers of attention or of hf_memory, got {', '.join(sorted(set(kinds)))}")
     return sum(seen[kind] for kind in kinds) * _token_bytes(config)
+
+
+def bytes_per_token(config: PreTrainedConfig) -> int:
+    """Bytes by which the cache of a model with this config grows with each token, once its windows are full."""
+    return cache_bytes(config, FAR + 1) - cache_bytes(config, FAR)
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
