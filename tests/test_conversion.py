@@ -402,6 +402,19 @@ def test_distillation_moves_every_weight():
         assert not torch.equal(parameter, before.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("window", [{}, {"attention_window": 4}])
+def test_memories_have_a_learning_rate_of_their_own(window):
+    """Adam's first step moves each weight by its learning rate."""
+    start, student = (make_student(make_teacher(), "deltanet", keep=(1,), **window) for _ in range(2))
+    schedule = SCHEDULE._replace(steps=1, learning_rate=1e-3, warmup=0.0, memory_factor=8.0)
+    distill(student, make_teacher(), text(), schedule)
+    own = start.model.layers[0].mixer.new_part.state_dict().keys()
+    prefix = "model.layers.0.mixer." + "far." * bool(window)
+    for name, x in student.named_parameters():
+        moved = (x - start.get_parameter(name)).abs().max().item()
+        assert moved == pytest.approx(8e-3 if name.removeprefix(prefix) in own else 1e-3, rel=0.01), name
+
+
 def test_the_same_seed_gives_the_same_student():
     students = [convert(make_teacher(), text(), to="deltanet", seed=seed, **BOTH_STAGES).student for seed in (0, 0, 1)]
     assert same(students[0], students[1])
@@ -449,6 +462,14 @@ def test_text_windows_are_a_function_of_the_seed():
     assert windows[0][3]["input_ids"].diff().eq(1).all()
     with pytest.raises(ValueError, match="one window of 8 tokens, got 7"):
         conversion.TokenWindows(torch.arange(7), 8, 20)
+
+
+def test_some_windows_end_in_what_they_began_with():
+    tokens, schedule = torch.arange(50), Schedule(steps=4, learning_rate=0.0, batch_size=2, length=9, repeats=0.25)
+    rows = [x["labels"] for x in conversion.TokenWindows.of(tokens, schedule, 0)]
+    assert [i for i, row in enumerate(rows) if torch.equal(row[-2:], row[:2])] == [3, 7]
+    assert all(row[:7].diff().eq(1).all() for row in rows)
+    assert {len(row) for row in rows} == {9}
 
 
 def make_tokenizer():

@@ -75,6 +75,8 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"options": {"layer_types": ["memory"]}}, "options must leave layer_types to keep"),
         ({"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}}, r"\(32, 32\) in the teacher"),
         ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
+        ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since memories alone"),
+        ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
         ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that starts as its teacher"),
     ],
 )

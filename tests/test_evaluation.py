@@ -117,16 +117,17 @@ def test_too_short_a_text_is_refused():
 
 
 def test_a_model_agrees_with_itself():
-    kl, top1 = agreement(small_llama(), small_llama(), random_text(), length=32)
+    kl, top1, ratio = agreement(small_llama(), small_llama(), random_text(), length=32)
     assert kl == pytest.approx(0, abs=1e-6)
-    assert top1 == 1
+    assert (top1, ratio) == (1, 1)
 
 
 def test_agreement_sees_a_difference():
     teacher = Predictor(lambda x: certain((x + 1) % VOCABULARY))
-    kl, top1 = agreement(Predictor(know_nothing), teacher, counting(), length=32)
+    kl, top1, ratio = agreement(Predictor(know_nothing), teacher, counting(), length=32)
     assert kl == pytest.approx(math.log(VOCABULARY))  # from certainty to none
     assert top1 < 0.1
+    assert ratio == pytest.approx(VOCABULARY)  # to one of all, from one of one
 
 
 def test_only_a_model_that_recalls_has_a_copy_gain():

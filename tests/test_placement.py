@@ -108,7 +108,7 @@ def test_recall_less_kl_decides_and_recall_where_they_are_the_same(monkeypatch):
     monkeypatch.setattr(
         placement, "recall_by_distance", lambda *_, **__: {64: recall[now[0]] - 0.1, 128: recall[now[0]] + 0.1}
     )
-    monkeypatch.setattr(placement, "agreement", lambda *_, length: Agreement(kl[now[0]], 0.5))
+    monkeypatch.setattr(placement, "agreement", lambda *_, length: Agreement(kl[now[0]], 0.5, 1.0))
     ranking = rank_layers(student, teacher, random_tokens(50))
     assert [score.layer for score in ranking] == [3, 0, 1, 2]
     assert placement_table(ranking, (3,))[:2] == [

@@ -20,24 +20,31 @@ Document = str | list[dict]  # a text or a talk
 
 
 class TokenWindows(Dataset):
-    """Windows of one long text at random places, the same at each call with the same seed."""
+    """Windows of one long text at random places, the same at each call with the same seed.
 
-    def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0):
+    Evenly spread among them, so many as `repeats` says end in the passage that they begin with: text alone hardly asks
+    for what has left a window of attention.
+    """
+
+    def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0, repeats: float = 0.0):
         check_length(tokens, length)
-        self.tokens, self.length, self.seed = tokens, length, seed
+        self.tokens, self.length, self.seed, self.repeats = tokens, length, seed, repeats
         places = len(tokens) - length + 1
         self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
     @classmethod
     def of(cls, tokens: Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
         """All windows that a stage reads."""
-        return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed)
+        return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed, schedule.repeats)
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         window = self.tokens[self.starts[index] : self.starts[index] + self.length]
+        if int((index + 1) * self.repeats) > int(index * self.repeats):
+            passage = window[: self.length // 4]
+            window = torch.cat([window[: self.length - len(passage)], passage])
         return {"input_ids": window, "labels": window}
 
 

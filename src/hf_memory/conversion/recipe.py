@@ -18,19 +18,25 @@ class Schedule(NamedTuple):
     batch_size: int = 8
     length: int = 256  # tokens of a window
     warmup: float = 0.05  # part of the steps
+    memory_factor: float = 1.0  # of the learning rate, for what replaces attention and learns first in transfer
+    repeats: float = 0.0  # part of the windows, in which the last quarter says the first again
 
     def __str__(self) -> str:
+        factor = f", times {self.memory_factor:g} for memories" if self.memory_factor != 1 else ""
+        repeats = f"; {self.repeats:.0%} of the windows repeat a passage" if self.repeats else ""
         return (
             f"{self.steps} steps of {self.batch_size} windows of {self.length} tokens, "
-            f"learning rate {self.learning_rate:g} falling as a cosine"
+            f"learning rate {self.learning_rate:g}{factor} falling as a cosine{repeats}"
         )
 
     def check(self, stage: str) -> None:
         """Raise ValueError if a stage cannot be like this."""
-        least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0}
+        least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
         for name, smallest in least.items():
             if not smallest <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} of {stage} must be at least {smallest}, got {getattr(self, name)}")
+        if not 0 <= self.repeats <= 1:
+            raise ValueError(f"repeats of {stage} must be from 0 to 1, got {self.repeats}")
 
 
 TRANSFER_SCHEDULE = Schedule(steps=100, learning_rate=3e-3)
@@ -86,6 +92,10 @@ class Recipe:
         """Raise ValueError if no teacher and no text could be converted like this."""
         for name, schedule in self.schedules.items():
             schedule.check(name)
+        if self.transfer.memory_factor != 1:
+            raise ValueError(
+                f"memory_factor of transfer must be 1, since memories alone learn, got {self.transfer.memory_factor}"
+            )
         check_loss(self.temperature, self.cross_entropy or 0)
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")

@@ -22,6 +22,7 @@ class Agreement(NamedTuple):
 
     kl: float  # KL(teacher || student) in nats
     top1: float  # how often both find the same token most likely
+    ratio: float  # the student's perplexity over the teacher's
 
 
 def say_nothing(tokens: int) -> None:
@@ -68,13 +69,19 @@ def agreement(
     progress: Progress = say_nothing,
 ) -> Agreement:
     """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
-    kl, same = [], []
+    kl, same, more = [], [], []
     for batch in _batches(_windows(tokens, length, length, max_tokens), batch_size, progress):
-        for logits in zip(*(_slices(_logits(model, batch)) for model in (student, teacher))):
+        models = [_slices(_logits(model, batch)) for model in (student, teacher)]
+        labels = F.pad(batch[:, 1:], (0, 1), value=-100).split([x.shape[1] for x in models[0]], dim=1)
+        for *logits, following in zip(*models, labels):
             p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
             same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
             kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
-    return Agreement(torch.cat(kl).mean().item(), torch.cat(same).mean().item())
+            following = following.to(p_student.device)
+            losses = [F.nll_loss(x.mT, following, reduction="none") for x in (p_student, p_teacher)]
+            more.append((losses[0] - losses[1])[following != -100])
+    means = [torch.cat(x).double().mean() for x in (kl, same, more)]
+    return Agreement(means[0].item(), means[1].item(), means[2].exp().item())
 
 
 def perplexity_by_position(

@@ -1,6 +1,6 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, with soft caps
@@ -19,6 +19,11 @@ class AttentionMixer(Projections):
         super().__init__(config, layer_idx)
         is_sliding = config.mixer_types[layer_idx].startswith("sliding")
         self.sliding_window = config.sliding_window if is_sliding else None
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """None: all means what it did."""
+        return None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

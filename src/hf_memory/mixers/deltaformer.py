@@ -42,6 +42,11 @@ class DeltaFormerMixer(AttentionMixer):
             init.zeros_(self.b_proj.weight)
             init.zeros_(self.b_proj.bias)
 
+    @property
+    def new_part(self) -> nn.Module | None:
+        """All, as of a memory."""
+        return self
+
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Attention's; without `write_rope`, keys twice."""

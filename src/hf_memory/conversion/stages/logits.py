@@ -155,7 +155,7 @@ class WindowsWithLogits(TokenWindows):
     """Windows of a text, and what `save_logits` wrote of each."""
 
     def __init__(self, folder: Path, windows: TokenWindows):
-        super().__init__(windows.tokens, windows.length, len(windows), windows.seed)
+        super().__init__(windows.tokens, windows.length, len(windows), windows.seed, windows.repeats)
         self.folder = folder
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None
 
 
 def _of_windows(windows: TokenWindows, temperature: float) -> dict:
-    size = {"windows": len(windows), "length": windows.length}
+    size = {"windows": len(windows), "length": windows.length, "repeats": windows.repeats}
     return {"tokens": windows.tokens, **size, "temperature": temperature, "seed": windows.seed}
 
 

@@ -46,6 +46,21 @@ class Reporter(TrainerCallback):
 class StageTrainer(Trainer):
     """A Trainer that stops at the first step whose loss or gradients are not finite, before it changes a weight."""
 
+    memory_factor = 1.0  # of its schedule
+
+    def create_optimizer(self, model=None) -> Optimizer:
+        """The Trainer's, where memories have a learning rate of their own."""
+        if self.optimizer is not None or self.memory_factor == 1:
+            return super().create_optimizer(model)
+        optimizer, learner = super().create_optimizer(model), self.model if model is None else model
+        parts = [getattr(x, "new_part", None) for x in learner.modules()]  # type: ignore[union-attr]
+        memories = {x for part in parts if part is not None for x in part.parameters()}
+        for group in list(optimizer.param_groups):
+            own = [x for x in group["params"] if x in memories]
+            group["params"] = [x for x in group["params"] if x not in memories]
+            optimizer.add_param_group({**group, "params": own, "lr": self.memory_factor * group["lr"]})
+        return optimizer
+
     def training_step(self, model, *args, **kwargs):
         """The loss; its gradients are in the parameters.
 
@@ -146,6 +161,7 @@ def run_trainer(
             callbacks=[Reporter(run, schedule), *run.callbacks],
             optimizers=(optimizer, None),
         )
+        trainer.memory_factor = schedule.memory_factor
         trainer.remove_callback(PrinterCallback)
         with args.main_process_first(local=False):
             last = last_whole_checkpoint(run.checkpoints) if run.checkpoints else None

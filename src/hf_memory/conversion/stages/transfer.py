@@ -31,9 +31,8 @@ class AttentionTransfer(nn.Module):
 
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
-        layers = enumerate(zip(student.config.mixer_types, student.model.layers))
-        memories = {i: layer.mixer for i, (kind, layer) in layers if "memory" in kind}
-        self.mixers = {i: mixer for i, mixer in memories.items() if mixer.new_part is not None}  # not all of it learns
+        mixers = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
+        self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}  # not all of it learns
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
         self._no_split_modules = sorted({type(part).__name__ for part in self.learned.values()})
         self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # no submodule: neither trained nor saved
