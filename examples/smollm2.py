@@ -10,6 +10,7 @@ its pictures is copied to model_cards/smollm2_FAMILY.
 
 import html
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -83,8 +84,10 @@ def debian_pages() -> list[str]:
         return list(topics.values())
     for package in sorted(folder.glob("*.deb")):
         run("dpkg-deb", "-x", package, folder / "unpacked")
-    pages = sorted(x for x in (folder / "unpacked").rglob("*.html") if x.is_file() and not x.is_symlink())
-    english = [page for page in pages if not re.search(r"[/.](?!en)[a-z]{2}([-_][A-Za-z]+)?(/|\.html$)", str(page))]
+    root = folder / "unpacked"
+    pages = {str(x.relative_to(root)): x for x in root.rglob("*.html") if x.is_file() and not x.is_symlink()}
+    english = [pages[x] for x in sorted(pages) if not re.search(r"[/.](?!en)[a-z]{2}([-_][A-Za-z]+)?(/|\.html$)", x)]
+    random.Random(0).shuffle(english)  # so that a part of the text, and what is held out, is like all of it
     return [plain(page.read_text(encoding="utf-8", errors="replace")) for page in english]
 
 

@@ -1,0 +1,256 @@
+"""A real teacher, SmolLM2-135M-Instruct: what students keep of it, with their memory and without, at equal tokens.
+
+    python benchmarks/smollm2.py                  # all rows: hours on one core; goes on where it was stopped
+    python benchmarks/smollm2.py "1/10 of heads"  # one row
+
+Teacher and text are those of examples/smollm2.py, and the first row is its student (recipes/smollm2.yaml); a twin
+without memory spends the tokens of transfer on distillation. Of the text a tenth is held out. Perplexity, KL and
+agreement are of 12 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading
+of 256 tokens after 512 (four passages) or 2,048 others (three); bytes are of caches in float32. Writes
+benchmarks/results/smollm2.{json,png}.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for examples
+
+from examples import smollm2 as example  # noqa: E402
+
+from hf_memory.conversion import (  # noqa: E402
+    SERVABLE,
+    Progress,
+    Recipe,
+    Run,
+    convert,
+    load_teacher,
+    load_tokenizer,
+    read_tokens,
+    resolve,
+    write_model,
+)
+from hf_memory.conversion.run_file import read_schedule  # noqa: E402
+from hf_memory.evaluation import agreement, cache_bytes, copy_gain  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
+WORK = ROOT / "runs" / "smollm2"
+BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
+CONTEXT = 8192  # tokens of the caches
+
+
+def first_recipe() -> tuple[Recipe, int]:
+    """That of the example, and how many tokens of the text it reads."""
+    said = yaml.safe_load(example.RECIPE.read_text(encoding="utf-8"))
+    stages = {
+        name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in said[name].items()])
+        for name in ("transfer", "distillation")
+    }
+    return Recipe(to=said["to"], keep=said["keep-attention"], options=said["option"], **stages), said["max-tokens"]
+
+
+def without_memory(recipe: Recipe) -> Recipe:
+    """The same window and heads alone, for as many tokens."""
+    steps = recipe.transfer.steps + recipe.distillation.steps
+    return replace(
+        recipe,
+        options={**recipe.options, "window_memory": False},
+        transfer=recipe.transfer._replace(steps=0),
+        distillation=recipe.distillation._replace(steps=steps),
+    )
+
+
+def shorter(recipe: Recipe) -> Recipe:
+    """For two thirds of the tokens."""
+    stages = {name: getattr(recipe, name) for name in ("transfer", "distillation")}
+    return replace(recipe, **{name: x._replace(steps=2 * x.steps // 3) for name, x in stages.items()})
+
+
+def recipes(first: Recipe) -> dict[str, Recipe]:
+    """Name of a row: how its student is made."""
+    short = shorter(first)
+    whole = replace(
+        short,
+        keep="1/4",
+        options={"gate": "scalar"},
+        transfer=short.transfer._replace(learning_rate=3e-3),
+        distillation=short.distillation._replace(memory_factor=5.0),
+    )
+    windows = {
+        "1/10 of heads": first,
+        "1/22 of heads": replace(short, keep="heads:1/22"),
+        "no full head": replace(short, keep="none"),
+    }
+    rows = {}
+    for name, recipe in windows.items():
+        rows |= {name: recipe, f"{name}, no memory": without_memory(recipe)}
+    wide = replace(first, options={**first.options, "attention_window": 128})
+    quarter = replace(short, keep="1/4")
+    return rows | {
+        "1/10 of heads, window 128": wide,
+        "1/4 of layers": whole,
+        "1/4 of layers, windows": quarter,
+        "1/4 of layers, windows, no memory": without_memory(quarter),
+        "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
+        "1/10 of heads, linear": replace(short, to="linear"),
+        "1/10 of heads, gated": replace(short, to="gated"),
+    }
+
+
+class Stopwatch:
+    """CPU seconds of a conversion, kept in a file so that they add up over calls; says how far it is."""
+
+    def __init__(self, file: Path):
+        self.file, self.start = file, time.process_time()
+        self.before = float(file.read_text()) if file.exists() else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self.before + time.process_time() - self.start
+
+    def tell(self, progress: Progress) -> None:
+        """Report of a run."""
+        self.file.write_text(str(self.seconds))
+        print(f"  {self.seconds:6.0f} s  {progress.task} {progress.done}/{progress.total} {progress.loss}", flush=True)
+
+
+def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens: Tensor) -> tuple[Path, float]:
+    """The folder of a student and the CPU seconds that it took, now or before."""
+    folder = WORK / name.replace("/", "-").replace(", ", "-").replace(" ", "-")
+    student, watch = folder / "student", folder / "cpu_seconds"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not student.exists():
+        clock = Stopwatch(watch)
+        # the example goes on from the first row's checkpoints
+        checkpoints = WORK / "checkpoints" if recipe == first_recipe()[0] else folder / "checkpoints"
+        made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), Run(checkpoints, report=clock.tell))
+        watch.write_text(str(clock.seconds))
+        partial = folder / "student.partial"
+        write_model(partial, made.student, tokenizer)
+        partial.rename(student)
+    return student, float(watch.read_text())
+
+
+def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
+    """Nats a token that a first reading is worth on the second."""
+    return {
+        str(gap): copy_gain(model, held_out, passage=256, gap=gap, trials=trials, batch_size=1, max_tokens=None)
+        for gap, trials in BETWEEN.items()
+    }
+
+
+def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
+    """All columns of a row that are of the student alone."""
+    like = agreement(student, teacher, held_out, length=1024, batch_size=1, max_tokens=12 * 1024)
+    sizes = [cache_bytes(student.config, tokens) for tokens in (CONTEXT, 2 * CONTEXT)]
+    return {
+        "perplexity / teacher": like.ratio,
+        "KL": like.kl,
+        "agreement": like.top1,
+        **{f"recall kept after {gap}": gain / gains[gap] for gap, gain in recall(student, held_out).items()},
+        "cache at 8k / teacher": sizes[0] / cache_bytes(teacher.config, CONTEXT),
+        "bytes a token of context": (sizes[1] - sizes[0]) / CONTEXT,
+    }
+
+
+def read(recipe: Recipe) -> int:
+    """Tokens that a recipe trains on."""
+    return sum(x.steps * x.batch_size * x.length for x in recipe.schedules.values())
+
+
+def said(name: str, row: dict) -> str:
+    """A row in a line."""
+    cells = {
+        "{:,} tokens": row["tokens"],
+        "{:.0f} CPU s": row["CPU seconds"],
+        "perplexity {:.3f}": row["perplexity / teacher"],
+        "KL {:.3f}": row["KL"],
+        "agreement {:.1%}": row["agreement"],
+        "recall {:.0%}": row["recall kept after 512"],
+        "and {:.0%}": row["recall kept after 2048"],
+        "cache {:.1%}": row["cache at 8k / teacher"],
+        "{:.0f} bytes a token": row["bytes a token of context"],
+    }
+    return "  ".join([f"{name:36}", *(cell.format(value) for cell, value in cells.items())])
+
+
+def draw(rows: dict[str, dict]) -> None:
+    """What students lose, by what their cache holds; an arrow leads from a twin without memory to the one with it."""
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
+    columns = {
+        "KL from the teacher": lambda row: row["KL"],
+        "recall kept after 512 tokens": lambda row: row["recall kept after 512"],
+        "recall kept after 2,048 tokens": lambda row: row["recall kept after 2048"],
+    }
+    for axis, (label, value) in zip(axes, columns.items()):
+        for i, (name, row) in enumerate(rows.items()):
+            x, y = row["cache at 8k / teacher"], value(row)
+            axis.plot(
+                x, y, "ox"["no memory" in name], color=plt.get_cmap("tab20")(i), label=name if axis is axes[0] else None
+            )
+            if twin := rows.get(f"{name}, no memory"):
+                start = twin["cache at 8k / teacher"], value(twin)
+                axis.annotate("", (x, y), start, arrowprops={"arrowstyle": "->", "color": "gray"})
+        axis.set(xlabel="cache at 8,192 tokens / teacher's", title=label, xscale="log")
+        axis.set_xticks([0.02, 0.05, 0.1, 0.25], ["2 %", "5 %", "10 %", "25 %"], minor=False)
+        axis.xaxis.set_minor_formatter("")
+    figure.legend(loc="outside right center", fontsize="small")
+    figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
+
+
+def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
+    """JSON and picture, with the rows in their order."""
+    rows = {name: rows[name] for name in order if name in rows}
+    RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    draw(rows)
+
+
+def main() -> None:
+    """Make the rows that are asked for, or all, and that are not there yet."""
+    logging.disable_progress_bar()
+    WORK.mkdir(parents=True, exist_ok=True)
+    file, text = example.fetch_teacher(), example.fetch_text()
+    teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
+    first, most = first_recipe()
+    tokens = read_tokens([text], tokenizer, limit=most)
+    tokens, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    gains = known.get("teacher's recall, nats a token") or recall(teacher, held_out)
+    about = {
+        "teacher's recall, nats a token": gains,
+        "teacher's bytes a token of context": cache_bytes(teacher.config, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    rows = recipes(first)
+    for name in sys.argv[1:] or rows:
+        if name in known.get("rows", {}):
+            continue
+        student, seconds = make(name, rows[name], teacher, tokenizer, tokens)
+        row = {
+            "command": f'python benchmarks/smollm2.py "{name}"',
+            "recipe": {x: str(y) if x in rows[name].schedules else y for x, y in vars(rows[name]).items()},
+            "tokens": read(rows[name]),
+            "CPU seconds": seconds,
+            **measured(AutoModelForCausalLM.from_pretrained(student), teacher, held_out, gains),
+        }
+        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # of calls beside this one
+        known["rows"] = {**known.get("rows", {}), name: row}
+        write(about, known["rows"], rows)
+        print(said(name, row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
