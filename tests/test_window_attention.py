@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.window_attention import window_attention
+from hf_memory.ops import masks
 
 SCALING = 0.5
 
@@ -15,8 +17,9 @@ def make(T=23, B=2, seed=0):
     return [x.double() for x in (q, k, v)]
 
 
-def attend(q, k, v, states=None, **options):
-    return window_attention(q, k, v, states=states or {}, **{"window": 5, "scaling": SCALING, **options})
+def attend(q, k, v, states=None, window=5, **options):
+    sees = masks.causal & masks.window(window)
+    return window_attention(q, k, v, window=window, sees=sees, scaling=SCALING, states=states or {}, **options)
 
 
 def expected(q, k, v, window=5):
@@ -58,6 +61,16 @@ def test_padding_is_no_token(real):
     torch.testing.assert_close(together[1:], alone)
 
 
+def test_scores_are_capped():
+    q, k, v = make()
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) * SCALING
+    distance = torch.arange(23)[:, None] - torch.arange(23)
+    hidden = (distance < 0) | (distance >= 5)
+    p = (0.7 * torch.tanh(scores / 0.7)).masked_fill(hidden, -torch.inf).softmax(-1)
+    capped = torch.einsum("bhts,bshd->bthd", p, v.repeat_interleave(2, 2))
+    torch.testing.assert_close(attend(q, k, v, softcap=0.7)[0], capped)
+
+
 def test_packed_sequences_do_not_see_each_other():
     inputs, bounds = make(B=1), [0, 7, 8, 23]
     o, _ = attend(*inputs, cu_seqlens=torch.tensor(bounds))
@@ -67,13 +80,13 @@ def test_packed_sequences_do_not_see_each_other():
 
 def test_what_is_always_visible_is_seen_from_everywhere():
     q, k, v = make(12)
-    always = torch.randn(3, 2, 6).double(), torch.randn(3, 2, 6).double()
+    always = Columns(masks.all_tokens(3, q), *torch.randn(2, 1, 3, 2, 6).double(), masks.everything)
     o, _ = attend(q, k, v, always=always, window=40)
-    k_all, v_all = (torch.cat([x.expand(2, -1, -1, -1), y], 1) for x, y in zip(always, (k, v)))
+    k_all, v_all = (torch.cat([x.expand(2, -1, -1, -1), y], 1) for x, y in zip(always[1:3], (k, v)))
     scores = torch.einsum("bthd,bshd->bhts", q, k_all.repeat_interleave(2, 2)) * SCALING
     mask = torch.ones(12, 15, dtype=torch.bool).tril(3)
     p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", p, v_all.repeat_interleave(2, 2)))
     short, _ = attend(q, k, v, always=always, window=2)
-    changed, _ = attend(q, k, v, always=(always[0], always[1] + 1), window=2)
+    changed, _ = attend(q, k, v, always=always._replace(values=always.values + 1), window=2)
     assert ((short - changed).abs().amax((0, 2, 3)) > 1e-3).all()

@@ -7,10 +7,10 @@ from torch.testing import assert_close
 
 import hf_memory
 from cases import SIZES
-from hf_memory.mixers.attention_blocks import Columns, full_attention, near_attention
+from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.far_memory import SlotMemory, centroids
-from hf_memory.ops.masks import Tokens, all_tokens, count
+from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, sinks, window
 
 WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
 
@@ -33,11 +33,13 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks):
     i, j = torch.arange(T)[:, None], torch.arange(T)
     visible = (j <= i) & ((i - j < num_near) | (j < num_sinks))
     tokens = all_tokens(T, q)
-    first = Columns(tokens.of(slice(num_sinks)), k[:, :num_sinks], v[:, :num_sinks])
+    sees = sinks(num_sinks) & older(num_near)
+    first = Columns(tokens.of(slice(num_sinks)), k[:, :num_sinks], v[:, :num_sinks], sees)
     keys, values = (F.pad(x, (0, 0, 0, 0, num_near, 0)) for x in (k, v))
-    near = Columns(Tokens(F.pad(tokens.position, (num_near, 0), value=-1)), keys, values)
-    sizes = {"num_near": num_near, "num_sinks": num_sinks, "scaling": 0.3}
-    assert_close(near_attention(q, tokens, near, first, **sizes), softmax_of(q, k, v, visible, 0.3))
+    before = Tokens(F.pad(tokens.position, (num_near, 0), value=-1))
+    near = Columns(before, keys, values, causal & window(num_near))
+    both = softmax_and_mass(near_blocks(q, tokens, near, first), 0.3, None)
+    assert_close(tuple(rows_of(x, q) for x in both), softmax_of(q, k, v, visible, 0.3))
 
 
 def test_heads_that_keep_everything_are_causal_attention():
@@ -46,7 +48,7 @@ def test_heads_that_keep_everything_are_causal_attention():
     mask = torch.ones(2, T).bool()
     mask[1, :30] = False
     tokens = Tokens(count(mask))
-    o = full_attention(q, tokens, Columns(tokens, k, v), scaling=0.3)
+    o = full_attention(q, tokens, Columns(tokens, k, v), scaling=0.3, softcap=None)
     visible = torch.ones(T, T).tril().bool() & mask[:, None, None]
     expected, _ = softmax_of(q, k, v, visible, 0.3)
     assert_close(o[mask], expected[mask])

@@ -99,8 +99,7 @@ class ShortConvolution(nn.Module):
             return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view keeps all of the context alive
         last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
         state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
-        y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-        return y * attention_mask[..., None].to(y.dtype), state
+        return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state
 
     def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Over the W - 1 tokens before each and itself, without those before its own packed sequence, in float32.
@@ -128,6 +127,15 @@ def _places(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row with its padding moved to the end, and where each token came from [B, T]."""
+    """Each row [B, T, ...] with its padding moved to the end, and where each token came from [B, T]."""
     order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
-    return x.gather(1, order[..., None].expand_as(x)), order
+    return x.gather(1, _wide(order, x)), order
+
+
+def in_their_places(x: Tensor, order: Tensor) -> Tensor:
+    """Undo `real_tokens_first`."""
+    return torch.zeros_like(x).scatter(1, _wide(order, x), x)
+
+
+def _wide(order: Tensor, x: Tensor) -> Tensor:
+    return order.view(*order.shape, *(1 for _ in x.shape[2:])).expand_as(x)

@@ -12,10 +12,12 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
+from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import window_attention
+from hf_memory.ops.masks import all_tokens, everything
 
 WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further
 
@@ -70,20 +72,22 @@ class AttentionAndMemoryMixer(MemoryMixer):
             k,
             v,
             window=self.config.sliding_window,
+            sees=self.config.near,
             scaling=self.scaling,
+            softcap=self.config.attn_logit_softcapping,
             states=_part(context.states, "attention_"),
             always=self.always(hidden_states.dtype),
             attention_mask=context.attention_mask,
             cu_seqlens=context.cu_seqlens,
         )
 
-    def always(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Keys and values [P, H, D] of the persistent tokens, which have no positions."""
+    def always(self, dtype: torch.dtype) -> Columns | None:
+        """The persistent tokens, which have no positions."""
         if not self.config.num_persistent_tokens:
             return None
         tokens = self.persistent.to(dtype)[None]
         q, k, v = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
-        return self.normalize_and_rotate(q, k, None)[1][0], v[0]
+        return Columns(all_tokens(k.shape[1], k), self.normalize_and_rotate(q, k, None)[1], v, everything)
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The memory's output [B, T, hidden_size], and its states."""

@@ -1,85 +1,88 @@
 """Softmax attention in blocks of queries, each with the keys that some query of the block sees: never T x T numbers."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.masks import Mask, Tokens, causal, older, seen, sinks, window
+from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block, at least
 
 
 class Columns(NamedTuple):
-    """Tokens that can be attended to."""
+    """Tokens that can be attended to, and by whom."""
 
     tokens: Tokens  # [1 or B, S]
-    keys: Tensor  # [B, S, H, D]
-    values: Tensor  # [B, S, H, V]
+    keys: Tensor  # [1 or B, S, H, D]
+    values: Tensor  # [1 or B, S, H, V]
+    sees: Mask = causal
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Columns":
+        """The same change of all tensors."""
+        return Columns(self.tokens.map(change), change(self.keys), change(self.values), self.sees)
 
 
-def near_attention(
-    q: Tensor,
-    queries: Tokens,
-    near: Columns,
-    first: Columns,
-    *,
-    num_near: int,
-    num_sinks: int,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Each token attends to itself, the `num_near` - 1 tokens before it, and the first `num_sinks` of its sequence.
+class Blocks(NamedTuple):
+    """Blocks of queries, and what some query of each sees. HQ is a multiple of H."""
+
+    queries: Tensor  # [B * blocks, C, HQ, D]
+    keys: Tensor  # [B * blocks, S, H, D]
+    values: Tensor  # [B * blocks, S, H, V]
+    visible: Tensor  # [B * blocks, 1, C, S] bool
+
+    @classmethod
+    def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
+        """Queries that are these tokens, with the columns of every kind that they may see."""
+        keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
+        return cls(queries, keys, values, _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1))
+
+
+def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> Blocks:
+    """Queries with the tokens near them, and with a few others of their row.
 
     Args:
-        q: [B, T, HQ, D], HQ a multiple of H.
+        q: [B, T, HQ, D].
         queries: which tokens these are.
-        near: the present tokens after at least `num_near` - 1 columns before them, which may be empty.
-        first: the first tokens of each sequence.
-        num_near: tokens of the window, the present one among them.
-        num_sinks: first tokens that every later token sees.
-        scaling: of the scores.
-        softcap: scores s become softcap tanh(s / softcap), or None.
-
-    Returns:
-        o [B, T, HQ, V], zero at padding, and the logarithm of the sum that the softmax divides by [B, T, HQ], float32.
+        near: the present tokens after as many columns as a query sees tokens before it; some of these may be empty, and
+            all may be left out where they are and there are few queries.
+        first: tokens that stand elsewhere.
     """
-    B, T, HQ, D = q.shape
+    B, T = q.shape[:2]
     past = near.keys.shape[1] - T
-    C = min(T, max(num_near, BLOCK))
+    C = min(T, max(past + 1, BLOCK)) if past else T
     n = -(-T // C)
-    q = F.pad(q, (0, 0, 0, 0, 0, n * C - T)).reshape(B * n, C, HQ, D)
-    asking = _token_blocks(queries, B, 0, C, n)
-    k, v = (blocks_of(x, past, C, n) for x in near[1:])
-    visible = seen(causal & window(num_near), asking, _token_blocks(near.tokens, B, past, C, n))
-    if num_sinks:
-        k, v = (torch.cat([x.repeat_interleave(n, 0), y], 1) for x, y in ((first.keys, k), (first.values, v)))
-        beyond = seen(sinks(num_sinks) & older(num_near), asking, _repeated(first.tokens, B, n))
-        visible = torch.cat([beyond, visible], -1)
-    o, logsumexp = _attend(q, k, v, visible, scaling, softcap)
-    return o.reshape(B, n * C, HQ, -1)[:, :T], logsumexp.reshape(B, n * C, HQ)[:, :T]
+    asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, n, -1))
+    asked = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
+    columns = [Columns(asked, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)]
+    if first is not None:
+        columns = [first.map(lambda x: x.expand(B, *x.shape[1:]).repeat_interleave(n, 0)), *columns]
+    return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
 
 
-def full_attention(
-    q: Tensor, queries: Tokens, past: Columns, *, scaling: float, softcap: float | None = None, sees: Mask = causal
-) -> Tensor:
-    """Each token [B, T, HQ, D] attends to all that a mask lets it see: o [B, T, HQ, V], zero at padding."""
-    blocks = range(0, q.shape[1], BLOCK)
-    parts = []
-    for i in blocks:
-        visible = seen(sees, queries.of(slice(i, i + BLOCK)), past.tokens)
-        parts.append(_attend(q[:, i : i + BLOCK], past.keys, past.values, visible, scaling, softcap)[0])
-    return torch.cat(parts, 1)
+def rows_of(blocks: Tensor, like: Tensor) -> Tensor:
+    """[B * blocks, C, ...] of blocks of queries `like` [B, T, ...], as rows [B, T, ...]."""
+    B, T = like.shape[:2]
+    return blocks.reshape(B, -1, *blocks.shape[2:])[:, :T]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, softcap: float | None):
-    """q [B, C, HQ, D], k and v [B, S, H, D], visible [B, 1, C, S] -> o [B, C, HQ, D] and logsumexp [B, C, HQ]."""
+def softmax_attention(blocks: Blocks, scaling: float, softcap: float | None) -> Tensor:
+    """o [B * blocks, C, HQ, V], anything at padding; scores s become softcap tanh(s / softcap) where it is given."""
+    if softcap is not None:
+        return softmax_and_mass(blocks, scaling, softcap)[0]
+    q, k, v = (x.transpose(1, 2) for x in blocks[:3])
+    visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True).transpose(1, 2)
+
+
+def softmax_and_mass(blocks: Blocks, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """The same, zero at padding, and the logarithm of what the softmax divides by [B * blocks, C, HQ] in float32."""
+    q, k, v, visible = blocks
     B, C, HQ, D = q.shape
     H = k.shape[2]
-    q = (
-        q.reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-    )  # queries of a group share their keys
+    q = q.reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # a group shares its keys
     scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -90,16 +93,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, so
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
 
 
-def blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
-    """[B, past + T, ...] -> [B * n, past + C, ...]: block i has the places from i * C on."""
+def full_attention(q: Tensor, queries: Tokens, past: Columns, *, scaling: float, softcap: float | None) -> Tensor:
+    """Each token [B, T, HQ, D] attends to all that it sees: o [B, T, HQ, V], zero at padding."""
+    parts = []
+    for i in range(0, q.shape[1], BLOCK):
+        block = slice(i, i + BLOCK)
+        blocks = Blocks.of(q[:, block], queries.of(block), past)
+        parts.append(softmax_and_mass(blocks, scaling, softcap)[0])
+    return torch.cat(parts, 1)
+
+
+def _blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
+    """[B, past + T, ...] -> [B * n, past + C, ...]: blocks of C tokens, each after the `past` ones before it."""
+    if n == 1:
+        return x
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + n * C - x.shape[1]), value=value)
     return x.unfold(1, past + C, C).movedim(-1, 2).flatten(0, 1)
 
 
-def _token_blocks(tokens: Tokens, B: int, past: int, C: int, n: int) -> Tokens:
-    return tokens.map(lambda x: blocks_of(x.expand(B, -1), past, C, n, -1))
-
-
-def _repeated(tokens: Tokens, B: int, n: int) -> Tokens:
-    """The same columns for each block of a row."""
-    return tokens.map(lambda x: x.expand(B, -1).repeat_interleave(n, 0))
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

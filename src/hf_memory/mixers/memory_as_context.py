@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import RMSNorm, real_tokens_first
+from hf_memory.layers import RMSNorm, in_their_places, real_tokens_first
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
+from hf_memory.mixers.attention_blocks import Blocks, Columns, softmax_attention
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops import masks
 from hf_memory.ops.contract import per_sequence
 from hf_memory.ops.masks import Tokens
 
@@ -63,7 +63,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             attention_mask=mask.gather(1, order), positions=None if positions is None else positions.gather(order)
         )
         output, states = self._pieces(hidden_states, context, self.config.segment_length)
-        return torch.zeros_like(output).scatter(1, order[..., None].expand_as(output), output), states
+        return in_their_places(output, order), states
 
     def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
         states, outputs = context.states or self._empty(hidden_states), []
@@ -107,16 +107,12 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
         keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
         values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
-        columns = torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None]  # of pairs
-        seen = masks.seen(masks.causal, Tokens(places), Tokens(columns))  # [B, 1, T, 2 * segment]
-        k, v = (pairs.flatten(1, 2).transpose(1, 2).to(q.dtype) for pairs in (keys, values))
+        columns = Tokens(torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None])
+        segment = Columns(columns, keys.flatten(1, 2).to(q.dtype), values.flatten(1, 2).to(q.dtype))
         always = self.always(x.dtype)
-        if always is not None:
-            first = (tokens.transpose(0, 1).expand(len(x), -1, -1, -1) for tokens in always)
-            k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))
-            seen = F.pad(seen, (len(always[0]), 0), value=True)
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=self.scaling, enable_gqa=True)
-        return o.transpose(1, 2), keys, values
+        first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
+        blocks = Blocks.of(q, Tokens(places), *first, segment)
+        return softmax_attention(blocks, self.scaling, self.config.attn_logit_softcapping), keys, values
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import States
-from hf_memory.layers import real_tokens_first
-from hf_memory.mixers.attention_blocks import blocks_of
-from hf_memory.ops import masks
-from hf_memory.ops.masks import Tokens
+from hf_memory.layers import in_their_places, real_tokens_first
+from hf_memory.mixers.attention_blocks import BLOCK, Columns, near_blocks, rows_of, softmax_attention
+from hf_memory.ops.masks import Mask, Tokens, packed
 
 
 def window_attention(
@@ -17,87 +16,87 @@ def window_attention(
     v: Tensor,
     *,
     window: int,
+    sees: Mask,
     scaling: float,
     states: States,
-    always: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    always: Columns | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States]:
-    """Each token attends to itself and the `window` - 1 tokens before it, and to what is always visible.
+    """Each token attends to what it sees of itself and the `window` - 1 tokens before it, and to some others.
 
     Args:
         q: [B, T, HQ, D].
         k: [B, T, H, D], HQ a multiple of H.
         v: [B, T, H, D].
-        window: tokens that a token sees, itself among them.
+        window: tokens that a token can see, itself among them.
+        sees: which of them it does.
         scaling: of the products.
         states: of the tokens before; empty means there were none.
-        always: keys and values [P, H, D] that every token sees.
+        softcap: scores s become softcap tanh(s / softcap), or None.
+        always: tokens that stand before every sequence.
         attention_mask: [B, T], zero at padding, or None.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
 
     Returns:
         o [B, T, HQ, D], and the states after the tokens: `keys` and `values` [B, window - 1, H, D] of the last ones,
-        and how many of these there are, `seen` [B].
+        and how many were read, `seen` [B].
     """
-    B, T = q.shape[:2]
+    (B, T), W, order = q.shape[:2], window - 1, None
     lengths = torch.full((B,), T, device=q.device)
-    order = None
     if attention_mask is not None:
-        lengths, order = attention_mask.sum(1), attention_mask
-        (q, order), (k, _), (v, _) = (_compacted(x, attention_mask) for x in (q, k, v))
-    past = window - 1 if states or window < T else 0
-    before = states["seen"] if states else torch.zeros_like(lengths)
-    k, v = _after_past(k, "keys", states, past), _after_past(v, "values", states, past)
-    o = _attend(q, k, v, _columns(before, lengths, past, T, cu_seqlens), window, scaling, always)
-    if order is not None:
-        o = torch.zeros_like(o).scatter(1, order[..., None, None].expand_as(o), o)
-    return o, _last(k, v, before, lengths, window, past)
+        lengths = attention_mask.sum(1)
+        (q, order), (k, _), (v, _) = (real_tokens_first(x, attention_mask) for x in (q, k, v))
+    count = states["seen"] if states else torch.zeros_like(lengths)
+    tokens = present(count, lengths, cu_seqlens, T)
+    k, v = after(states.get("keys"), k, W), after(states.get("values"), v, W)
+    near = columns(tokens, states.get("seen"), k, v, sees)
+    o = rows_of(softmax_attention(near_blocks(q, tokens, near, always), scaling, softcap), q)
+    new = {"keys": last(k, lengths, W), "values": last(v, lengths, W), "seen": count + lengths}
+    return o if order is None else in_their_places(o, order), new
 
 
-def _compacted(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    flat, order = real_tokens_first(x.flatten(2), attention_mask)
-    return flat.view_as(x), order
+def present(count: Tensor, lengths: Tensor, cu_seqlens: Tensor | None, T: int) -> Tokens:
+    """Which tokens the present ones are [1 or B, T]: those of a row that are not padding come first in it.
 
-
-def _after_past(x: Tensor, name: str, states: States, past: int) -> Tensor:
-    """[B, past + T, H, D]"""
-    if states:
-        return torch.cat([states[name].to(x.dtype), x], dim=1)
-    return F.pad(x, (0, 0, 0, 0, past, 0))
-
-
-def _columns(before: Tensor, lengths: Tensor, past: int, T: int, cu_seqlens: Tensor | None) -> Tokens:
-    """Which tokens the places of the past and the present have, [1 or B, past + T]."""
+    Args:
+        count: tokens that were read before [B].
+        lengths: tokens that are no padding [B].
+        cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
+        T: tokens of a row.
+    """
     if cu_seqlens is not None:
-        return masks.packed(cu_seqlens, T).map(lambda x: F.pad(x, (past, 0), value=-1))
-    place = torch.arange(-past, T, device=before.device)
-    return Tokens(torch.where(place < lengths[:, None], before[:, None] + place, -1))
+        return packed(cu_seqlens, T)
+    place = torch.arange(T, device=count.device)
+    return Tokens(torch.where(place < lengths[:, None], count[:, None] + place, -1))
 
 
-def _attend(q, k, v, columns: Tokens, window: int, scaling: float, always) -> Tensor:
-    """In blocks of queries, each with the keys that some query of the block sees."""
-    B, T = q.shape[:2]
-    past = k.shape[1] - T
-    C = T if past == 0 else min(T, window)
-    blocks = -(-T // C)
-    q = F.pad(q, (0, 0, 0, 0, 0, blocks * C - T)).unflatten(1, (blocks, C)).flatten(0, 1).transpose(1, 2)
-    k, v = (blocks_of(x, past, C, blocks).transpose(1, 2) for x in (k, v))  # [B * blocks, H, past + C, D]
-    columns = columns.map(lambda x: blocks_of(x, past, C, blocks, -1))
-    seen = masks.seen(masks.causal & masks.window(window), columns.of(slice(past, None)), columns)
-    seen = seen | seen.new_ones(C, past + C).tril(past).triu(past)  # padding sees itself: a row must see something
-    if always is not None:
-        first = (x.transpose(0, 1).expand(len(k), -1, -1, -1).to(k.dtype) for x in always)
-        k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))
-        seen = F.pad(seen, (len(always[0]), 0), value=True)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
-    return o.transpose(1, 2).unflatten(0, (B, blocks)).flatten(1, 2)[:, :T]
+def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
+    """Keys and values [B, W + T, H, D] of the present tokens and of the W before them, of which `count` [B] were read.
+
+    Without a count there was nothing before; then these columns are left out, unless blocks need something there.
+    """
+    T = tokens.position.shape[1]
+    W = keys.shape[1] - T
+    if count is not None:
+        before = count[:, None] - torch.arange(W, 0, -1, device=keys.device)
+        return Columns(Tokens(torch.cat([before, tokens.position], 1)), keys, values, sees)
+    if max(W + 1, BLOCK) < T:
+        return Columns(tokens.map(lambda x: F.pad(x, (W, 0), value=-1)), keys, values, sees)
+    return Columns(tokens, keys[:, W:], values[:, W:], sees)
 
 
-def _last(k: Tensor, v: Tensor, before: Tensor, lengths: Tensor, window: int, past: int) -> States:
-    """The last window - 1 tokens, at the end of their places."""
-    missing = window - 1 - past
-    k, v = (F.pad(x, (0, 0, 0, 0, missing, 0)) for x in (k, v))
-    places = (lengths[:, None] + torch.arange(window - 1, device=k.device))[..., None, None]
-    keys, values = (x.gather(1, places.expand(-1, -1, *x.shape[2:])) for x in (k, v))
-    return {"keys": keys, "values": values, "seen": (before + lengths).clamp(max=window - 1)}
+def after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
+    """[B, T, H, D] after the last W tokens before them: [B, W + T, H, D]"""
+    return F.pad(x, (0, 0, 0, 0, W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
+
+
+def last(x: Tensor, lengths: Tensor, W: int) -> Tensor:
+    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real."""
+    return take(x, lengths[:, None] + torch.arange(W, device=x.device))
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """x [B, S, H, D] at places [B, n] -> [B, n, H, D]"""
+    return x.gather(1, places[..., None, None].expand(-1, -1, *x.shape[2:]))

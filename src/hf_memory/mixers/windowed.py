@@ -7,14 +7,14 @@ and values instead (https://arxiv.org/abs/2410.10819).
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import real_tokens_first
-from hf_memory.mixers.attention_blocks import Columns, full_attention, near_attention
+from hf_memory.layers import in_their_places, real_tokens_first
+from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.masks import Tokens, packed
+from hf_memory.mixers.window_attention import after, columns, last, present, take
+from hf_memory.ops.masks import Tokens, older, sinks
 
 
 class WindowedMixer(MemoryMixer):
@@ -78,7 +78,7 @@ class WindowedMixer(MemoryMixer):
         q, k, v = self.projected(hidden_states)
         count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
         lengths = torch.full_like(count, k.shape[1]) if mask is None else mask.sum(1)
-        tokens = _present(count, lengths, context.cu_seqlens, k.shape[1])
+        tokens = present(count, lengths, context.cu_seqlens, k.shape[1])
         parts, states = [], {"count": count + lengths}
         if self.near_heads:
             o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, lengths, context)
@@ -91,7 +91,7 @@ class WindowedMixer(MemoryMixer):
             states |= new
         o = torch.cat(parts, 2).unflatten(2, (len(self.places), -1))[:, :, self.places].flatten(2)
         output = self.o_proj(o)
-        return output if order is None else _in_place(output, order), states
+        return output if order is None else in_their_places(output, order), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Let the memory begin near attention to hidden states [B, T, hidden_size] at these distances."""
@@ -116,28 +116,21 @@ class WindowedMixer(MemoryMixer):
     def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths: Tensor, context: Context) -> tuple[Tensor, States]:
         W, S, states = self.config.attention_window, self.config.num_sink_tokens, context.states
         rotated, k_rotated = self.rotate(q, k, context.positions)
-        keys, values = _after(states.get("keys"), k_rotated, W), _after(states.get("values"), v, W)
-        near = Columns(_with_past(tokens, states, W), keys, values)
-        first = _first(k_rotated, v, tokens, lengths, S, context)
-        o, logsumexp = near_attention(
-            rotated,
-            tokens,
-            near,
-            first,
-            num_near=W,
-            num_sinks=S,
-            scaling=self.scaling,
-            softcap=self.config.attn_logit_softcapping,
-        )
-        new = {"keys": _last(keys, lengths, W), "values": _last(values, lengths, W)}
+        keys, values = after(states.get("keys"), k_rotated, W), after(states.get("values"), v, W)
+        near = columns(tokens, states.get("count"), keys, values, self.config.near)
+        first = _first(k_rotated, v, tokens, lengths, S, context)._replace(sees=sinks(S) & older(W))
+        blocks = near_blocks(rotated, tokens, near, first if S else None)
+        both = softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping)
+        o, logsumexp = (rows_of(x, q) for x in both)
+        new = {"keys": last(keys, lengths, W), "values": last(values, lengths, W)}
         new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         if self.far is None:
             return o, new
         leaving = tokens.position - W  # of the token that leaves the window as each comes
         T = k.shape[1]
-        features = _after(states.get("slot_features"), self.far.features(hidden_states, k), W)
+        features = after(states.get("slot_features"), self.far.features(hidden_states, k), W)
         remembered, mass, memory = self.far(q, features[:, :T], values[:, :T], leaving >= S, context)
-        new["slot_features"] = _last(features, lengths, W)
+        new["slot_features"] = last(features, lengths, W)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), new | memory
 
@@ -151,45 +144,6 @@ class WindowedMixer(MemoryMixer):
         return o, {"full_keys": k, "full_values": v, "full_positions": position}
 
 
-def _in_place(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `real_tokens_first`."""
-    return torch.zeros_like(x).scatter(1, order[..., None].expand_as(x), x)
-
-
-def _present(count: Tensor, lengths: Tensor, cu_seqlens: Tensor | None, T: int) -> Tokens:
-    """Which tokens the present ones are [1 or B, T]: those of a row that are not padding come first in it."""
-    if cu_seqlens is not None:
-        return packed(cu_seqlens, T)
-    place = torch.arange(T, device=count.device)
-    return Tokens(torch.where(place < lengths[:, None], count[:, None] + place, -1))
-
-
-def _with_past(tokens: Tokens, states: States, W: int) -> Tokens:
-    """With the W columns before them; of packed sequences there is nothing before."""
-    position, sequence = tokens
-    if not states:
-        position = F.pad(position, (W, 0), value=-1)
-    else:
-        before = states["count"][:, None] - torch.arange(W, 0, -1, device=position.device)
-        position = torch.cat([before, position], 1)
-    return Tokens(position, None if sequence is None else F.pad(sequence, (W, 0), value=-1))
-
-
-def _after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
-    """[B, T, H, D] after the last W tokens before them: [B, W + T, H, D]"""
-    return F.pad(x, (0, 0, 0, 0, W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
-
-
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """x [B, S, H, D] at places [B, n] -> [B, n, H, D]"""
-    return x.gather(1, places[..., None, None].expand(-1, -1, *x.shape[2:]))
-
-
-def _last(x: Tensor, lengths: Tensor, W: int) -> Tensor:
-    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real."""
-    return _take(x, lengths[:, None] + torch.arange(W, device=x.device))
-
-
 def _first(k: Tensor, v: Tensor, tokens: Tokens, lengths: Tensor, S: int, context: Context) -> Columns:
     """The first S tokens of each sequence, read before or among the present ones."""
     place, T = torch.arange(S, device=k.device), k.shape[1]
@@ -198,11 +152,11 @@ def _first(k: Tensor, v: Tensor, tokens: Tokens, lengths: Tensor, S: int, contex
         index = (starts + place).clamp(max=T - 1).flatten()[None]
         sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(S)[None]
         return Columns(
-            Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), _take(k, index), _take(v, index)
+            Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), take(k, index), take(v, index)
         )
     count = context.states["count"][:, None] if context.states else torch.zeros_like(lengths)[:, None]
     index = (place - count).clamp(min=0, max=T - 1)
-    keys, values = _take(k, index), _take(v, index)
+    keys, values = take(k, index), take(v, index)
     if context.states:
         is_old = (place < count)[..., None, None]
         old = (context.states[name] for name in ("sink_keys", "sink_values"))

@@ -13,6 +13,7 @@ from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.hub import HubConfigMixin
 from hf_memory.modeling.registration import tell_peft
 from hf_memory.ops.contract import BACKENDS
+from hf_memory.ops.masks import Mask, causal, window
 
 NORMS = {  # names, after transformers' models: before and after the mixer, before and after the MLP
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -156,6 +157,11 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     def has_memory_qk_norm(self) -> bool:
         """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
         return self.use_qk_norm
+
+    @property
+    def near(self) -> Mask:
+        """What attention beside a memory sees of the last tokens."""
+        return causal & window(self.attention_window or self.sliding_window)
 
     @property
     def mlp_types(self) -> list[str]:

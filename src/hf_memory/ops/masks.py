@@ -35,6 +35,7 @@ class Mask:
         return Mask(lambda q, k: self.sees(q, k) | other.sees(q, k))
 
 
+everything = Mask(lambda q, k: (q >= 0) & (k >= 0))
 causal = Mask(lambda q, k: k <= q)
 earlier = Mask(lambda q, k: k < q)
 
