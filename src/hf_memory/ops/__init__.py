@@ -9,12 +9,13 @@ from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
 from hf_memory.ops.deltaformer import reference as _deltaformer
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
-from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
 
 __all__ = [
     "OPS",
     "DeltaFormerState",
+    "Learning",
     "LinearState",
     "NeuralMemoryState",
     "Op",

@@ -11,7 +11,7 @@ Dimensions, in this package and nowhere else by other letters:
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,6 +142,38 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
         if not q.is_cuda and not _triton_interprets():
             raise ValueError(f"backend='triton' needs CUDA tensors, got {q.device}; use 'auto' or 'chunk'")
     return backend  # type: ignore[return-value]
+
+
+class Forms(NamedTuple):
+    """What can run an op whose state is a matrix for each head. All are the same function of the same arguments."""
+
+    reference: Callable
+    chunk: Callable
+    one_token: Callable  # may write over states that are given away
+    kernels: Callable[[], Callable]  # imports them
+
+    def run(
+        self,
+        backend: str,
+        dims: Dims,
+        inputs: list,
+        initial_state,
+        *,
+        scale: float | None,
+        in_place: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """o and the final state of checked inputs, q first."""
+        scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
+        backend = choose_backend(backend, q, kernel_limits(q, dims))
+        if backend == "triton":
+            return self.kernels()(*inputs, initial_state, scale, cu_seqlens)
+        if backend == "chunk" and dims.T == 1 and cu_seqlens is None:
+            states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+            own = may_overwrite(in_place, *states)
+            return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
+        op = self.reference if backend == "reference" else self.chunk
+        return per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
 
 
 def triton_is_installed() -> bool:

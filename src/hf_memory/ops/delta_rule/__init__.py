@@ -6,16 +6,22 @@ from torch import Tensor
 
 from hf_memory.ops.contract import (
     Backend,
+    Forms,
     check_gate,
     check_inputs,
-    choose_backend,
-    kernel_limits,
     matrix_state,
-    may_overwrite,
-    per_sequence,
     without_padding,
 )
 from hf_memory.ops.delta_rule import chunk, one_token, reference
+
+
+def _kernels():
+    from hf_memory.ops.delta_rule.kernels import delta_rule
+
+    return delta_rule
+
+
+FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels)
 
 
 def delta_rule(
@@ -69,17 +75,6 @@ def delta_rule(
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
-    scale = dims.K**-0.5 if scale is None else scale
-    q, k, v, beta, g = without_padding(mask, q, k, v, beta, g)
-    backend = choose_backend(backend, q, kernel_limits(q, dims))
-    if backend == "triton":
-        from hf_memory.ops.delta_rule.kernels import delta_rule as in_kernels
-
-        o, state = in_kernels(q, k, v, beta, g, state, scale, cu_seqlens)
-    elif backend == "chunk" and dims.T == 1 and cu_seqlens is None:
-        own = may_overwrite(in_place, state)
-        o, state = one_token.delta_rule(q, k, v, beta, g, initial_state=state, scale=scale, in_place=own)
-    else:
-        op = reference.delta_rule if backend == "reference" else chunk.delta_rule
-        o, state = per_sequence(op, cu_seqlens, q, k, v, beta, g, initial_state=state, scale=scale)
+    inputs = without_padding(mask, q, k, v, beta, g)
+    o, state = FORMS.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None

@@ -7,18 +7,24 @@ from torch import Tensor
 from hf_memory.ops.contract import (
     Backend,
     Dims,
+    Forms,
     check_gate,
     check_inputs,
     check_tensor,
-    choose_backend,
-    kernel_limits,
     matrix_state,
-    may_overwrite,
-    per_sequence,
     without_padding,
 )
 from hf_memory.ops.linear_attention import chunk, one_token, reference
 from hf_memory.ops.linear_attention.reference import LinearState
+
+
+def _kernels():
+    from hf_memory.ops.linear_attention.kernels import linear_attention
+
+    return linear_attention
+
+
+FORMS = Forms(reference.linear_attention, chunk.linear_attention, one_token.linear_attention, _kernels)
 
 
 def linear_attention(
@@ -71,19 +77,8 @@ def linear_attention(
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)
-    scale = dims.K**-0.5 if scale is None else scale
-    q, k, v, g = without_padding(mask, q, k, v, g)
-    backend = choose_backend(backend, q, kernel_limits(q, dims))
-    if backend == "triton":
-        from hf_memory.ops.linear_attention.kernels import linear_attention as in_kernels
-
-        o, state = in_kernels(q, k, v, g, state, scale, cu_seqlens)
-    elif backend == "chunk" and dims.T == 1 and cu_seqlens is None:
-        own = may_overwrite(in_place, *(state if normalize else (state,)))
-        o, state = one_token.linear_attention(q, k, v, g, initial_state=state, scale=scale, in_place=own)
-    else:
-        op = reference.linear_attention if backend == "reference" else chunk.linear_attention
-        o, state = per_sequence(op, cu_seqlens, q, k, v, g, initial_state=state, scale=scale)
+    inputs = without_padding(mask, q, k, v, g)
+    o, state = FORMS.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None
 
 

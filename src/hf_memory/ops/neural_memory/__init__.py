@@ -1,10 +1,15 @@
 """The neural memory: a matrix or a small network that learns keys and values by gradient descent while it reads.
 
 Titans, and with other options the delta rules, linear attention and TTT.
+
+There are kernels for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
+forget to initial weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16 with 128; in
+float32 32 with 16 channels, 16 with 64.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -23,12 +28,44 @@ from hf_memory.ops.contract import (
 from hf_memory.ops.neural_memory import chunk, reference
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
 
-__all__ = ["NeuralMemoryState", "neural_memory"]
+__all__ = ["Learning", "NeuralMemoryState", "neural_memory"]
 
 MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chunk}; with more, registers spill
     2: {64: 64, 128: 16},
     4: {16: 32, 64: 16},
 }
+
+
+class Learning(TypedDict, total=False):
+    """How a neural memory M learns to say v when it sees k, by one step of gradient descent a token.
+
+        A <- W if a chunk of chunk_size tokens begins here              (the anchor)
+        A <- a_t A                                                      (with grad_at="decayed" only)
+        S <- eta_t S - lr_t grad l(A),   l = |M(k_t; A) - v_t|^2        (half of it with loss="half")
+        W <- a_t W + S                                                  (without momentum S is the last step alone)
+        o_t = M(q_t; W)
+
+    where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being the initial weights. M is a matrix,
+    or matrices with an activation between them; with `norm` a layer norm follows the last one; with `residual` its
+    input is added to what it says. TTT is a memory with residual and norm, and without momentum and decay.
+
+    Args:
+        activation: between matrices: "silu" (default), "gelu" or its approximation "gelu_tanh".
+        residual: add the network's input to its output; K = V.
+        norm: weight and bias [HV, V] of a layer norm, or None.
+        loss: "half" the squared error (default), or the "full" one, whose steps are twice as long.
+        grad_at: take gradients at the "previous" memory (default, Titans) or at the "decayed" one (Gated DeltaNet).
+        forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
+            come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
+            tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
+    """
+
+    activation: Literal["silu", "gelu", "gelu_tanh"]
+    residual: bool
+    norm: Norm | None
+    loss: Literal["half", "full"]
+    grad_at: Literal["previous", "decayed"]
+    forget_to: Literal["initial", "anchor", "zero"] | None
 
 
 def neural_memory(
@@ -41,29 +78,14 @@ def neural_memory(
     weights: tuple[Tensor, ...],
     *,
     chunk_size: int,
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
-    residual: bool = False,
-    norm: Norm | None = None,
-    loss: Literal["half", "full"] = "half",
-    grad_at: Literal["previous", "decayed"] = "previous",
-    forget_to: Literal["initial", "anchor", "zero"] | None = None,
     mask: Tensor | None = None,
     initial_state: NeuralMemoryState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
+    **learning: Unpack[Learning],
 ) -> tuple[Tensor, NeuralMemoryState | None]:
-    """Teach a network M to say v when it sees k, by one step of gradient descent a token, and ask it about q.
-
-        A <- W if a chunk of chunk_size tokens begins here              (the anchor)
-        A <- a_t A                                                      (with grad_at="decayed" only)
-        S <- eta_t S - lr_t grad l(A),   l = |M(k_t; A) - v_t|^2        (half of it with loss="half")
-        W <- a_t W + S                                                  (without momentum S is the last step alone)
-        o_t = M(q_t; W)
-
-    where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being `weights`. M is a matrix, or
-    matrices with an activation between them; with `norm` a layer norm follows the last one; with `residual` its input
-    is added to what it says. TTT is a memory with residual and norm, and without momentum and decay.
+    """Teach a matrix or a small network to say v when it sees k, and ask it about q; `Learning` has the equations.
 
     chunk_size belongs to the function: a memory read with another one is another memory. Chunks are counted from the
     first token of a sequence, over calls, and over tokens that the mask keeps: each row has a phase of its own.
@@ -78,23 +100,12 @@ def neural_memory(
         weights: initial weights, one tensor [HV, d_in, d_out] for each layer. The first d_in is K, the last d_out V.
             If the first has K + 1 rows, all have one more row, which is their bias.
         chunk_size: tokens whose gradients are taken at the same weights.
-        activation: between matrices: "silu", "gelu" or its approximation "gelu_tanh".
-        residual: add the network's input to its output; K = V.
-        norm: weight and bias [HV, V] of a layer norm, or None.
-        loss: "half" the squared error, or the "full" one, whose steps are twice as long.
-        grad_at: take gradients at the "previous" memory (Titans) or at the "decayed" one (Gated DeltaNet).
-        forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
-            come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
-            tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
-        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
-            zero. None means no padding.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
-        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where there are some, else chunk. There
-            are some for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
-            forget to initial weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16
-            with 128; in float32 32 with 16 channels, 16 with 64.
+        backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where this module has some, else chunk.
+        **learning: of `Learning`, such as activation="gelu".
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
@@ -104,10 +115,41 @@ def neural_memory(
 
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
+    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay)
+    rule, norm = _rule(dims, q, weights, chunk_size, decay is not None, **learning)
+    if rule.forget_to == "anchor" and chunk_size == 1:
+        decay = None  # the anchor is what would be forgotten
+    state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
+    op = _choose(backend, q, dims, weights, norm, rule, fresh=initial_state is None)
+    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay)
+    memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
+    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
+    return o, state if output_final_state else None
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **gates: Tensor | None) -> Dims:
     dims = check_inputs(q, k, v, cu_seqlens)
-    for name, gate in (("lr", lr), ("momentum", momentum), ("decay", decay)):
+    for name, gate in gates.items():
         if gate is not None:
             check_gate(name, gate, dims, like=q, vector=False)
+    return dims
+
+
+def _rule(
+    dims: Dims,
+    q: Tensor,
+    weights: tuple[Tensor, ...],
+    chunk_size: int,
+    decays: bool,
+    *,
+    activation: str = "silu",
+    residual: bool = False,
+    norm: Norm | None = None,
+    loss: str = "half",
+    grad_at: str = "previous",
+    forget_to: str | None = None,
+) -> tuple[Rule, Norm | None]:
+    """What the options come to, once they are checked."""
     bias = _check_weights(weights, dims, q)
     _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
@@ -115,24 +157,20 @@ def neural_memory(
     _check_choice("grad_at", grad_at, ("previous", "decayed"))
     _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    if forget_to == "anchor" and chunk_size == 1:
-        decay = None  # the anchor is what would be forgotten
-    decayed = grad_at == "decayed" and decay is not None and forget_to != "anchor"
-    rule = Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to)
-    state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
-    fresh = initial_state is None
-    op: Any = reference.neural_memory
-    backend = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
-    if backend == "triton":
-        from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
+    decayed = grad_at == "decayed" and decays and forget_to != "anchor"
+    return Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to), norm
 
-        op = partial(in_kernels, fresh=fresh)
-    elif backend == "chunk":
-        op = partial(chunk.neural_memory, fresh=fresh)
-    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay)
-    memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
-    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
-    return o, state if output_final_state else None
+
+def _choose(backend: str, q: Tensor, dims: Dims, weights, norm: Norm | None, rule: Rule, *, fresh: bool) -> Callable:
+    """What runs a call; `fresh` memories have read nothing."""
+    backend = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
+    if backend == "reference":
+        return reference.neural_memory
+    if backend == "chunk":
+        return partial(chunk.neural_memory, fresh=fresh)
+    from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
+
+    return partial(in_kernels, fresh=fresh)
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
