@@ -30,9 +30,8 @@ def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_toke
 
 
 def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    runs = [_reading_and_writing(model, context, new_tokens) for _ in range(3)]
-    reading, writing = (max(rates) for rates in zip(*runs))
-    return Cost(context, cache_bytes_after(model, context), reading, writing)
+    size, reading, writing = (max(x) for x in zip(*(_reading_and_writing(model, context, new_tokens) for _ in range(3))))
+    return Cost(context, size, reading, writing)
 
 
 @torch.no_grad()
@@ -93,15 +92,15 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 @torch.no_grad()
-def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[float, float]:
-    """Tokens a second of a prefill, and of greedy decoding after it."""
+def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[int, float, float]:
+    """Bytes of the cache after a prefill, its tokens a second, and those of greedy decoding after it."""
     input_ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
     cache = DynamicCache(config=model.config)
     start = time.perf_counter()
     token = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
     token.cpu()  # wait for the device
-    read = time.perf_counter()
+    read, size = time.perf_counter(), state_bytes(cache)
     for _ in range(new_tokens):
         token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
     token.cpu()
-    return context / (read - start), new_tokens / (time.perf_counter() - read)
+    return size, context / (read - start), new_tokens / (time.perf_counter() - read)
