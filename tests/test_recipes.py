@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_memory import cli
 from hf_memory.conversion import make_student
@@ -58,9 +58,25 @@ TEACHERS = {
 }
 
 
-@pytest.mark.parametrize("name", TEACHERS)
-def test_a_recipe_fits_its_teacher(name, tokenizer, text, tmp_path, monkeypatch, capsys):
-    for x in (TEACHERS[name], tokenizer):
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "teacher", "stages"),
+    [(name, teacher, (100_007_936, 500_039_680)) for name, teacher in TEACHERS.items()]
+    + [("smollm2", SMOLLM2, (24_576, 36_864))],
+)
+def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_path, monkeypatch, capsys):
+    for x in (teacher, tokenizer):
         x.save_pretrained(tmp_path)
     recipe = ["--config", RECIPES / f"{name}.yaml", "--text", text, "--output", tmp_path / "student"]
     monkeypatch.setattr(sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"])
@@ -68,8 +84,7 @@ def test_a_recipe_fits_its_teacher(name, tokenizer, text, tmp_path, monkeypatch,
         cli.app()
     printed, error = (" ".join(x.split()) for x in capsys.readouterr())
     assert (exit_.value.code or 0, error) == (0, "")
-    assert "100,007,936 tokens" in printed
-    assert "500,039,680 tokens" in printed
+    assert [f"{tokens:,} tokens" in printed for tokens in stages] == [True, True]
 
 
 @pytest.mark.parametrize("name", TEACHERS)
