@@ -30,8 +30,8 @@ def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_toke
 
 
 def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    size, reading, writing = (max(x) for x in zip(*(_reading_and_writing(model, context, new_tokens) for _ in range(3))))
-    return Cost(context, size, reading, writing)
+    runs = [_reading_and_writing(model, context, new_tokens) for _ in range(3)]
+    return Cost(context, *map(max, zip(*runs)))
 
 
 @torch.no_grad()
