@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -155,9 +156,9 @@ def build(environments: Path) -> None:
             subprocess.run(pip, check=True, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"})
 
 
-def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, environments: Path) -> list[dict]:
+def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, environments: Path) -> Iterator[dict]:
     """One row for each engine."""
-    expected, rows = greedy(model, prompts, new), []
+    expected = greedy(model, prompts, new)
     with tempfile.TemporaryDirectory() as work:
         for engine, path in files_of(model, Path(work) / "model").items():
             if engine == "transformers":
@@ -170,10 +171,9 @@ def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, envi
                 request = {"model": str(path), "prompts": prompts, "new": new, "contexts": contexts}
                 answer = run(program, environments / program, request)
             same = sum(a == b for xs, ys in zip(expected, answer.pop("tokens")) for a, b in zip(xs, ys))
-            rows.append({"model": name, "engine": engine, "same": same, "of": new * len(prompts), **answer})
             speed = "  ".join(f"{length}: {x:.1f}" for length, x in answer["speed"].items())
             print(f"{name:22} {engine:29} same tokens {same}/{new * len(prompts)}  tokens/s {speed}", flush=True)
-    return rows
+            yield {"model": name, "engine": engine, "same": same, "of": new * len(prompts), **answer}
 
 
 def draw(rows: list[dict], file: Path) -> None:
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="build the engines that are not there")
     parser.add_argument("--layers", type=int, default=8, help="of random models")
     parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
-    parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     arguments = parser.parse_args()
     if arguments.build:
         build(arguments.environments)
@@ -214,16 +214,16 @@ def main() -> None:
     else:
         models = random_models(arguments.layers)
         prompts = [torch.randint(3, 8192, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
-    rows = []
-    for name, model in models.items():
-        rows += measure(name, model.eval(), prompts, arguments.new, list(arguments.contexts), arguments.environments)
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": sys.version.split()[0]}
     sizes = {name: model.num_parameters() for name, model in models.items()}
+    results = {**machine, "dtype": "float32", "threads": 1, "parameters": sizes, "prompts": len(prompts), "rows": []}
     RESULTS.mkdir(exist_ok=True)
-    results = {**machine, "dtype": "float32", "threads": 1, "parameters": sizes, "prompts": len(prompts), "rows": rows}
-    (RESULTS / "engines.json").write_text(json.dumps(results, indent=1) + "\n")
+    for name, model in models.items():
+        for row in measure(name, model.eval(), prompts, arguments.new, arguments.contexts, arguments.environments):
+            results["rows"].append(row)
+            (RESULTS / "engines.json").write_text(json.dumps(results, indent=1) + "\n")
     if arguments.contexts:
-        draw(rows, RESULTS / "engines.png")
+        draw(results["rows"], RESULTS / "engines.png")
 
 
 if __name__ == "__main__":

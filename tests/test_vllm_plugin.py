@@ -78,8 +78,10 @@ def test_what_keeps_every_token_is_refused(case):
 def test_only_whole_models_in_one_process():
     config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
     config.parallel_config = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=True)
     ModelConfig.verify_and_update_config(config)
     assert config.model_config.enforce_eager
+    assert not config.cache_config.enable_prefix_caching
     config.parallel_config.tensor_parallel_size = 2
     with pytest.raises(ValueError, match=r"tensor_parallel_size must be 1 .*got 2"):
         ModelConfig.verify_and_update_config(config)

@@ -18,12 +18,13 @@ class ModelConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """A whole model in one process, without graphs."""
+        """A whole model in one process, without graphs and without states kept of prefixes."""
         parallel = vllm_config.parallel_config
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(parallel, name) != 1:
                 raise ValueError(f"{name} must be 1 for models of hf_memory in vLLM, got {getattr(parallel, name)}")
         vllm_config.model_config.enforce_eager = True  # what to read together is decided on the CPU, step by step
+        vllm_config.cache_config.enable_prefix_caching = False
 
 
 def register() -> None:

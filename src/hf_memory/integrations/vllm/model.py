@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -65,6 +64,9 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
         config, dtype = copy.deepcopy(vllm_config.model_config.hf_config), vllm_config.model_config.dtype
         self.ours = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.ours.config._attn_implementation = ATTENTION
+        for name, x in (*self.ours.named_parameters(), *self.ours.named_buffers()):
+            if self.ours._keep_in_fp32_modules_strict & set(name.split(".")):
+                x.data = x.data.float()
         layers = vllm_config.compilation_config.static_forward_context
         self.memories = []
         for i, layer in enumerate(self.ours.model.layers):
@@ -130,11 +132,6 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         """Of every memory layer."""
         return tuple(dtype for _, dtype in cls._kept(vllm_config).values())
-
-    @classmethod
-    def get_mamba_state_copy_func(cls):
-        """States are copied whole."""
-        return (get_temporal_copy_spec,)
 
     @classmethod
     def _kept(cls, vllm_config: VllmConfig):
