@@ -97,6 +97,8 @@ class SlotMemory(nn.Module):
     def _recall(self, op, q, features, v, written: Tensor, context: Context) -> tuple[Tensor, States]:
         """Each group of query heads reads one state, and one is kept."""
         G, past = q.shape[2] // v.shape[2], context.states.get("slot_values")
+        if past is not None and G > 1:
+            past = past.repeat_interleave(G, 1)
         features, v = (repeat_heads(x, q.shape[2]) for x in (features, v))
         gates = features[..., self.slots :].unbind(-1)
         o, state = op(
@@ -106,12 +108,13 @@ class SlotMemory(nn.Module):
             *gates,
             scale=1.0,
             mask=written.expand(len(q), -1),
-            initial_state=None if past is None else past.repeat_interleave(G, 1),
+            initial_state=past,
             output_final_state=True,
+            in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.backend,
         )
-        return o, {"slot_values": state[:, ::G]}
+        return o, {"slot_values": state if G == 1 else state[:, ::G]}
 
     @torch.no_grad()
     def start_near(self, q: Tensor, k: Tensor, rotation: Tensor) -> None:
