@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_memory import conversion
 from hf_memory.cli.progress import Lines
-from hf_memory.conversion import ModelResult, Progress, Recipe, Run, check_run, resolve, results_of
+from hf_memory.conversion import ModelResult, Progress, Recipe, Run, check_run, make_student, resolve, results_of
 from hf_memory.conversion.report import model_card
+from hf_memory.conversion.students.starts import start_near
 from hf_memory.evaluation import Cost
 from test_conversion import SCHEDULE, convert, make_teacher, text
 
@@ -46,6 +48,29 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     about = card[: card.index("## Results")]  # what follows explains columns
     assert [words for words in true if words not in about] == []
     assert [words for words in false if words in about] == []
+
+
+@pytest.mark.parametrize(
+    ("teacher", "to", "options", "exact"),
+    [
+        ("llama", "linear", {"attention_window": 12}, True),  # and four tokens at the beginning
+        ("llama", "linear", {"attention_window": 11}, False),
+        ("mistral-window", "linear", {"attention_window": 4}, False),  # and a memory of what left it
+        ("mistral-window", "titans", {}, True),
+        ("mistral-window", "titans", {"sliding_window": 8}, False),  # more than the teacher
+        ("gemma2", "titans", {"sliding_window": 16}, False),  # more than every second layer of the teacher
+        ("gemma2", "deltaformer", {}, True),
+        ("llama", "deltaformer", {"beta_activation": "sigmoid"}, False),
+    ],
+)
+@torch.no_grad()
+def test_a_student_is_called_exact_where_it_is(teacher, to, options, exact):
+    teacher, tokens = make_teacher(teacher), text()[:16][None]
+    plan = resolve(Recipe(to=to, options=options, **STAGES), teacher.config, text())
+    student = make_student(teacher, to, **options)
+    start_near(student, teacher, text(), plan.window, is_exact=True)
+    difference = (student(tokens).logits - teacher(tokens).logits).abs().max()
+    assert plan.is_exact is exact is bool(difference < 1e-4)
 
 
 @pytest.mark.parametrize("recipe", [{"to": "deltaformer"}, {"cross_entropy": 1.0}, {"fine_tuning": SCHEDULE}])

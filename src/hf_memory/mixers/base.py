@@ -78,6 +78,9 @@ class Projections(nn.Module, ABC):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """What the mixer of a layer keeps of a sequence, by name."""
 
+    def scale_output(self, factor: Tensor) -> None:
+        """Let a mixer whose last norm says how large its output is give so many times as much."""
+
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
         return (
@@ -258,6 +261,10 @@ class OutputGate(nn.Module):
         """Half open, where the activation is a gate; another would start closed."""
         if self.activation == "sigmoid":
             self.proj.weight.zero_()
+
+    def scale(self, factor: Tensor) -> None:
+        """Let so many times as much through."""
+        self.norm.weight.mul_(factor)
 
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""

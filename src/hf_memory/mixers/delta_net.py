@@ -28,6 +28,10 @@ class DeltaNetMixer(MemoryMixer):
         rank = config.output_gate_low_rank_dim
         self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
 
+    def scale_output(self, factor: Tensor) -> None:
+        """By the norm before the gate."""
+        self.output_gate.scale(factor)
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)

@@ -30,6 +30,10 @@ class GatedLinearAttentionMixer(MemoryMixer):
         channels = self.head_dim if config.gate == "vector" else None
         return SigmoidDecay(config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer)
 
+    def scale_output(self, factor: Tensor) -> None:
+        """By the norm before the gate."""
+        self.output_gate.scale(factor)
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
@@ -68,6 +72,10 @@ class Mamba2Mixer(MemoryMixer):
     def init_own_parameters(self) -> None:
         """D starts at one."""
         init.ones_(self.D)
+
+    def scale_output(self, factor: Tensor) -> None:
+        """By the norm after the gate."""
+        self.o_norm.weight.mul_(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""

@@ -85,6 +85,10 @@ class NeuralMemoryMixer(MemoryMixer):
             return self.mix(hidden_states, args[0])
         return super().forward(hidden_states, *args, **kwargs)
 
+    def scale_output(self, factor: Tensor) -> None:
+        """By the norm before the gate."""
+        self.output_gate.scale(factor)
+
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
         initial = self.initial_weights()

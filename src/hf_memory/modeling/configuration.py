@@ -163,6 +163,11 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """What attention beside a memory sees of the last tokens."""
         return causal & window(self.attention_window or self.sliding_window)
 
+    def attends(self, layer_idx: int, length: int) -> int | None:
+        """Tokens that each of a text of `length` sees in a memory layer that starts as softmax attention; else None."""
+        sees_all = self.attention_window is not None and length <= self.attention_window + self.num_sink_tokens
+        return length if sees_all else None
+
     @property
     def mlp_types(self) -> list[str]:
         """What follows the mixer of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""

@@ -48,6 +48,14 @@ class DeltaFormerConfig(MemoryConfig):
         self.layer_types = [CACHES.get(kind, kind) for kind in self.mixer_types]
         super().__post_init__(**kwargs)
 
+    def attends(self, layer_idx: int, length: int) -> int | None:
+        """With a closed activation and a read by softmax it starts as attention."""
+        is_closed = self.beta_activation != "sigmoid" and self.beta_mode == "erase" and self.read_kernel == "softmax"
+        if not is_closed or self.attention_window is not None:
+            return super().attends(layer_idx, length)
+        is_sliding = self.mixer_types[layer_idx] == "sliding_memory"
+        return min(length, self.sliding_window or length) if is_sliding else length
+
     def validate_kernels(self):
         """Check the words of this family."""
         check_word("write_kernel", self.write_kernel, KERNELS)

@@ -77,6 +77,13 @@ class TitansConfig(MemoryHeadsConfig):
             self.memory_chunk_size = 1 if self.memory_depth == 1 else 16
         super().__post_init__(**kwargs)
 
+    def attends(self, layer_idx: int, length: int) -> int | None:
+        """MAL and an adding MAG start as attention over their window: a conversion closes their gate."""
+        is_closed = self.variant == "mal" or (self.variant == "mag" and self.memory_gate == "add")
+        if not is_closed or self.num_persistent_tokens or self.attention_window is not None:
+            return super().attends(layer_idx, length)
+        return min(length, self.sliding_window or length)
+
     def validate_variant(self):
         """Check the words and sizes of this family."""
         check_word("variant", self.variant, tuple(VARIANTS))

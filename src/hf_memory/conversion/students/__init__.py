@@ -1,7 +1,6 @@
 """The memory models that a teacher can become, and the options that suit a student of each family."""
 
 import copy
-import math
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +12,6 @@ from hf_memory.conversion.teachers import attention_types, shared_options
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
-from hf_memory.modeling.deltaformer import DeltaFormerConfig
-from hf_memory.modeling.titans import TitansConfig
 
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
@@ -45,27 +42,16 @@ SERVABLE: dict[str, dict] = {  # options under which engines have the student, i
 
 
 def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bool:
-    """Whether a student is its teacher before any training: its memory layers are attention and a closed gate.
+    """Whether a student is its teacher before any training: its memory layers see what the teacher's attention sees.
 
     Args:
         config: of the student.
         teacher: its config.
-        length: tokens of the text that they read; attention over fewer is not the teacher's.
+        length: tokens of the text that they read.
     """
-    if config.attention_window is not None:
-        return config.attention_window >= min(length, _reach(teacher))
-    if isinstance(config, DeltaFormerConfig):
-        is_open = config.beta_activation == "sigmoid" or config.beta_mode != "erase"
-        return not is_open and config.read_kernel == "softmax"
-    if isinstance(config, TitansConfig) and config.num_persistent_tokens == 0:
-        is_closed = config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
-        return is_closed and (config.sliding_window or 0) >= min(length, _reach(teacher))
-    return False
-
-
-def _reach(teacher: PreTrainedConfig) -> float:
-    """Tokens that a teacher's attention sees."""
-    return teacher.sliding_window if set(attention_types(teacher)) == {"sliding_attention"} else math.inf
+    seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in attention_types(teacher)]
+    replaced = [i for i, kind in enumerate(config.mixer_types) if "memory" in kind]
+    return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
 
 def find_student(name: str) -> Family:

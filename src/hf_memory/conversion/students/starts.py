@@ -3,12 +3,11 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
-from hf_memory.layers import RMSNorm
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -87,8 +86,7 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
     for mixer, output, target in transfer.outputs(input_ids):
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
-        for norm in _output_norms(mixer):
-            norm.weight.mul_(sizes[0] / sizes[1])
+        mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]
     _open_gates(transfer, input_ids)
 
 
@@ -103,7 +101,3 @@ def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
         outputs += transfer.outputs(input_ids)
     for (mixer, output, target), (_, without, _) in zip(opened, closed):
         mixer.open_gate(output, without, target)
-
-
-def _output_norms(mixer: nn.Module) -> list[RMSNorm]:
-    return [m for name, m in mixer.named_modules() if isinstance(m, RMSNorm) and name in ("o_norm", "output_gate.norm")]
