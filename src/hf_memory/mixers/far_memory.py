@@ -73,16 +73,13 @@ class SlotMemory(nn.Module):
         """What a token [B, T, H, D] writes beside its value, [B, T, H, features] float32: its slots, and a gate."""
         return self.k_slots(k).softmax(-1)
 
-    def forward(
-        self, q: Tensor, features: Tensor, v: Tensor, written: Tensor, context: Context
-    ) -> tuple[Tensor, Tensor, States]:
+    def forward(self, q: Tensor, features: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
         """Write a token at each step, and answer the query of another.
 
         Args:
             q: [B, T, HQ, D], not rotated.
-            features: [B, T, H, features] of the token that leaves the window at each step.
+            features: [B, T, H, features] of the token that leaves the window at each step; zeros where there is none.
             v: [B, T, H, V], of the same.
-            written: [1 or B, T] bool, whether there is one.
             context: the states `slot_values`, [B, H, slots, V + 1] here.
 
         Returns:
@@ -91,11 +88,11 @@ class SlotMemory(nn.Module):
         asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
         weights, values = (asked - most).exp(), F.pad(v, (0, 1), value=1.0)
-        o, states = self._recall(linear_attention, weights, features, values, written, context)
+        o, states = self._recall(linear_attention, weights, features, values, context)
         mass = o[..., -1:].to(most.dtype).clamp(min=NOTHING)
         return (o[..., :-1] / mass).to(v.dtype), (most + mass.log())[..., 0], states
 
-    def _recall(self, op, q, features, v, written: Tensor, context: Context) -> tuple[Tensor, States]:
+    def _recall(self, op, q, features, v, context: Context) -> tuple[Tensor, States]:
         """Each group of query heads reads one state, and one is kept."""
         G, past = q.shape[2] // v.shape[2], context.states.get("slot_values")
         if past is not None and G > 1:
@@ -108,7 +105,6 @@ class SlotMemory(nn.Module):
             v,
             *gates,
             scale=1.0,
-            mask=written.expand(len(q), -1),
             initial_state=past,
             output_final_state=True,
             in_place=True,
@@ -188,14 +184,12 @@ class DeltaSlots(SlotMemory):
         beta = self.b_proj(hidden_states).float().sigmoid()
         return torch.cat([super().features(hidden_states, k), beta[..., None]], -1)
 
-    def forward(
-        self, q: Tensor, features: Tensor, v: Tensor, written: Tensor, context: Context
-    ) -> tuple[Tensor, Tensor, States]:
+    def forward(self, q: Tensor, features: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
         """As that of slots, with the states `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
-        counts, states = self._counts(torch.where(written[..., None, None], features[..., : self.slots], 0), context)
+        counts, states = self._counts(features[..., : self.slots], context)
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
-        o, new = self._recall(delta_rule, (weights - mass).exp(), features, v, written, context)
+        o, new = self._recall(delta_rule, (weights - mass).exp(), features, v, context)
         return o, mass[..., 0], states | new
 
     def _counts(self, features: Tensor, context: Context) -> tuple[Tensor, States]:

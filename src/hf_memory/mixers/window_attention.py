@@ -43,32 +43,34 @@ def window_attention(
         o [B, T, HQ, D], and the states after the tokens: `keys` and `values` [B, window - 1, H, D] of the last ones,
         and how many were read, `seen` [B].
     """
-    (B, T), W, order = q.shape[:2], window - 1, None
-    lengths = torch.full((B,), T, device=q.device)
+    (B, T), W, order, lengths = q.shape[:2], window - 1, None, None
     if attention_mask is not None:
         lengths = attention_mask.sum(1)
         (q, order), (k, _), (v, _) = (real_tokens_first(x, attention_mask) for x in (q, k, v))
-    count = states["seen"] if states else torch.zeros_like(lengths)
+    count = states["seen"] if states else torch.zeros(B, dtype=torch.long, device=q.device)
     tokens = present(count, lengths, cu_seqlens, T)
     k, v = after(states.get("keys"), k, W), after(states.get("values"), v, W)
     near = columns(tokens, states.get("seen"), k, v, sees)
     o = rows_of(softmax_attention(near_blocks(q, tokens, near, always), scaling, softcap), q)
-    new = {"keys": last(k, lengths, W), "values": last(v, lengths, W), "seen": count + lengths}
+    seen = count + (T if lengths is None else lengths)
+    new = {"keys": last(k, lengths, W), "values": last(v, lengths, W), "seen": seen}
     return o if order is None else in_their_places(o, order), new
 
 
-def present(count: Tensor, lengths: Tensor, cu_seqlens: Tensor | None, T: int) -> Tokens:
+def present(count: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, T: int) -> Tokens:
     """Which tokens the present ones are [1 or B, T]: those of a row that are not padding come first in it.
 
     Args:
         count: tokens that were read before [B].
-        lengths: tokens that are no padding [B].
+        lengths: tokens that are no padding [B]; None where all are.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
         T: tokens of a row.
     """
     if cu_seqlens is not None:
         return packed(cu_seqlens, T)
     place = torch.arange(T, device=count.device)
+    if lengths is None:
+        return Tokens(count[:, None] + place)
     return Tokens(torch.where(place < lengths[:, None], count[:, None] + place, -1))
 
 
@@ -92,8 +94,11 @@ def after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
 
 
-def last(x: Tensor, lengths: Tensor, W: int) -> Tensor:
-    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real."""
+def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
+    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real, or all."""
+    if lengths is None:
+        T = x.shape[1] - W
+        return x[:, T:] if T == 1 else x[:, T:].clone()  # a view keeps all of x alive
     return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
 

@@ -77,9 +77,9 @@ class WindowedMixer(MemoryMixer):
             context = context._replace(positions=context.positions and context.positions.gather(order))
         q, k, v = self.projected(hidden_states)
         count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
-        lengths = torch.full_like(count, k.shape[1]) if mask is None else mask.sum(1)
+        lengths = None if mask is None else mask.sum(1)
         tokens = present(count, lengths, context.cu_seqlens, k.shape[1])
-        parts, states = [], {"count": count + lengths}
+        parts, states = [], {"count": count + (k.shape[1] if lengths is None else lengths)}
         if self.near_heads:
             o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, lengths, context)
             parts.append(o)
@@ -89,7 +89,7 @@ class WindowedMixer(MemoryMixer):
             o, new = self._full(*self.rotate(q, k, context.positions), v, tokens, context)
             parts.append(o)
             states |= new
-        o = torch.cat(parts, 2).unflatten(2, (len(self.places), -1))[:, :, self.places].flatten(2)
+        o = _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2)
         output = self.o_proj(o)
         return output if order is None else in_their_places(output, order), states
 
@@ -109,16 +109,15 @@ class WindowedMixer(MemoryMixer):
 
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The key-value heads of a list [B, T, heads, D], and the query heads that read them."""
-        if len(heads) == len(self.places):
-            return q, k, v
-        return q.unflatten(2, (len(self.places), -1))[:, :, heads].flatten(2, 3), k[:, :, heads], v[:, :, heads]
+        q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
+        return q, _heads(k, heads), _heads(v, heads)
 
-    def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths: Tensor, context: Context) -> tuple[Tensor, States]:
+    def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         W, S, states = self.config.attention_window, self.config.num_sink_tokens, context.states
         rotated, k_rotated = self.rotate(q, k, context.positions)
         keys, values = after(states.get("keys"), k_rotated, W), after(states.get("values"), v, W)
         near = columns(tokens, states.get("count"), keys, values, self.config.near)
-        first = _first(k_rotated, v, tokens, lengths, S, context)._replace(sees=sinks(S) & older(W))
+        first = _first(k_rotated, v, lengths, S, context)._replace(sees=sinks(S) & older(W))
         blocks = near_blocks(rotated, tokens, near, first if S else None)
         both = softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping)
         o, logsumexp = (rows_of(x, q) for x in both)
@@ -126,10 +125,10 @@ class WindowedMixer(MemoryMixer):
         new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         if self.far is None:
             return o, new
-        leaving = tokens.position - W  # of the token that leaves the window as each comes
-        T = k.shape[1]
-        features = after(states.get("slot_features"), self.far.features(hidden_states, k), W)
-        remembered, mass, memory = self.far(q, features[:, :T], values[:, :T], leaving >= S, context)
+        features, T = after(states.get("slot_features"), self.far.features(hidden_states, k), W), k.shape[1]
+        is_written = tokens.position >= W + S  # what leaves the window as a token comes, if it is none of the first
+        written = torch.where(is_written[..., None, None], features[:, :T], 0)
+        remembered, mass, memory = self.far(q, written, values[:, :T], context)
         new["slot_features"] = last(features, lengths, W)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), new | memory
@@ -144,7 +143,14 @@ class WindowedMixer(MemoryMixer):
         return o, {"full_keys": k, "full_values": v, "full_positions": position}
 
 
-def _first(k: Tensor, v: Tensor, tokens: Tokens, lengths: Tensor, S: int, context: Context) -> Columns:
+def _heads(x: Tensor, heads: list[int]) -> Tensor:
+    """Some of [B, T, H, ...], in this order; slices, since an index would be a new tensor each time."""
+    if heads == list(range(x.shape[2])):
+        return x
+    return torch.cat([x[:, :, h : h + 1] for h in heads], 2)
+
+
+def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, context: Context) -> Columns:
     """The first S tokens of each sequence, read before or among the present ones."""
     place, T = torch.arange(S, device=k.device), k.shape[1]
     if context.cu_seqlens is not None:
@@ -154,11 +160,12 @@ def _first(k: Tensor, v: Tensor, tokens: Tokens, lengths: Tensor, S: int, contex
         return Columns(
             Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), take(k, index), take(v, index)
         )
-    count = context.states["count"][:, None] if context.states else torch.zeros_like(lengths)[:, None]
+    count = context.states["count"][:, None] if context.states else place.new_zeros(len(k), 1)
     index = (place - count).clamp(min=0, max=T - 1)
-    keys, values = take(k, index), take(v, index)
+    keys, values = (x.repeat(1, S, 1, 1) if T == 1 else take(x, index) for x in (k, v))
     if context.states:
         is_old = (place < count)[..., None, None]
         old = (context.states[name] for name in ("sink_keys", "sink_values"))
         keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
-    return Columns(Tokens(torch.where(place < count + lengths[:, None], place, -1)), keys, values)
+    is_read = place < count + (T if lengths is None else lengths[:, None])
+    return Columns(Tokens(torch.where(is_read, place, -1)), keys, values)
