@@ -8,7 +8,7 @@ from transformers.exporters.exporter_dynamo import DynamoExporter
 from cases import CASES, every_case, make_model, random_tokens
 
 
-def prefill(model, tokens, max_cache_len=90):
+def prefill(model, tokens, max_cache_len=50):
     cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
@@ -25,13 +25,13 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         return graph
 
     torch._dynamo.reset()
-    model, tokens = make_model(case), random_tokens(2, 80)
+    model, tokens = make_model(case), random_tokens(2, 40)
     cache = prefill(model, tokens[:, :8])
     step = torch.compile(model.forward, backend=count, fullgraph=True)  # raises at a graph break
     with torch.no_grad():
         warm = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(8, 16)]
         compiled = len(graphs)
-        more = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(16, 80)]
+        more = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(16, 40)]
         expected = model(tokens).logits[:, 8:]
     assert len(graphs) == compiled <= 2
     torch.testing.assert_close(torch.cat(warm + more, 1), expected, rtol=1e-3, atol=1e-3)
