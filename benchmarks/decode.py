@@ -7,7 +7,8 @@ Random weights in the shape of SmolLM2-135M; students as `make_student` makes th
 time, which other work on the machine disturbs least; on CUDA bfloat16 and the clock. A turn is three tokens, of which
 the first, which finds another model's weights in the caches, does not count. Ratios to the Transformer are taken within
 a round of turns; the table has their medians. Contexts are not read but set: a memory gets a count of tokens, attention
-random keys and values of that length. What a token costs does not depend on the numbers.
+random keys and values of that length. What a token costs does not depend on the numbers. Beside each ratio stands that
+of the bytes that a token must move: a model of more weights or larger states cannot come below it.
 
 Writes benchmarks/results/decode.{json,png}, on CUDA decode_cuda.{json,png}, with the share of time of each operation of
 PyTorch.
@@ -53,6 +54,12 @@ STUDENTS = {
     "DeltaNet": {"to": "deltanet"},
     "Gated DeltaNet": {"to": "deltanet", "gate": "scalar"},
     "hybrid": {"to": "deltanet", "gate": "scalar", "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4))},
+    "window, heads": {  # as convert --keep-attention heads:1/10 makes it
+        "to": "deltanet",
+        "attention_window": 64,
+        "num_sink_tokens": 4,
+        "full_attention_heads": [[0] if i % 10 < 3 else [] for i in range(SHAPE["num_hidden_layers"])],
+    },
 }
 MODELS = {  # of other benchmarks
     "linear (elu)": hf_memory.LinearTransformerConfig,
@@ -87,11 +94,18 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
     model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), past_key_values=cache)
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
-            layer.seen_tokens = tokens
+            growing = {name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"}
+            layer.fill(layer.states | {n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()}, tokens)
         else:
             B, H, _, D = layer.keys.shape
             layer.keys, layer.values = torch.randn(2, B, H, tokens, D, device=DEVICE, dtype=DTYPE)
     return cache
+
+
+def bytes_moved(model: PreTrainedModel, cache: DynamicCache) -> int:
+    """What a token cannot do without: weights and the past are read, and memories written."""
+    memories = sum(x.nbytes for layer in cache.layers if isinstance(layer, MemoryLayer) for x in layer.states.values())
+    return sum(p.nbytes for p in model.parameters()) + state_bytes(cache) + memories
 
 
 def seconds(call: Callable) -> float:
@@ -130,8 +144,13 @@ def table(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, dict]:
     for batch in BATCHES:
         for context in CONTEXTS:
             token = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
-            steps = {n: partial(m, token, past_key_values=filled_cache(m, context, batch)) for n, m in models.items()}
-            found[f"token, batch {batch}, context {context}"] = in_turn(steps, rounds, 3)
+            caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
+            moved = {name: bytes_moved(model, caches[name]) for name, model in models.items()}
+            steps = {name: partial(model, token, past_key_values=caches[name]) for name, model in models.items()}
+            row = in_turn(steps, rounds, 3)
+            for name, of_model in row.items():
+                of_model["bytes_ratio"] = moved[name] / moved["Llama"]
+            found[f"token, batch {batch}, context {context}"] = row
             show(*list(found.items())[-1])
     prompt = torch.randint(SHAPE["vocab_size"], (1, PROMPT), device=DEVICE)
     found[f"prompt of {PROMPT}"] = in_turn({n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1)
@@ -141,7 +160,9 @@ def table(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, dict]:
 
 def show(what: str, row: dict[str, dict[str, float]]) -> None:
     """A line of the table."""
-    print(f"{what:30}" + "".join(f"  {n} {x['ms']:.1f} ms ({x['ratio']:.2f})" for n, x in row.items()), flush=True)
+    least = {name: f", bytes {x['bytes_ratio']:.2f}" if "bytes_ratio" in x else "" for name, x in row.items()}
+    line = "".join(f"  {n} {x['ms']:.1f} ms ({x['ratio']:.2f}{least[n]})" for n, x in row.items())
+    print(f"{what:30}{line}", flush=True)
 
 
 def by_context(models: dict[str, PreTrainedModel], rounds: int) -> dict[int, dict]:
