@@ -70,20 +70,11 @@ class Target(NamedTuple):
         return faults + self.check(config)
 
 
-DELTA = {**SIZES, "gate": ("scalar", "none"), "output_gate": ("silu",)}
-DELTA |= dict.fromkeys(("use_qk_norm", "query_pre_attn_scalar", "output_gate_low_rank_dim"))
+ANY = dict.fromkeys(("use_qk_norm", "query_pre_attn_scalar", "output_gate_low_rank_dim"))
+DELTA = {**SIZES, **ANY, "gate": ("scalar", "none"), "output_gate": ("silu",)}
 KIMI = {**DELTA, "gate": ("vector", "scalar", "none"), "output_gate": ("sigmoid",)}
-MAMBA = {**SIZES, "gate": ("mamba2",), "attention_bias": None, "attention_output_bias": None}
-MAMBA |= dict.fromkeys(
-    (
-        "use_qk_norm",
-        "query_pre_attn_scalar",
-        "output_gate",
-        "output_gate_low_rank_dim",
-        "gate_low_rank_dim",
-        "gate_logit_normalizer",
-    )
-)
+ANY_MAMBA = ("attention_bias", "attention_output_bias", "output_gate", "gate_low_rank_dim", "gate_logit_normalizer")
+MAMBA = {**SIZES, **ANY, **dict.fromkeys(ANY_MAMBA), "gate": ("mamba2",)}
 
 TARGETS = (
     Target(

@@ -28,7 +28,17 @@ from hf_memory.ops.triton.segments import (
     sum_constants,
     sum_kernel,
 )
-from hf_memory.ops.triton.tiles import decays, load_rows, program, read, scores, sequence_bounds, write
+from hf_memory.ops.triton.tiles import (
+    decays,
+    load_rows,
+    program,
+    read,
+    scores,
+    sequence_bounds,
+    state_tile,
+    store_rows,
+    write,
+)
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 
@@ -66,8 +76,7 @@ def _forward_kernel(
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
     S = tl.load(S0 + i_s, mask=in_s, other=0.0)
     if NORMALIZE:
         z = tl.load(z0 + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
@@ -95,8 +104,7 @@ def _forward_kernel(
                 tl.store(den + t * HV + hv, den_c, mask=in_t)
         else:
             o_c *= scale
-        i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-        tl.store(o + i_o, tl.cast(o_c, o.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
+        store_rows(o, o_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             S *= tl.trans(whole)
         S += write(k_c, v_c, leave, DECAY, PRECISION)
@@ -134,8 +142,7 @@ def _dv_kernel(
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
     dS = tl.load(dST + i_s, mask=in_s, other=0.0)
     chunks = (end - start + C - 1) // C
     for back in range(chunks):
@@ -150,8 +157,7 @@ def _dv_kernel(
         A = scores(q_c, k_c, gates, C, DECAY, True, PARTS, PRECISION)
         dv_c = read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=PRECISION)
-        i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-        tl.store(dv + i_o, tl.cast(dv_c, dv.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
+        store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             dS *= tl.trans(whole)
         dS += write(q_c, do_c, enter, DECAY, PRECISION)

@@ -21,6 +21,7 @@ from hf_memory.ops.triton.tiles import (
     row_of,
     sequence_bounds,
     split_dot,
+    store_rows,
     write_transposed,
 )
 
@@ -101,7 +102,7 @@ def dq_kernel(
             if DECAY == 1:
                 P = fade(P, gates, False)
             dq_c += tl.dot(tl.cast(P, k_c.dtype), k_c, input_precision=PRECISION)
-        tl.store(dq + (t[:, None] * HV + hv) * K + i_k[None, :], dq_c, mask=in_t[:, None] & in_k[None, :])
+        store_rows(dq, dq_c, t, in_t, hv, HV, i_k, in_k, K)
         if DECAY > 0:
             S *= whole
         S += write_transposed(k_c, v_c, leave, DECAY, PRECISION)

@@ -33,6 +33,19 @@ def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
 
 
 @triton.jit
+def store_rows(x, value, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+    """Put rows where `load_rows` finds them."""
+    at = (t[:, None] * heads + h) * D + i[None, :]
+    tl.store(x + at, tl.cast(value, x.dtype.element_ty), mask=in_t[:, None] & in_i[None, :])
+
+
+@triton.jit
+def state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K: tl.constexpr, V: tl.constexpr):
+    """Where S[n, hv, i_k, i_v] of states [N, HV, K, V] lie, and which of them there are."""
+    return (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :], in_k[:, None] & in_v[None, :]
+
+
+@triton.jit
 def load_gates(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
     """g [C] or [C, BK] for powers of two, zero outside."""
     if DECAY == 2:

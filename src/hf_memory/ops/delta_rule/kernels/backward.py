@@ -11,6 +11,8 @@ from hf_memory.ops.triton.tiles import (
     program,
     read,
     sequence_bounds,
+    state_tile,
+    store_rows,
     write,
 )
 
@@ -46,8 +48,7 @@ def solve_kernel(
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
     dS = tl.zeros([BK, BV], tl.float32)
     if dST is not None:
         dS = tl.load(dST + i_s, mask=in_s, other=0.0)
@@ -68,8 +69,7 @@ def solve_kernel(
         d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
         if dx is not None:
-            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-            tl.store(dx + i_o, d_c, mask=in_t[:, None] & in_v[None, :])
+            store_rows(dx, d_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
             dS *= tl.trans(whole)

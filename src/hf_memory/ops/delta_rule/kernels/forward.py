@@ -12,6 +12,8 @@ from hf_memory.ops.triton.tiles import (
     read,
     scores,
     sequence_bounds,
+    state_tile,
+    store_rows,
     unit_lower_inverse,
     write,
 )
@@ -55,12 +57,11 @@ def chunk_kernel(
     gates = 0.0
     if DECAY > 0:
         gates = load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-    i_c = (t[:, None] * HV + hv) * C + rows[None, :]
     P_c = scores(q_c, k_c, gates, C, DECAY, False, PARTS, PRECISION)
-    tl.store(P + i_c, tl.cast(P_c, P.dtype.element_ty), mask=in_t[:, None])
+    store_rows(P, P_c, t, in_t, hv, HV, rows, rows < C, C)
     A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, gates, C, DECAY, False, PARTS, PRECISION), 0.0)
-    tl.store(U + i_c, unit_lower_inverse(A * beta_c[None, :], C), mask=in_t[:, None])
-    tl.store(W + i_c, unit_lower_inverse(A * beta_c[:, None], C), mask=in_t[:, None])
+    store_rows(U, unit_lower_inverse(A * beta_c[None, :], C), t, in_t, hv, HV, rows, rows < C, C)
+    store_rows(W, unit_lower_inverse(A * beta_c[:, None], C), t, in_t, hv, HV, rows, rows < C, C)
 
 
 @triton.jit
@@ -96,8 +97,7 @@ def forward_kernel(
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s = (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :]
-    in_s = in_k[:, None] & in_v[None, :]
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
     if S0 is not None:
         S = tl.load(S0 + i_s, mask=in_s, other=0.0)
     elif v is not None:
@@ -123,10 +123,8 @@ def forward_kernel(
             q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
             P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
             o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, x_c, input_precision=PRECISION)
-            i_o = (t[:, None] * HV + hv) * V + i_v[None, :]
-            in_o = in_t[:, None] & in_v[None, :]
-            tl.store(o + i_o, tl.cast(scale * o_c, o.dtype.element_ty), mask=in_o)
-            tl.store(e + i_o, e_c, mask=in_o)
+            store_rows(o, scale * o_c, t, in_t, hv, HV, i_v, in_v, V)
+            store_rows(e, e_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             S *= tl.trans(whole)
             has_next = (t + 1 < end) & (rows < C - 1)
