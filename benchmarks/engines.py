@@ -187,6 +187,9 @@ def draw(rows: list[dict], file: Path) -> None:
                 [int(n) for n in row["speed"]], list(row["speed"].values()), style, marker="o", label=row["model"]
             )
         axis.set(xscale="log", title=engine, xlabel="context, tokens", ylabel="tokens/s, one thread", ylim=(0, None))
+        lengths = sorted({int(n) for row in rows for n in row["speed"]})
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.minorticks_off()
         axis.legend()
     figure.savefig(file, dpi=120)
 
