@@ -71,15 +71,15 @@ def without_memory(recipe: Recipe) -> Recipe:
     )
 
 
-def shorter(recipe: Recipe) -> Recipe:
-    """For two thirds of the tokens."""
+def shorter(recipe: Recipe, thirds: int) -> Recipe:
+    """For so many thirds of the tokens."""
     stages = {name: getattr(recipe, name) for name in ("transfer", "distillation")}
-    return replace(recipe, **{name: x._replace(steps=2 * x.steps // 3) for name, x in stages.items()})
+    return replace(recipe, **{name: x._replace(steps=thirds * x.steps // 3) for name, x in stages.items()})
 
 
 def recipes(first: Recipe) -> dict[str, Recipe]:
     """Name of a row: how its student is made."""
-    short = shorter(first)
+    short, quick = shorter(first, 2), shorter(first, 1)
     whole = replace(
         short,
         keep="1/4",
@@ -89,16 +89,21 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
     )
     windows = {
         "1/10 of heads": first,
-        "1/22 of heads": replace(short, keep="heads:1/22"),
-        "no full head": replace(short, keep="none"),
+        "1/22 of heads": replace(quick, keep="heads:1/22"),
+        "no full head": replace(quick, keep="none"),
     }
     rows = {}
     for name, recipe in windows.items():
         rows |= {name: recipe, f"{name}, no memory": without_memory(recipe)}
-    wide = replace(first, options={**first.options, "attention_window": 128})
+    wide = replace(
+        first,
+        options={**first.options, "attention_window": 128},
+        transfer=first.transfer._replace(steps=16),
+        distillation=first.distillation._replace(steps=22, length=2048),
+    )
     quarter = replace(short, keep="1/4")
     return rows | {
-        "1/10 of heads, window 128": wide,
+        "1/10 of heads, window 128, 2,048 tokens": wide,
         "1/4 of layers": whole,
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
