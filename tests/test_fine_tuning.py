@@ -378,8 +378,8 @@ def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):  # noqa: 
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ("steps", "transfer must have name=value with names from steps, .*, warmup, got 'steps'"),
-        ("lr=1", "with names from steps, .*, warmup, got 'lr=1'"),
+        ("steps", "transfer must have name=value with names from steps, .*, repeats, got 'steps'"),
+        ("lr=1", "with names from steps, .*, repeats, got 'lr=1'"),
         ("steps=many", "steps of transfer must be a number, got 'many'"),
     ],
 )

@@ -156,9 +156,9 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.kernels], ids=lambda op: op.name)
 def test_kernels_compile_ahead_of_time_without_spills(op):
-    """One variant of each kernel for every architecture; `python benchmarks/kernel_report.py` compiles all."""
-    lines = kernel_report("--op", op.name, "--only", op.kernels)
-    assert {line["sm"] for line in lines} == {"80", "90", "100"}
-    assert len(lines) == 3 * sum(op.kernels in variant.name for variant in kernels_of(op.name).variants())
+    """One variant of each kernel for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
+    lines = kernel_report("--op", op.name, "--only", op.kernels, "--arch", "90")
+    assert {line["sm"] for line in lines} == {"90"}
+    assert len(lines) == sum(op.kernels in variant.name for variant in kernels_of(op.name).variants())
     assert {line["spilled"] for line in lines} == {"0"}
     assert all(int(line["blocks"]) > 0 for line in lines)
