@@ -8,7 +8,7 @@ time, which other work on the machine disturbs least; on CUDA bfloat16 and the c
 the first, which finds another model's weights in the caches, does not count. Ratios to the Transformer are taken within
 a round of turns; the table has their medians. Contexts are not read but set: a memory gets a count of tokens, attention
 random keys and values of that length. What a token costs does not depend on the numbers. Beside each ratio stands that
-of the bytes that a token must move: a model of more weights or larger states cannot come below it.
+of the bytes that a token must move, which bounds it as far as they come from memory and not from caches.
 
 Writes benchmarks/results/decode.{json,png}, on CUDA decode_cuda.{json,png}, with the share of time of each operation of
 PyTorch.

@@ -166,6 +166,11 @@ def make_model(case: Case, **options):
     return family_of(case).causal_lm(make_config(case, **options)).eval()
 
 
+def one_layer(case: Case) -> dict:
+    """An option of `make_model` for what is asked of each layer alone; none where a case names its two layers."""
+    return {} if any(isinstance(x, list) for x in case.options.values()) else {"num_hidden_layers": 1}
+
+
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Tokens that are neither padding nor the beginning of a text."""
     return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))

@@ -5,7 +5,7 @@ from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
-from cases import CASES, every_case, make_model, random_tokens
+from cases import CASES, every_case, make_model, one_layer, random_tokens
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -25,7 +25,7 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         return graph
 
     torch._dynamo.reset()
-    model, tokens = make_model(case), random_tokens(2, 40)
+    model, tokens = make_model(case, **one_layer(case)), random_tokens(2, 40)
     cache = prefill(model, tokens[:, :8])
     step = torch.compile(model.forward, backend=count, fullgraph=True)  # raises at a graph break
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_states_of_a_static_cache_are_written_in_place(case):
 
 @every_case
 def test_an_exported_decode_step_equals_eager(case):
-    model, tokens = make_model(case), random_tokens(1, 9)
+    model, tokens = make_model(case, **one_layer(case)), random_tokens(1, 9)
     sample = {"input_ids": tokens[:, 8:], "past_key_values": prefill(model, tokens[:, :8])}
     exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=False))[0].module()
     with torch.no_grad():

@@ -49,7 +49,7 @@ def test_kernel_equals_reference(op, variant, T):
     assert_close(run(op, arguments, "triton"), run(op, in_float64(arguments), "reference"))
 
 
-@every_form
+@every_kernel
 def test_packed_kernel_equals_reference_with_strong_gates(op, variant):
     arguments = with_strong_gates(op, make(op, variant, T=64))
     arguments["initial_state"] = make(op, variant, B=4, T=1, seed=5)["initial_state"]

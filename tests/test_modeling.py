@@ -26,6 +26,7 @@ from cases import (
     family_of,
     make_config,
     make_model,
+    one_layer,
     random_tokens,
 )
 from hf_memory.mixers.attention import AttentionMixer
@@ -261,7 +262,7 @@ def test_gradients_flow_through_a_cache(case):
 @every_case
 @torch.no_grad()
 def test_compiled_forward_is_one_graph_where_a_model_says_so(case):
-    model, tokens = make_model(case), random_tokens(2, 5)
+    model, tokens = make_model(case, **one_layer(case)), random_tokens(2, 5)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=model._can_compile_fullgraph)
     assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits)
@@ -288,7 +289,7 @@ def test_hidden_states_and_attentions_are_returned(case):
 @every_case
 @torch.no_grad()
 def test_backends_agree(case):
-    model, tokens = make_model(case), random_tokens(1, 10)
+    model, tokens = make_model(case, **one_layer(case)), random_tokens(1, 10)
     expected = model(tokens).logits
     model.config.mixer_backend = "reference"
     assert_close(model(tokens).logits, expected)
