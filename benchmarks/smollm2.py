@@ -102,6 +102,10 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
         distillation=first.distillation._replace(steps=22, length=2048),
     )
     quarter = replace(short, keep="1/4")
+    for name in ("1/10 of heads", "no full head"):  # a window of as many bytes as memory and window take together
+        twin = without_memory(windows[name])
+        longer = replace(twin, options={**twin.options, "attention_window": 128})
+        rows[f"{name}, window 128, no memory"] = longer
     return rows | {
         "1/10 of heads, window 128, 2,048 tokens": wide,
         "1/4 of layers": whole,
