@@ -161,8 +161,11 @@ def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, context: Contex
             Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), take(k, index), take(v, index)
         )
     count = context.states["count"][:, None] if context.states else place.new_zeros(len(k), 1)
-    index = (place - count).clamp(min=0, max=T - 1)
-    keys, values = (x.repeat(1, S, 1, 1) if T == 1 else take(x, index) for x in (k, v))
+    if T == 1:
+        keys, values = (x.repeat(1, S, 1, 1) for x in (k, v))
+    else:
+        index = (place - count).clamp(min=0, max=T - 1)
+        keys, values = take(k, index), take(v, index)
     if context.states:
         is_old = (place < count)[..., None, None]
         old = (context.states[name] for name in ("sink_keys", "sink_values"))
