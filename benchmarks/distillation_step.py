@@ -25,20 +25,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+from decode import SHAPE
 from hf_memory.conversion import Run, Schedule, carry_over, distill, distill_from_logits, make_student, save_logits
 from training import peak_bytes
 
 RESULTS = Path(__file__).parent / "results" / "distillation_step.json"
-SIZES = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+SIZES = {**SHAPE, "max_position_embeddings": 8192}
 STEPS = 4
 SCHEDULE = Schedule(steps=STEPS, learning_rate=1e-5, batch_size=2, length=512)
 LOSSES: dict[str, dict] = {

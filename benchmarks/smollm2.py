@@ -42,7 +42,7 @@ from hf_memory.conversion import (  # noqa: E402
     write_model,
 )
 from hf_memory.conversion.run_file import read_schedule  # noqa: E402
-from hf_memory.evaluation import agreement, cache_bytes, copy_gain  # noqa: E402
+from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_gain  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 WORK = ROOT / "runs" / "smollm2"
@@ -163,14 +163,13 @@ def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
 def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
     """All columns of a row that are of the student alone."""
     like = agreement(student, teacher, held_out, length=1024, batch_size=1, max_tokens=12 * 1024)
-    sizes = [cache_bytes(student.config, tokens) for tokens in (CONTEXT, 2 * CONTEXT)]
     return {
         "perplexity / teacher": like.ratio,
         "KL": like.kl,
         "agreement": like.top1,
         **{f"recall kept after {gap}": gain / gains[gap] for gap, gain in recall(student, held_out).items()},
-        "cache at 8k / teacher": sizes[0] / cache_bytes(teacher.config, CONTEXT),
-        "bytes a token of context": (sizes[1] - sizes[0]) / CONTEXT,
+        "cache at 8k / teacher": cache_bytes(student.config, CONTEXT) / cache_bytes(teacher.config, CONTEXT),
+        "bytes a token of context": bytes_per_token(student.config),
     }
 
 
@@ -239,7 +238,7 @@ def main() -> None:
     gains = known.get("teacher's recall, nats a token") or recall(teacher, held_out)
     about = {
         "teacher's recall, nats a token": gains,
-        "teacher's bytes a token of context": cache_bytes(teacher.config, 1),
+        "teacher's bytes a token of context": bytes_per_token(teacher.config),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
