@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import demo
-from hf_memory.conversion import Recipe, Schedule, convert, distill, fine_tune, measure, resolve, train
-from hf_memory.evaluation import copy_gain, perplexity
+from hf_memory.conversion import Recipe, Schedule, convert, distill, fine_tune, resolve, train
+from hf_memory.evaluation import copy_gain, measure, perplexity
 
 RESULTS = Path(__file__).parent / "results" / "conversion_table.json"
 WORK = Path("demo_output/conversion_table")  # the teacher; not kept

@@ -11,7 +11,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from hf_memory import cli, conversion
+from hf_memory import cli
+from hf_memory.cli import work
 from hf_memory.cli.options import read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
@@ -84,7 +85,7 @@ def test_a_student_is_saved_before_it_is_measured(run, teacher, text, tmp_path, 
 
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST]
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "measure", no_time)
+        patch.setattr(work, "measure", no_time)
         assert run(*command)[0] == 2
     assert run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
     weights = (tmp_path / "student" / "model.safetensors").read_bytes()

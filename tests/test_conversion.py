@@ -45,7 +45,7 @@ from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_se
 from hf_memory.conversion.students import STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.conversion.students.weights import rename, rename_back
-from hf_memory.evaluation import agreement
+from hf_memory.evaluation import Cost, agreement, measure
 from hf_memory.modeling import delta_net, gated_linear_attention
 
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -583,8 +583,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     made = convert(teacher, text(), **BOTH_STAGES)
     held_out = text(600)
     rows = [
-        conversion.measure("teacher", teacher, held_out, None, contexts=(64, 128)),
-        conversion.measure("student", made.student, held_out, teacher, contexts=(64, 128)),
+        measure("teacher", teacher, held_out, None, contexts=(64, 128)),
+        measure("student", made.student, held_out, teacher, contexts=(64, 128)),
     ]
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
     results = conversion.results_of(made.plan, made.losses, rows, **names)
@@ -606,9 +606,9 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
 
 def test_measuring_keeps_to_its_budget(monkeypatch):
     read, told, teacher = [], [], make_teacher()
-    monkeypatch.setattr("hf_memory.conversion.report.cost_by_context", lambda model, contexts: ())
+    monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
     teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
-    conversion.measure("teacher", teacher, text(9000), None, contexts=(64, 512), max_tokens=8192, report=told.append)
+    measure("teacher", teacher, text(9000), None, contexts=(64, 512), max_tokens=8192, report=told.append)
     assert 4096 < sum(read) <= 8192
     assert len(told) > len(read)
 

@@ -8,10 +8,11 @@ import torch
 
 from hf_memory import conversion
 from hf_memory.cli.progress import Lines
-from hf_memory.conversion import ModelResult, Progress, Recipe, Run, check_run, make_student, resolve, results_of
+from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, results_of
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
-from hf_memory.evaluation import Cost
+from hf_memory.evaluation import Cost, ModelResult
+from hf_memory.progress import Progress
 from test_conversion import SCHEDULE, convert, make_teacher, text
 
 NONE = SCHEDULE._replace(steps=0)

@@ -1,5 +1,6 @@
 """Every measure must tell a good model from a bad one."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from cases import SIZES, every_family, make_model
 from hf_memory.evaluation import (
+    Estimate,
     agreement,
     cache_bytes,
     cache_bytes_after,
@@ -24,6 +26,7 @@ from hf_memory.evaluation import (
     plot_conversion,
     recall_by_distance,
 )
+from hf_memory.evaluation.estimates import exp_of_mean
 
 VOCABULARY = 64
 
@@ -271,6 +274,23 @@ def test_no_more_than_a_slice_of_the_logits_is_in_float32(name, monkeypatch):
     with Float32Sizes() as made:
         assert MEASURES[name](model, text) == pytest.approx(whole, rel=1e-5)
     assert max(made.sizes) <= language.SLICE
+
+
+def test_an_estimate_is_as_sure_as_its_samples_are_many():
+    samples = torch.randn(400, generator=torch.Generator().manual_seed(0)).double()
+    low, high = Estimate(samples).interval()
+    assert low < samples.mean() < high
+    assert high - low == pytest.approx(2 * 1.96 * samples.std() / 20, rel=0.1)
+    assert Estimate([3.0]).interval() is None
+    assert Estimate([1.0, 1.0]).interval() == (1, 1)
+
+
+def test_an_estimate_weighs_its_samples_and_is_copied_whole():
+    found = Estimate([0.0, 3.0], torch.tensor([2, 1]), of=exp_of_mean)
+    assert found == pytest.approx(math.e)
+    again = copy.deepcopy(found)
+    assert again == found
+    assert again.interval() == found.interval() == pytest.approx((1, math.e**3))
 
 
 def test_the_plot_is_a_picture(tmp_path):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_memory.conversion import Progress, read_tokens, teacher_text
+from hf_memory.conversion import read_tokens, teacher_text
 from hf_memory.conversion.teacher_text import parse_source, write_text
+from hf_memory.progress import Progress
 from test_cli import FAST, _wide_console, run, teacher  # fixtures
 from test_conversion import make_teacher, make_tokenizer
 

@@ -25,11 +25,11 @@ from hf_memory.conversion import (
     Run,
     Schedule,
     convert,
-    measure,
     resolve,
     results_of,
     train,
 )
+from hf_memory.evaluation import measure
 
 END = "<|endoftext|>"
 SECTION = 4000  # characters of text that are held out, or not, together

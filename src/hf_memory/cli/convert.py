@@ -25,8 +25,9 @@ from hf_memory.cli.options import (
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.work import Job, device, prepare, print_plan, results_of, save, show
-from hf_memory.conversion import Conversion, ModelResult, Recipe, Schedule
+from hf_memory.conversion import Conversion, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
+from hf_memory.evaluation import ModelResult
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."

@@ -8,7 +8,7 @@ from datetime import timedelta
 from rich import progress as rich
 
 from hf_memory.cli.terminal import console
-from hf_memory.conversion import Progress
+from hf_memory.progress import Progress
 
 MINUTE = 60.0  # seconds
 

@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from hf_memory import conversion
 from hf_memory.cli.options import found, read_pairs
 from hf_memory.cli.terminal import console
-from hf_memory.conversion import Plan, Progress, Recipe, Run
+from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.folders import written
 from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.run_file import RUN, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
+from hf_memory.evaluation import measure
 from hf_memory.export import find_target
+from hf_memory.progress import Progress
 
 MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
 MAXIMUM = 2**18  # tokens to compare models on, however long a text is
@@ -40,7 +42,7 @@ class Job(NamedTuple):
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
         """How good a model is, beside a teacher if there is one."""
         most, report = self.measure_tokens, self.run.report
-        return conversion.measure(name, model, self.held_out, teacher, max_tokens=most, report=report)
+        return measure(name, model, self.held_out, teacher, max_tokens=most, report=report)
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:

@@ -15,16 +15,8 @@ from hf_memory.conversion.folders import check_output, new_folder
 from hf_memory.conversion.other_libraries import import_mixer, import_model
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
-from hf_memory.conversion.report import (
-    ModelResult,
-    Results,
-    add_results,
-    measure,
-    results_of,
-    write_model,
-    write_report,
-)
-from hf_memory.conversion.run import Progress, Run
+from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
+from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
 from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
@@ -56,9 +48,7 @@ __all__ = [
     "CarriedWeights",
     "Conversion",
     "LayerScore",
-    "ModelResult",
     "Plan",
-    "Progress",
     "Recipe",
     "Results",
     "Run",
@@ -85,7 +75,6 @@ __all__ = [
     "load_teacher",
     "load_tokenizer",
     "make_student",
-    "measure",
     "new_folder",
     "placement_table",
     "plan_rows",

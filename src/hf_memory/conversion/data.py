@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 
 from hf_memory.conversion.recipe import Schedule
-from hf_memory.conversion.run import Progress, silent
+from hf_memory.progress import Progress, silent
 
 FIELDS = ("text", "messages")  # of a row, the first that is there
 Document = str | list[dict]  # a text or a talk

@@ -2,50 +2,21 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.describe import past, settings, story
 from hf_memory.conversion.folders import RESULTS
 from hf_memory.conversion.plan import Plan
-from hf_memory.conversion.run import Progress, silent
 from hf_memory.conversion.stages.distillation import DISTILLATION
-from hf_memory.evaluation import (
-    Cost,
-    agreement,
-    copy_gain,
-    cost_by_context,
-    perplexity,
-    perplexity_by_position,
-    plot_contexts,
-    plot_conversion,
-    recall_by_distance,
-)
-from hf_memory.evaluation.language import BUDGET
+from hf_memory.evaluation import ModelResult, plot_contexts, plot_conversion
 from hf_memory.evaluation.plots import History
 
 CARD = Path(__file__).with_name("model_card.md")
-CONTEXTS = (256, 512, 1024, 2048, 4096)  # tokens that the costs, the recall and the perplexity are measured at
-
-
-@dataclass(frozen=True)
-class ModelResult:
-    """One row of the table of results."""
-
-    name: str
-    perplexity: float  # held-out
-    copy_gain: float  # nats a token
-    kl: float | None  # from the teacher, nats a token; None for the teacher itself
-    agreement: float | None  # with the teacher's most likely token
-    perplexity_by_position: dict[int, float]  # held-out, {last position: perplexity}
-    recall_by_distance: dict[int, float]  # {tokens from one reading to the next: copy_gain}
-    costs: tuple[Cost, ...]
 
 
 @dataclass(frozen=True)
@@ -60,56 +31,6 @@ class Results:
     recipe: dict
     losses: dict[str, History]
     rows: list[ModelResult]
-
-
-def measure(
-    name: str,
-    model: PreTrainedModel,
-    held_out: Tensor,
-    teacher: PreTrainedModel | None,
-    *,
-    contexts: Iterable[int] = CONTEXTS,
-    max_tokens: int | None = BUDGET,
-    report: Callable[[Progress], None] = silent,
-) -> ModelResult:
-    """All that is known of one model; the teacher itself has none to be compared with.
-
-    Args:
-        name: of the row in tables.
-        model: to measure.
-        held_out: [T] of text that it has not seen.
-        teacher: to compare with.
-        contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
-        max_tokens: that the model reads to be measured, beside what it takes to time it; None: as many as a measure
-            can use.
-        report: is told how far it is.
-    """
-    task, found = f"measuring {name}", dict[str, Any]()
-
-    def tell(read: int = 0) -> None:
-        report(Progress(task, len(found), len(parts)))
-
-    def share(part: float) -> dict:
-        return {"progress": tell, "max_tokens": max_tokens and int(part * max_tokens)}
-
-    longest = min(getattr(model.config, "max_position_embeddings", None) or len(held_out), len(held_out))
-    contexts = [x for x in contexts if x <= longest]
-    parts: dict[str, Callable] = {
-        "like": lambda: None if teacher is None else agreement(model, teacher, held_out, **share(1 / 8)),
-        "perplexity": lambda: perplexity(model, held_out, **share(1 / 8)),
-        "copy_gain": lambda: copy_gain(model, held_out, **share(1 / 8)),
-        "perplexity_by_position": lambda: perplexity_by_position(model, held_out, length=max(contexts), **share(1 / 8)),
-        "recall_by_distance": lambda: recall_by_distance(
-            model, held_out, [x // 2 for x in contexts], **share(1 / 2)
-        ),  # of which the last distances take most, for few tokens that say something
-        "costs": lambda: cost_by_context(model, contexts),
-    }
-    for part, find in parts.items():
-        tell()
-        found[part] = find()
-    tell()
-    like = found.pop("like")
-    return ModelResult(name, kl=like and like.kl, agreement=like and like.top1, **found)
 
 
 def results_of(

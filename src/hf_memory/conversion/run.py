@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import type_validator
@@ -13,6 +13,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
+from hf_memory.progress import Progress, silent
 
 DEFAULTS = {  # of transformers' TrainingArguments
     "adam_beta2": 0.95,
@@ -42,20 +43,6 @@ OURS = (  # what a stage says itself
     "save_steps",
     "logging_steps",
 )
-
-
-class Progress(NamedTuple):
-    """A sign of life."""
-
-    task: str
-    done: int
-    total: int
-    tokens: int = 0  # read in each of these
-    loss: float | None = None
-
-
-def silent(progress: Progress) -> None:
-    """Report to nobody."""
 
 
 @dataclass(frozen=True)

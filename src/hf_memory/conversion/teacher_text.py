@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
 from hf_memory.conversion.folders import written
-from hf_memory.conversion.run import Progress, silent
+from hf_memory.progress import Progress, silent
 
 SOURCE = re.compile(r"teacher:(\d+)(k|M)?(?::(.+))?")
 UNITS = {None: 1, "k": 1000, "M": 1_000_000}

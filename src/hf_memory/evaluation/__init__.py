@@ -9,6 +9,7 @@ from hf_memory.evaluation.efficiency import (
     kv_cache_bytes,
     layer_types,
 )
+from hf_memory.evaluation.estimates import Estimate
 from hf_memory.evaluation.language import (
     Agreement,
     agreement,
@@ -17,19 +18,27 @@ from hf_memory.evaluation.language import (
     perplexity_by_position,
     recall_by_distance,
 )
+from hf_memory.evaluation.model_result import ModelResult, measure
 from hf_memory.evaluation.plots import plot_contexts, plot_conversion
+from hf_memory.evaluation.tasks import TASKS, Subject, evaluate
 
 __all__ = [
+    "TASKS",
     "Agreement",
     "Cost",
+    "Estimate",
+    "ModelResult",
+    "Subject",
     "agreement",
     "bytes_per_token",
     "cache_bytes",
     "cache_bytes_after",
     "copy_gain",
     "cost_by_context",
+    "evaluate",
     "kv_cache_bytes",
     "layer_types",
+    "measure",
     "perplexity",
     "perplexity_by_position",
     "plot_contexts",

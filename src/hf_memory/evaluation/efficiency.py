@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_memory.cache import state_bytes
+from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
 FAR = 2**24  # tokens: longer than any window
@@ -30,8 +31,8 @@ def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_toke
 
 
 def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    runs = [_reading_and_writing(model, context, new_tokens) for _ in range(3)]
-    return Cost(context, *map(max, zip(*runs)))
+    sizes, *speeds = zip(*(_reading_and_writing(model, context, new_tokens) for _ in range(3)))
+    return Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds))
 
 
 @torch.no_grad()

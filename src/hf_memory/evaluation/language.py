@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_memory.evaluation.estimates import Estimate, exp_of_mean
+
 BUDGET = 2**16  # tokens that a measure reads unless it is asked for more
 SLICE = 2**24  # logits that are in float32 at a time, beside those that the model returns
-Progress = Callable[[int], object]
+Tell = Callable[[int], object]
 
 
 class Agreement(NamedTuple):
     """How close a student's predictions are to its teacher's, averaged over tokens."""
 
-    kl: float  # KL(teacher || student) in nats
-    top1: float  # how often both find the same token most likely
-    ratio: float  # the student's perplexity over the teacher's
+    kl: Estimate  # KL(teacher || student) in nats
+    top1: Estimate  # how often both find the same token most likely
+    ratio: Estimate  # the student's perplexity over the teacher's
 
 
 def say_nothing(tokens: int) -> None:
@@ -36,8 +38,8 @@ def perplexity(
     length: int = 256,
     batch_size: int = 8,
     max_tokens: int | None = BUDGET,
-    progress: Progress = say_nothing,
-) -> float:
+    progress: Tell = say_nothing,
+) -> Estimate:
     """exp of the mean loss over tokens, each predicted from at least half a window of context, except the first ones.
 
     Args:
@@ -53,8 +55,9 @@ def perplexity(
     """
     stride = length // 2
     losses = _losses(model, _windows(tokens, length, stride, max_tokens), batch_size, progress)
-    scored = torch.cat([losses[:1, :-stride].flatten(), losses[:, -stride:].flatten()])
-    return scored.double().mean().exp().item()
+    scored = [losses[0], *losses[1:, -stride:]]
+    weights = torch.tensor([len(x) for x in scored])
+    return Estimate(torch.stack([x.mean() for x in scored]), weights, of=exp_of_mean)
 
 
 @torch.no_grad()
@@ -66,22 +69,29 @@ def agreement(
     length: int = 256,
     batch_size: int = 8,
     max_tokens: int | None = BUDGET,
-    progress: Progress = say_nothing,
+    progress: Tell = say_nothing,
 ) -> Agreement:
     """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
+    batches = _batches(_windows(tokens, length, length, max_tokens), batch_size, progress)
+    kl, same, more = torch.cat([_compared(student, teacher, batch) for batch in batches]).T
+    return Agreement(Estimate(kl), Estimate(same), Estimate(more, of=exp_of_mean))
+
+
+def _compared(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
+    """[B, 3], means over each window: KL, how often both choose alike, the student's loss less the teacher's."""
+    models = [_slices(_logits(model, batch)) for model in (student, teacher)]
+    labels = F.pad(batch[:, 1:], (0, 1), value=-100).split([x.shape[1] for x in models[0]], dim=1)
     kl, same, more = [], [], []
-    for batch in _batches(_windows(tokens, length, length, max_tokens), batch_size, progress):
-        models = [_slices(_logits(model, batch)) for model in (student, teacher)]
-        labels = F.pad(batch[:, 1:], (0, 1), value=-100).split([x.shape[1] for x in models[0]], dim=1)
-        for *logits, following in zip(*models, labels):
-            p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
-            same.append((p_student.argmax(-1) == p_teacher.argmax(-1)).float().flatten())
-            kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1).flatten())
-            following = following.to(p_student.device)
-            losses = [F.nll_loss(x.mT, following, reduction="none") for x in (p_student, p_teacher)]
-            more.append((losses[0] - losses[1])[following != -100])
-    means = [torch.cat(x).double().mean() for x in (kl, same, more)]
-    return Agreement(means[0].item(), means[1].item(), means[2].exp().item())
+    for *logits, following in zip(*models, labels):
+        p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
+        same.append(p_student.argmax(-1) == p_teacher.argmax(-1))
+        kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1))
+        following = following.to(p_student.device)
+        losses = [F.nll_loss(x.mT, following, reduction="none") for x in (p_student, p_teacher)]
+        more.append(losses[0] - losses[1])
+    found = [torch.cat(x, dim=1).double() for x in (kl, same, more)]
+    found[2] = found[2][:, :-1]  # nothing follows the last token
+    return torch.stack([x.mean(1) for x in found], dim=1).cpu()
 
 
 def perplexity_by_position(
@@ -92,8 +102,8 @@ def perplexity_by_position(
     windows: int = 16,
     batch_size: int = 4,
     max_tokens: int | None = BUDGET,
-    progress: Progress = say_nothing,
-) -> dict[int, float]:
+    progress: Tell = say_nothing,
+) -> dict[int, Estimate]:
     """Perplexity of the tokens that stand where in a window: what more context is worth, and where a model gives up.
 
     Args:
@@ -111,10 +121,10 @@ def perplexity_by_position(
     if max_tokens is not None:
         windows = max(1, min(windows, max_tokens // length))
     rows = _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
-    losses = _losses(model, rows, batch_size, progress).double().mean(0)
+    losses = _losses(model, rows, batch_size, progress)
     ends = [2**i for i in range(min(5, length.bit_length() - 1), length.bit_length())]
-    parts = losses[: ends[-1]].tensor_split([end - 1 for end in ends[:-1]])  # the first token has no loss
-    return {end: part.mean().exp().item() for end, part in zip(ends, parts)}
+    parts = losses[:, : ends[-1]].tensor_split([end - 1 for end in ends[:-1]], dim=1)  # the first token has no loss
+    return {end: Estimate(part.mean(1), of=exp_of_mean) for end, part in zip(ends, parts)}
 
 
 def recall_by_distance(
@@ -125,12 +135,11 @@ def recall_by_distance(
     passage: int = 32,
     trials: int = 32,
     max_tokens: int | None = BUDGET,
-    progress: Progress = say_nothing,
-) -> dict[int, float]:
+    progress: Tell = say_nothing,
+) -> dict[int, Estimate]:
     """`copy_gain` where the second reading of a passage begins so many tokens after the first."""
     gaps = {d: d - passage for d in distances}
-    if max_tokens is not None:
-        trials = max(1, min(trials, max_tokens // sum(2 * _row(passage, gap) for gap in gaps.values())))
+    trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
     settings: dict = {"passage": passage, "trials": trials, "batch_size": 4, "max_tokens": None, "progress": progress}
     return {d: copy_gain(model, tokens, gap=gap, **settings) for d, gap in gaps.items()}
 
@@ -144,8 +153,8 @@ def copy_gain(
     trials: int = 32,
     batch_size: int = 8,
     max_tokens: int | None = BUDGET,
-    progress: Progress = say_nothing,
-) -> float:
+    progress: Tell = say_nothing,
+) -> Estimate:
     """What it helps, in nats a token, to have read a passage before: what the model still recalls.
 
     A row is: some text, the passage, `gap` tokens of other text, the passage again. The loss on the passage at the end
@@ -162,9 +171,7 @@ def copy_gain(
         max_tokens: read at most, by trying fewer passages.
         progress: is told of tokens read.
     """
-    before = passage // 2
-    if max_tokens is not None:
-        trials = max(1, min(trials, max_tokens // (2 * _row(passage, gap))))
+    before, trials = passage // 2, trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(tokens) - passage, trials).long()
     fillers = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
     texts = tokens[starts[:, None] + torch.arange(passage)]
@@ -175,12 +182,15 @@ def copy_gain(
     losses = [
         _losses(model, rows, batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
     ]  # without the first token, which nothing announces
-    return (losses[0] - losses[1]).double().mean().item()
+    return Estimate((losses[0] - losses[1]).mean(1))
 
 
-def _row(passage: int, gap: int) -> int:
-    """Tokens of a row of `copy_gain`."""
-    return passage // 2 + passage + gap + passage
+def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, trials: int) -> int:
+    """How many passages `copy_gain` can try at each gap if all together read no more than so many tokens."""
+    if max_tokens is None:
+        return trials
+    rows = [passage // 2 + passage + gap + passage for gap in gaps]
+    return max(1, min(trials, max_tokens // (2 * sum(rows))))
 
 
 @torch.no_grad()
@@ -192,11 +202,12 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return torch.cat(losses, dim=1).cpu()
 
 
-def _losses(model: PreTrainedModel, rows: Tensor, batch_size: int, progress: Progress) -> Tensor:
-    return torch.cat([token_losses(model, batch) for batch in _batches(rows, batch_size, progress)])
+def _losses(model: PreTrainedModel, rows: Tensor, batch_size: int, progress: Tell) -> Tensor:
+    """In float64, so that means of them are those of the numbers."""
+    return torch.cat([token_losses(model, batch) for batch in _batches(rows, batch_size, progress)]).double()
 
 
-def _batches(rows: Tensor, batch_size: int, progress: Progress) -> Iterator[Tensor]:
+def _batches(rows: Tensor, batch_size: int, progress: Tell) -> Iterator[Tensor]:
     for batch in rows.split(batch_size):
         yield batch
         progress(batch.numel())

@@ -15,13 +15,14 @@ from hf_memory.conversion.claims import FINGERPRINT, claim, describe
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import TOP_K, Schedule
-from hf_memory.conversion.run import Progress, Run, silent
+from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
 from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidden_states, slices, tempered
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import Progress, silent
 
 SHARD = 64  # windows of a file
 SAVED = ("top_ids", "top_log_probs", "rest_log_prob")

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.recipe import Keep
-from hf_memory.conversion.run import Progress, silent
 from hf_memory.conversion.teachers import attention_types
 from hf_memory.evaluation import agreement, recall_by_distance
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import Progress, silent
 
 KEEP_WORDS = "none, a fraction such as 1/4, every-other, layers such as 0,3, auto or auto:1/8; or heads:1/10"
 SHARE = Fraction(1, 4)  # of the layers, that auto keeps

@@ -1,0 +1,169 @@
+"""What can be found out about a model. One more task is a function and an entry of TASKS, both in this file."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_memory.evaluation.efficiency import cost_by_context
+from hf_memory.evaluation.estimates import described
+from hf_memory.evaluation.language import (
+    BUDGET,
+    Tell,
+    agreement,
+    copy_gain,
+    perplexity,
+    perplexity_by_position,
+    recall_by_distance,
+    say_nothing,
+    trials_within,
+)
+from hf_memory.progress import Progress, silent
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+WINDOW = 256  # tokens that perplexity and agreement are measured in
+PASSAGE = 32  # tokens that are to be recalled by distance
+GAP = 96  # tokens between two readings of a longer one
+BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
+Figures = dict[str, Any]  # what `described` takes
+Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, as JSON has it
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and all that it is measured with.
+
+    Args:
+        model: to measure.
+        tokens: [T] of a text that it has not seen.
+        teacher: to compare with.
+        lengths: in tokens, of which those are left out that the model or the text is too short for.
+        max_tokens: that all tasks of a card together read of the text, beside what it takes to time the model;
+            None: as many as they can use.
+        tell: is told of tokens read.
+    """
+
+    model: PreTrainedModel
+    tokens: Tensor
+    teacher: PreTrainedModel | None = None
+    lengths: tuple[int, ...] = LENGTHS
+    max_tokens: int | None = BUDGET
+    tell: Tell = say_nothing
+
+    @property
+    def contexts(self) -> list[int]:
+        """The lengths that model and text are long enough for."""
+        longest = getattr(self.model.config, "max_position_embeddings", None) or len(self.tokens)
+        return [x for x in self.lengths if x <= min(longest, len(self.tokens))]
+
+    @property
+    def distances(self) -> list[int]:
+        """From one reading of a passage to the next."""
+        return [x // 2 for x in self.contexts]
+
+    def reading(self, part: float) -> dict[str, Any]:
+        """For a measure: so much of the tokens that may be read, and who is told."""
+        return {"max_tokens": self.max_tokens and int(part * self.max_tokens), "progress": self.tell}
+
+
+class Task(NamedTuple):
+    """One thing to find out.
+
+    Args:
+        says: what it finds, for the help.
+        places: numbers of tokens that are measured one after the other, and kept as soon as they are.
+        measure: figures by name, by the number of tokens that they belong to, of which the place is one.
+    """
+
+    says: str
+    places: Callable[[Subject], Sequence[int]]
+    measure: Callable[[Subject, int], dict[int, Figures]]
+
+
+def _perplexity(subject: Subject, length: int) -> dict[int, Figures]:
+    found = perplexity(subject.model, subject.tokens, length=length, **subject.reading(1 / 8))
+    return {length: {"perplexity": found}}
+
+
+def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
+    assert subject.teacher is not None  # else there is no place
+    found = agreement(subject.model, subject.teacher, subject.tokens, length=length, **subject.reading(1 / 8))
+    return {length: {"KL": found.kl, "same choice": found.top1, "perplexity ratio": found.ratio}}
+
+
+def _positions(subject: Subject, length: int) -> dict[int, Figures]:
+    found = perplexity_by_position(subject.model, subject.tokens, length=length, **subject.reading(1 / 8))
+    return {position: {"perplexity": figure} for position, figure in found.items()}
+
+
+def _copying(subject: Subject, gap: int) -> dict[int, Figures]:
+    return {gap: {"recall": copy_gain(subject.model, subject.tokens, gap=gap, **subject.reading(1 / 8))}}
+
+
+def _recall(subject: Subject, distance: int) -> dict[int, Figures]:
+    how = subject.reading(1 / 2)  # of which the last distances take most, for few tokens that say something
+    gaps = [x - PASSAGE for x in subject.distances]
+    how |= {"trials": trials_within(how["max_tokens"], gaps, passage=PASSAGE, trials=32), "max_tokens": None}
+    found = recall_by_distance(subject.model, subject.tokens, [distance], passage=PASSAGE, **how)
+    return {distance: {"recall": found[distance]}}
+
+
+def _speed(subject: Subject, context: int) -> dict[int, Figures]:
+    (cost,) = cost_by_context(subject.model, [context])
+    return {context: {BYTES: cost.cache_bytes, READ: cost.reading, WRITTEN: cost.writing}}
+
+
+def _power_of_two(x: int) -> int:
+    return 2 ** (x.bit_length() - 1)
+
+
+TASKS = {
+    "agreement": Task(
+        "KL, choices and perplexity beside the teacher's", lambda x: [WINDOW] * (x.teacher is not None), _agreement
+    ),
+    "perplexity": Task("of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
+    "positions": Task("perplexity by position", lambda x: [_power_of_two(max(x.contexts))], _positions),
+    "copying": Task("what it helps, in nats a token, to have read 64 tokens before", lambda x: [GAP], _copying),
+    "recall": Task("the same of 32 tokens, by distance", lambda x: x.distances, _recall),
+    "speed": Task("tokens a second, and bytes of the cache, by context", lambda x: x.contexts, _speed),
+}
+
+
+def evaluate(
+    subject: Subject,
+    tasks: Iterable[str],
+    found: Found | None = None,
+    *,
+    keep: Callable[[Found], object] = lambda found: None,
+    name: str = "model",
+    report: Callable[[Progress], None] = silent,
+) -> Found:
+    """Carry out tasks.
+
+    Args:
+        subject: of the tasks.
+        tasks: of TASKS.
+        found: what is known of them already, and is not measured again; what is found is added.
+        keep: is given it after each place.
+        name: of the model, for the report.
+        report: is told how far it is.
+    """
+    found = {} if found is None else found
+    places = [(task, place) for task in tasks for place in TASKS[task].places(subject)]
+    for done, (task, place) in enumerate(places):
+
+        def tell(read: int = 0, done: int = done) -> None:
+            report(Progress(f"measuring {name}", done, len(places)))
+
+        tell()
+        known = found.setdefault(task, {})
+        if str(place) in known:
+            continue
+        measured = TASKS[task].measure(replace(subject, tell=tell), place)
+        for tokens, figures in measured.items():
+            known[str(tokens)] = {label: described(figure) for label, figure in figures.items()}
+        keep(found)
+    report(Progress(f"measuring {name}", len(places), len(places)))
+    return found
