@@ -280,7 +280,7 @@ def test_an_estimate_is_as_sure_as_its_samples_are_many():
     samples = torch.randn(400, generator=torch.Generator().manual_seed(0)).double()
     low, high = Estimate(samples).interval()
     assert low < samples.mean() < high
-    assert high - low == pytest.approx(2 * 1.96 * samples.std() / 20, rel=0.1)
+    assert high - low == pytest.approx(2 * 1.96 * samples.std().item() / 20, rel=0.1)
     assert Estimate([3.0]).interval() is None
     assert Estimate([1.0, 1.0]).interval() == (1, 1)
 
