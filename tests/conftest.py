@@ -1,7 +1,9 @@
 """Settings every test shares: Triton kernels run in the interpreter, one thread a worker, no network."""
 
+import functools
 import gc
 import os
+from importlib.util import find_spec
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,3 +22,16 @@ def pytest_collection_finish():
 def pytest_sessionfinish():
     """Else libraries that look at the end for what they have lost find it."""
     gc.unfreeze()
+
+
+if find_spec("triton"):
+    from triton.runtime import interpreter
+
+    adapt_once = functools.cache(interpreter._patch_lang)
+
+    def call_device_function(self, *args, **kwargs):
+        """As the interpreter does, which adapts all of triton.language anew at each call, in half of its time."""
+        adapt_once(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call_device_function
