@@ -105,11 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", choices=OPS_WITH_KERNELS)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
-    parser.add_argument("--only", default="", help="compile variants whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="compile variants whose name contains one of these")
     arguments = parser.parse_args()
     print(f"{'kernel':60} {'sm':>4} {'registers':>9} {'shared':>8} {'spilled':>8} {'blocks':>7} {'warps':>6}")
     for variant in all_variants(arguments.op):
-        if arguments.only in variant.name:
+        if any(name in variant.name for name in arguments.only):
             for architecture in arguments.arch:
                 print(_line(compile_variant(variant, architecture)), flush=True)
 

@@ -147,7 +147,7 @@ def test_wrong_arguments_are_explained(wrong, message):
         deltaformer(**{"q": q, "k": k, "v": v, "beta": beta, **wrong})
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize("T", [1, 16, 33])
 @pytest.mark.parametrize("beta_mode", ["erase", "delta", "none"])
 def test_kernels_equal_the_reference(T, beta_mode):
     q, k, v, beta = (x.float().requires_grad_() for x in inputs(T=T))

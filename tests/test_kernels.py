@@ -43,7 +43,7 @@ def kernel_report(*arguments):
 
 
 @every_form
-@pytest.mark.parametrize("T", [1, 16, 33, 70])
+@pytest.mark.parametrize("T", [1, 16, 65])
 def test_kernel_equals_reference(op, variant, T):
     arguments = make(op, variant, T=T)
     assert_close(run(op, arguments, "triton"), run(op, in_float64(arguments), "reference"))
@@ -51,9 +51,9 @@ def test_kernel_equals_reference(op, variant, T):
 
 @every_kernel
 def test_packed_kernel_equals_reference_with_strong_gates(op, variant):
-    arguments = with_strong_gates(op, make(op, variant, T=64))
-    arguments["initial_state"] = make(op, variant, B=4, T=1, seed=5)["initial_state"]
-    cu_seqlens = torch.tensor([0, 20, 20, 21, 64], dtype=torch.int32)
+    arguments = with_strong_gates(op, make(op, variant, T=40, HV=1))
+    arguments["initial_state"] = make(op, variant, B=4, T=1, HV=1, seed=5)["initial_state"]
+    cu_seqlens = torch.tensor([0, 20, 20, 21, 40], dtype=torch.int32)
     assert_close(
         run(op, arguments, "triton", cu_seqlens=cu_seqlens),
         run(op, in_float64(arguments), "reference", cu_seqlens=cu_seqlens),
@@ -62,7 +62,7 @@ def test_packed_kernel_equals_reference_with_strong_gates(op, variant):
 
 @every_kernel
 def test_wide_heads_run_in_tiles(op, variant):
-    arguments = make(op, variant, T=20, HV=1, K=256, V=130)
+    arguments = make(op, variant, T=17, HV=1, K=130, V=66)
     assert_close(run(op, arguments, "triton"), run(op, in_float64(arguments), "reference"), 1e-5)
 
 
@@ -92,9 +92,9 @@ def test_segments_in_kernels_equal_the_whole(op, variant):
 @every_kernel
 @pytest.mark.parametrize("T", [40, 64])
 def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
-    """With B = 2, and with T = 64 packed sequences instead, an empty one and one of one token among them."""
+    """With B = 2, and with T = 64 packed sequences of two heads instead, one empty and one of one token among them."""
     monkeypatch.setattr(kernels_of(op.name), "segment_length", lambda *sizes: 32)
-    arguments, packed = make(op, variant, T=T, B=2), {}
+    arguments, packed = make(op, variant, T=T, B=2, HV=1), {}
     if T == 64:
         packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 64], dtype=torch.int32)}
         states = make(op, variant, B=4, T=1, seed=5)["initial_state"]
@@ -154,11 +154,13 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     torch.library.opcheck(forward, calls[0])
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op.kernels], ids=lambda op: op.name)
-def test_kernels_compile_ahead_of_time_without_spills(op):
-    """One variant of each kernel for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
-    lines = kernel_report("--op", op.name, "--only", op.kernels, "--arch", "90")
+def test_kernels_compile_ahead_of_time_without_spills():
+    """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
+    usual = {*filter(None, (op.kernels for op in OPS)), "16 x 64 x 128 bf"}  # the last of a network
+    of_ops = [[v for v in kernels_of(op.name).variants() if any(x in v.name for x in usual)] for op in OPS if op.kernels]
+    lines = kernel_report("--only", *usual, "--arch", "90")
     assert {line["sm"] for line in lines} == {"90"}
-    assert len(lines) == sum(op.kernels in variant.name for variant in kernels_of(op.name).variants())
+    assert len(lines) == sum(map(len, of_ops))
+    assert all(of_ops)
     assert {line["spilled"] for line in lines} == {"0"}
     assert all(int(line["blocks"]) > 0 for line in lines)

@@ -6,7 +6,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops.neural_memory import neural_memory
 from hf_memory.ops.neural_memory.reference import example
-from test_kernels import kernel_report
 from test_neural_memory import is_real, read_in_parts
 
 FORMS = {
@@ -25,7 +24,7 @@ every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 some_forms = pytest.mark.parametrize("form", [FORMS["network"], FORMS["matrix"]], ids=["network", "matrix"])
 
 
-def make(form, T=40, **sizes):
+def make(form, T=24, **sizes):
     return example(**{"T": T, "H": 1, "HV": 2, "K": 16, **form, **sizes})
 
 
@@ -59,7 +58,7 @@ def test_kernels_equal_the_reference(form):
 
 
 @some_forms
-@pytest.mark.parametrize("T", [1, 16, 40])
+@pytest.mark.parametrize("T", [1, 16, 24])
 def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
     arguments = {**make(form, T), "initial_state": None, "mask": None}
     assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
@@ -68,16 +67,16 @@ def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
 @some_forms
 def test_kernels_equal_the_reference_with_a_ragged_mask(form):
     arguments = make(form, B=3)
-    arguments["mask"] = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) > 0.3
+    arguments["mask"] = torch.rand(3, 24, generator=torch.Generator().manual_seed(1)) > 0.3
     arguments["mask"][1, 5:], arguments["mask"][2] = False, False
     assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
 
 
 @some_forms
 def test_packed_sequences_in_kernels_equal_the_reference(form):
-    arguments = make(form, B=1, T=40)
+    arguments = make(form, B=1)
     arguments["initial_state"] = make(form, B=4, T=1, seed=5)["initial_state"]
-    arguments["cu_seqlens"] = torch.tensor([0, 11, 11, 12, 40])
+    arguments["cu_seqlens"] = torch.tensor([0, 5, 5, 6, 24])
     assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
 
 
@@ -85,13 +84,13 @@ def test_packed_sequences_in_kernels_equal_the_reference(form):
 def test_any_split_in_kernels_equals_the_whole(form):
     arguments = make(form)
     whole = neural_memory(**wide(arguments), backend="reference", output_final_state=True)
-    for bounds in ([0, 16, 40], [0, 1, 30, 31, 40]):
+    for bounds in ([0, 16, 24], [0, 1, 18, 19, 24]):
         assert_close(read_in_parts(arguments, bounds, "triton"), whole)
 
 
 @some_forms
 def test_wide_memories_run_in_tiles(form):
-    arguments = make(form, T=20, B=1, HV=1, K=40, V=40, expansion=3)
+    arguments = make(form, T=17, B=1, HV=1, K=40, V=40, expansion=3)
     assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
 
 
@@ -137,9 +136,3 @@ def test_what_has_no_kernels_is_refused_by_name_and_runs_without(message):
     with pytest.raises(ValueError, match=f"backend='triton' has no kernel for this call: {message}"):
         neural_memory(**arguments, backend="triton")
     neural_memory(**arguments)
-
-
-def test_kernels_of_a_network_compile_ahead_of_time_without_spills():
-    """At the usual size; those of a matrix are among test_kernels.py's."""
-    lines = kernel_report("--op", "neural_memory", "--arch", "90", "--only", "16 x 64 x 128 bf")
-    assert [line["spilled"] for line in lines] == ["0"] * 4
