@@ -157,7 +157,9 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
 def test_kernels_compile_ahead_of_time_without_spills():
     """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
     usual = {*filter(None, (op.kernels for op in OPS)), "16 x 64 x 128 bf"}  # the last of a network
-    of_ops = [[v for v in kernels_of(op.name).variants() if any(x in v.name for x in usual)] for op in OPS if op.kernels]
+    of_ops = [
+        [v for v in kernels_of(op.name).variants() if any(x in v.name for x in usual)] for op in OPS if op.kernels
+    ]
     lines = kernel_report("--only", *usual, "--arch", "90")
     assert {line["sm"] for line in lines} == {"90"}
     assert len(lines) == sum(map(len, of_ops))
