@@ -71,6 +71,11 @@ def without_memory(recipe: Recipe) -> Recipe:
     )
 
 
+def with_window(tokens: int, recipe: Recipe) -> Recipe:
+    """The same with another window."""
+    return replace(recipe, options={**recipe.options, "attention_window": tokens})
+
+
 def shorter(recipe: Recipe, thirds: int) -> Recipe:
     """For so many thirds of the tokens."""
     stages = {name: getattr(recipe, name) for name in ("transfer", "distillation")}
@@ -96,24 +101,23 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
     for name, recipe in windows.items():
         rows |= {name: recipe, f"{name}, no memory": without_memory(recipe)}
     wide = replace(
-        first,
-        options={**first.options, "attention_window": 128},
+        with_window(128, first),
         transfer=first.transfer._replace(steps=16),
         distillation=first.distillation._replace(steps=22, length=2048),
     )
-    quarter = replace(short, keep="1/4")
-    for name in ("1/10 of heads", "no full head"):  # a window of as many bytes as memory and window take together
-        twin = without_memory(windows[name])
-        longer = replace(twin, options={**twin.options, "attention_window": 128})
-        rows[f"{name}, window 128, no memory"] = longer
+    quarter = replace(quick, keep="1/4")
+    for name in ("1/10 of heads", "no full head"):
+        rows[f"{name}, window 128, no memory"] = with_window(128, without_memory(windows[name]))
     return rows | {
         "1/10 of heads, window 128, 2,048 tokens": wide,
+        "1/10 of heads, window 184, 2,048 tokens, no memory": with_window(184, without_memory(wide)),  # equal bytes
         "1/4 of layers": whole,
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
-        "1/10 of heads, linear": replace(short, to="linear"),
-        "1/10 of heads, gated": replace(short, to="gated"),
+        "1/10 of heads, linear": replace(quick, to="linear"),
+        "1/10 of heads, gated": replace(quick, to="gated"),
+        "1/10 of heads, a third of the tokens": quick,
     }
 
 

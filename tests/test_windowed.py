@@ -9,7 +9,8 @@ import hf_memory
 from cases import SIZES
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.far_memory import SlotMemory, centroids
+from hf_memory.mixers.far_memory import Leaving, SlotMemory, centroids
+from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, sinks, window
 
 WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
@@ -78,6 +79,15 @@ def test_a_slot_for_each_key_is_attention():
     assert_close(output, mixer.o_proj(expected.flatten(2)))
 
 
+def test_keys_are_turned_back_whatever_turned_them():
+    """A memory is of keys before rotation; those of the window are kept after it, with their angles."""
+    angles = torch.randn(2, 5, 3, dtype=torch.float64)
+    positions = Positions.of_halves(1.3 * torch.cat([angles.cos(), angles.sin()], -1))  # YaRN also lengthens
+    keys = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    back = Positions.of_halves(positions.inverse().halves())
+    assert_close(back.turn(positions.turn(keys)), keys)
+
+
 def test_without_its_memory_a_layer_is_attention_over_the_window():
     config = make_config(window_memory=False)
     mixer = config.mixer_class(0)(config, 0)
@@ -106,7 +116,8 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
     q, _, v = (x.float()[:1] for x in heads(240))
     k = keys[None]
     memory.start_near(q[0], keys, torch.eye(8))
-    answer, mass, _ = memory(q, memory.features(q, k), v, Context(None, None, None, {}))
+    leaving = Leaving(k, v, memory.gates(q), torch.ones(1, 240, dtype=torch.bool))
+    answer, mass, _ = memory(q, leaving, Context(None, None, None, {}))
     expected, logsumexp = softmax_of(q, k, v, torch.ones(240, 240).tril().bool(), memory.scaling)
     assert (mass - logsumexp).abs().max() < 0.3
     assert (answer - expected).square().mean() < 0.1 * expected.square().mean()

@@ -41,7 +41,7 @@ class Projections(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
+        self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
         self.spec = self.state_spec(config, layer_idx)
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5

@@ -1,5 +1,7 @@
 """Memories of what has left a window of attention: what they say, and how much of one common softmax it is."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +15,15 @@ from hf_memory.ops.contract import repeat_heads
 
 NOTHING = 1e-30  # mass of an empty memory or slot: more would take a share from the window
 SHARPNESS = 8  # of slots at their start, over the mean square of how far a key is from its centroid
+
+
+class Leaving(NamedTuple):
+    """The token that leaves the window at each step."""
+
+    keys: Tensor  # [B, T, H, D], not rotated
+    values: Tensor  # [B, T, H, V]
+    gates: Tensor  # [B, T, H, num_gates] float32, see `SlotMemory.gates`
+    exists: Tensor  # [1 or B, T] bool: whether there is one, and it is to be written
 
 
 class HeadProjection(nn.Module):
@@ -49,9 +60,11 @@ class SlotMemory(nn.Module):
     learned at.
     """
 
+    num_gates = 0  # numbers that say how a head writes a token
+
     def __init__(self, config, heads: int):
         super().__init__()
-        self.slots, self.backend = config.num_memory_slots, config.mixer_backend
+        self.heads, self.slots, self.backend = heads, config.num_memory_slots, config.mixer_backend
         groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.k_slots = HeadProjection(heads, config.head_dim, self.slots)
@@ -62,24 +75,16 @@ class SlotMemory(nn.Module):
         """Values of the slots, and what they are divided by."""
         return {"slot_values": State((heads, config.num_memory_slots, config.head_dim + 1))}
 
-    num_gates = 0
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """How tokens [B, T, hidden_size] are to be written when they leave the window, [B, T, H, num_gates] float32."""
+        return hidden_states.new_zeros(*hidden_states.shape[:2], self.heads, 0)
 
-    @classmethod
-    def num_features(cls, config) -> int:
-        """Numbers that a head writes of a token beside its value."""
-        return config.num_memory_slots + cls.num_gates
-
-    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
-        """What a token [B, T, H, D] writes beside its value, [B, T, H, features] float32: its slots, and a gate."""
-        return self.k_slots(k).softmax(-1)
-
-    def forward(self, q: Tensor, features: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
+    def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
         """Write a token at each step, and answer the query of another.
 
         Args:
             q: [B, T, HQ, D], not rotated.
-            features: [B, T, H, features] of the token that leaves the window at each step; zeros where there is none.
-            v: [B, T, H, V], of the same.
+            leaving: the token that leaves the window at each step.
             context: the states `slot_values`, [B, H, slots, V + 1] here.
 
         Returns:
@@ -87,23 +92,27 @@ class SlotMemory(nn.Module):
         """
         asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
-        weights, values = (asked - most).exp(), F.pad(v, (0, 1), value=1.0)
-        o, states = self._recall(linear_attention, weights, features, values, context)
+        weights, values = (asked - most).exp(), F.pad(leaving.values, (0, 1), value=1.0)
+        o, states = self._recall(linear_attention, weights, self._slots_of(leaving), values, leaving, context)
         mass = o[..., -1:].to(most.dtype).clamp(min=NOTHING)
-        return (o[..., :-1] / mass).to(v.dtype), (most + mass.log())[..., 0], states
+        return (o[..., :-1] / mass).to(values.dtype), (most + mass.log())[..., 0], states
 
-    def _recall(self, op, q, features, v, context: Context) -> tuple[Tensor, States]:
+    def _slots_of(self, leaving: Leaving) -> Tensor:
+        """How much of each slot a key is in, [B, T, H, slots] float32."""
+        return torch.where(leaving.exists[..., None, None], self.k_slots(leaving.keys).softmax(-1), 0)
+
+    def _recall(self, op, q, slots, v, leaving: Leaving, context: Context) -> tuple[Tensor, States]:
         """Each group of query heads reads one state, and one is kept."""
         G, past = q.shape[2] // v.shape[2], context.states.get("slot_values")
         if past is not None and G > 1:
             past = past.repeat_interleave(G, 1)
-        features, v = (repeat_heads(x, q.shape[2]) for x in (features, v))
-        gates = features[..., self.slots :].unbind(-1)
+        gates = torch.where(leaving.exists[..., None, None], leaving.gates, 0)
+        slots, v, gates = (repeat_heads(x, q.shape[2]) for x in (slots, v, gates))
         o, state = op(
             q.to(v.dtype),
-            features[..., : self.slots].to(v.dtype),
+            slots.to(v.dtype),
             v,
-            *gates,
+            *gates.unbind(-1),
             scale=1.0,
             initial_state=past,
             output_final_state=True,
@@ -152,9 +161,9 @@ class DecayedSlots(SlotMemory):
         super().__init__(config, heads)
         self.decay = SigmoidDecay(config.hidden_size, heads, None, 0, config.gate_logit_normalizer)
 
-    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
-        """The slots, and the logarithm of the decay."""
-        return torch.cat([super().features(hidden_states, k), self.decay(hidden_states)[..., None]], -1)
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """The logarithm of the decay."""
+        return self.decay(hidden_states)[..., None]
 
 
 class DeltaSlots(SlotMemory):
@@ -179,25 +188,25 @@ class DeltaSlots(SlotMemory):
         """Tokens are written with a quarter of their strength."""
         init.constant_(self.b_proj.bias, -1.0)
 
-    def features(self, hidden_states: Tensor, k: Tensor) -> Tensor:
-        """The slots, and the strength of writing."""
-        beta = self.b_proj(hidden_states).float().sigmoid()
-        return torch.cat([super().features(hidden_states, k), beta[..., None]], -1)
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """The strength of writing."""
+        return self.b_proj(hidden_states).float().sigmoid()[..., None]
 
-    def forward(self, q: Tensor, features: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
+    def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
         """As that of slots, with the states `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
-        counts, states = self._counts(features[..., : self.slots], context)
+        slots = self._slots_of(leaving)
+        counts, states = self._counts(slots, context)
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
-        o, new = self._recall(delta_rule, (weights - mass).exp(), features, v, context)
+        o, new = self._recall(delta_rule, (weights - mass).exp(), slots, leaving.values, leaving, context)
         return o, mass[..., 0], states | new
 
-    def _counts(self, features: Tensor, context: Context) -> tuple[Tensor, States]:
+    def _counts(self, slots: Tensor, context: Context) -> tuple[Tensor, States]:
         """[B, T, H, slots]: what was put into each slot until then, in the same sequence."""
-        counts = features.cumsum(1)
+        counts = slots.cumsum(1)
         if context.cu_seqlens is not None:
             starts = context.cu_seqlens.long()
-            sequence = torch.searchsorted(starts, torch.arange(features.shape[1], device=starts.device), right=True) - 1
+            sequence = torch.searchsorted(starts, torch.arange(slots.shape[1], device=starts.device), right=True) - 1
             return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts[sequence]], {}
         if context.states:
             counts = counts + context.states["slot_counts"][:, None]

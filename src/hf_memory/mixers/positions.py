@@ -32,10 +32,27 @@ class Positions(NamedTuple):
         """Of the B * T tokens of B rows in one: [1, B * T, channels]."""
         return Positions(*(x.expand(B, -1, -1).flatten(0, 1)[None] for x in self))
 
+    def inverse(self) -> "Positions":
+        """What undoes these rotations, also where they lengthen, as YaRN's do."""
+        size = self.cos.square() + self.sin.square()
+        return Positions(self.cos / size, -self.sin / size)
+
+    def halves(self) -> Tensor:
+        """All that there is in both, [1 or B, T, channels]: each is its first half twice."""
+        return torch.cat([x.chunk(2, -1)[0] for x in self], -1)
+
+    @classmethod
+    def of_halves(cls, halves: Tensor) -> "Positions":
+        """Undo `halves`."""
+        return cls(*(torch.cat([x, x], -1) for x in halves.chunk(2, -1)))
+
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the first channels of q and k [B, T, H, D], as many as there are angles; all but in a few models."""
-        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
-        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+        return self.turn(q), self.turn(k)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate one tensor [B, T, H, D]."""
+        return _rotated(x, self.cos[:, :, None], self.sin[:, :, None])
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

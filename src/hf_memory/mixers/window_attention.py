@@ -90,12 +90,12 @@ def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, 
 
 
 def after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
-    """[B, T, H, D] after the last W tokens before them: [B, W + T, H, D]"""
-    return F.pad(x, (0, 0, 0, 0, W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
+    """[B, T, ...] after the last W tokens before them: [B, W + T, ...]"""
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
 
 
 def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
-    """The last W tokens of [B, W + T, H, D], T of which `lengths` [B] are real, or all."""
+    """The last W tokens of [B, W + T, ...], T of which `lengths` [B] are real, or all."""
     if lengths is None:
         T = x.shape[1] - W
         return x[:, T:] if T == 1 else x[:, T:].clone()  # a view keeps all of x alive
@@ -103,5 +103,5 @@ def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
-    """x [B, S, H, D] at places [B, n] -> [B, n, H, D]"""
-    return x.gather(1, places[..., None, None].expand(-1, -1, *x.shape[2:]))
+    """x [B, S, ...] at places [B, n] -> [B, n, ...]"""
+    return x.gather(1, places.view(*places.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:]))

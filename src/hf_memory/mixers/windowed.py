@@ -12,6 +12,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import after, columns, last, present, take
 from hf_memory.ops.masks import Tokens, older, sinks
@@ -46,7 +47,8 @@ class WindowedMixer(MemoryMixer):
             spec |= {"keys": near, "values": near, "sink_keys": first, "sink_values": first}
             if config.window_memory:
                 spec |= config.far_memory.state_spec(config, heads)
-                spec["slot_features"] = State((config.attention_window, heads, config.far_memory.num_features(config)))
+                spec["slot_gates"] = State((config.attention_window, heads, config.far_memory.num_gates))
+                spec["slot_angles"] = State((config.attention_window, config.rotating_channels(layer_idx)), None)
         if kept:
             full, positions = State((kept, D), None, "token"), State((), torch.long, "token", absent=-1)
             spec |= {"full_keys": full, "full_values": full, "full_positions": positions}
@@ -69,8 +71,10 @@ class WindowedMixer(MemoryMixer):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: `count` [B] tokens read; `keys` and `values` [B, attention_window, H, D] of the last of them;
-        `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory; and of the heads
-        that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens]."""
+        `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, and what tokens of
+        the window will tell it, `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window,
+        channels]; and of the heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and
+        `full_positions` [B, tokens]."""
         mask, order = context.attention_mask, None
         if mask is not None:
             hidden_states, order = real_tokens_first(hidden_states, mask)
@@ -125,13 +129,25 @@ class WindowedMixer(MemoryMixer):
         new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         if self.far is None:
             return o, new
-        features, T = after(states.get("slot_features"), self.far.features(hidden_states, k), W), k.shape[1]
-        is_written = tokens.position >= W + S  # what leaves the window as a token comes, if it is none of the first
-        written = torch.where(is_written[..., None, None], features[:, :T], 0)
-        remembered, mass, memory = self.far(q, written, values[:, :T], context)
-        new["slot_features"] = last(features, lengths, W)
+        leaving, kept = self._leaving(hidden_states, keys, values, tokens, lengths, context)
+        remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
-        return o + share * (remembered - o), new | memory
+        return o + share * (remembered - o), new | kept | memory
+
+    def _leaving(self, hidden_states, keys, values, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
+        """What leaves the window as each token comes, and the states that say how it will be written.
+
+        Slots are computed only then: kept with each token of the window they would take as many bytes as the memory.
+        """
+        W, T, states = self.config.attention_window, hidden_states.shape[1], context.states
+        gates = after(states.get("slot_gates"), self.far.gates(hidden_states), W)
+        keys, kept = keys[:, :T], {"slot_gates": last(gates, lengths, W)}
+        if context.positions is not None and self.rotates:
+            angles = context.positions.inverse().halves().expand(len(keys), -1, -1)
+            angles = after(states.get("slot_angles"), angles, W)
+            keys, kept["slot_angles"] = Positions.of_halves(angles[:, :T]).turn(keys), last(angles, lengths, W)
+        is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay in sight
+        return Leaving(keys, values[:, :T], gates[:, :T], is_written), kept
 
     def _full(self, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         states, position = context.states, tokens.position.expand(len(k), -1)

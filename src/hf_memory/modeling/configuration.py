@@ -158,6 +158,13 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
         return self.use_qk_norm
 
+    def rotating_channels(self, layer_idx: int) -> int:
+        """Channels of a head that a layer rotates by position."""
+        if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
+            return 0
+        rope: Any = self.rope_parameters
+        return int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+
     @property
     def near(self) -> Mask:
         """What attention beside a memory sees of the last tokens."""
