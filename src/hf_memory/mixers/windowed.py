@@ -134,7 +134,9 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), new | kept | memory
 
-    def _leaving(self, hidden_states, keys, values, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
+    def _leaving(
+        self, hidden_states, keys, values, tokens: Tokens, lengths, context: Context
+    ) -> tuple[Leaving, States]:
         """What leaves the window as each token comes, and the states that say how it will be written.
 
         Slots are computed only then: kept with each token of the window they would take as many bytes as the memory.
