@@ -129,20 +129,18 @@ class WindowedMixer(MemoryMixer):
         new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         if self.far is None:
             return o, new
-        leaving, kept = self._leaving(hidden_states, keys, values, tokens, lengths, context)
+        leaving, kept = self._leaving(self.far.gates(hidden_states), keys, values, tokens, lengths, context)
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), new | kept | memory
 
-    def _leaving(
-        self, hidden_states, keys, values, tokens: Tokens, lengths, context: Context
-    ) -> tuple[Leaving, States]:
+    def _leaving(self, gates, keys, values, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
         """What leaves the window as each token comes, and the states that say how it will be written.
 
         Slots are computed only then: kept with each token of the window they would take as many bytes as the memory.
         """
-        W, T, states = self.config.attention_window, hidden_states.shape[1], context.states
-        gates = after(states.get("slot_gates"), self.far.gates(hidden_states), W)
+        W, T, states = self.config.attention_window, gates.shape[1], context.states
+        gates = after(states.get("slot_gates"), gates, W)
         keys, kept = keys[:, :T], {"slot_gates": last(gates, lengths, W)}
         if context.positions is not None and self.rotates:
             angles = context.positions.inverse().halves().expand(len(keys), -1, -1)
