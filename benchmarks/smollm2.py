@@ -118,6 +118,8 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
+        "1/10 of heads, start alone": shorter(first, 0),
+        "1/10 of heads, transfer alone": replace(first, distillation=first.distillation._replace(steps=0)),
     }
 
 
