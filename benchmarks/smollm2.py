@@ -105,12 +105,16 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
         transfer=first.transfer._replace(steps=16),
         distillation=first.distillation._replace(steps=22, length=2048),
     )
+    short_of_heads = replace(short, keep="heads:1/22")
+    bounded = replace(short_of_heads, options={**first.options, "full_attention_window": 2560})  # does not grow
     quarter = replace(quick, keep="1/4")
     for name in ("1/10 of heads", "no full head"):
         rows[f"{name}, window 128, no memory"] = with_window(128, without_memory(windows[name]))
     return rows | {
         "1/10 of heads, window 128, 2,048 tokens": wide,
         "1/10 of heads, window 184, 2,048 tokens, no memory": with_window(184, without_memory(wide)),  # equal bytes
+        "1/22 of heads, window 128, no memory": with_window(128, without_memory(short_of_heads)),
+        "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(bounded)),
         "1/4 of layers": whole,
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),

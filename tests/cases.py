@@ -137,7 +137,13 @@ CASES = (
     Case(
         "deltanet-window",
         "hf_memory_deltanet",
-        {"attention_window": 3, "num_sink_tokens": 1, "num_memory_slots": 6, "full_attention_heads": [[], [0]]},
+        {
+            "attention_window": 3,
+            "num_sink_tokens": 1,
+            "num_memory_slots": 6,
+            "full_attention_heads": [[], [0]],
+            "full_attention_window": 5,
+        },
     ),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )

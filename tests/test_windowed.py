@@ -43,14 +43,16 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks):
     assert_close(tuple(rows_of(x, q) for x in both), softmax_of(q, k, v, visible, 0.3))
 
 
-def test_heads_that_keep_everything_are_causal_attention():
+@pytest.mark.parametrize("longest", [None, 70, 200])
+def test_heads_that_keep_more_are_causal_attention(longest):
     T = 150
     q, k, v = heads(T)
     mask = torch.ones(2, T).bool()
     mask[1, :30] = False
     tokens = Tokens(count(mask))
-    o = full_attention(q, tokens, Columns(tokens, k, v), scaling=0.3, softcap=None)
-    visible = torch.ones(T, T).tril().bool() & mask[:, None, None]
+    sees = causal if longest is None else causal & window(longest)
+    o = full_attention(q, tokens, Columns(tokens, k, v, sees), scaling=0.3, softcap=None, window=longest)
+    visible = torch.ones(T, T).tril().triu(1 - (longest or T)).bool() & mask[:, None, None]
     expected, _ = softmax_of(q, k, v, visible, 0.3)
     assert_close(o[mask], expected[mask])
     assert o.isfinite().all()
@@ -130,6 +132,8 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
         ({"attention_window": None}, "attention_window"),
         ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
         ({"full_attention_heads": [[0]]}, "full_attention_heads"),
+        ({"full_attention_window": 50}, "full_attention_window"),
+        ({"full_attention_heads": [[0], []], "full_attention_window": 2}, "full_attention_window"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(options, named):

@@ -72,7 +72,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
             k,
             v,
             window=self.config.sliding_window,
-            sees=self.config.near,
+            sees=self.config.near(self.config.sliding_window),
             scaling=self.scaling,
             softcap=self.config.attn_logit_softcapping,
             states=_part(context.states, "attention_"),

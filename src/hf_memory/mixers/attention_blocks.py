@@ -24,6 +24,10 @@ class Columns(NamedTuple):
         """The same change of all tensors."""
         return Columns(self.tokens.map(change), change(self.keys), change(self.values), self.sees)
 
+    def of(self, columns: slice) -> "Columns":
+        """Some of them."""
+        return self.map(lambda x: x[:, columns])
+
 
 class Blocks(NamedTuple):
     """Blocks of queries, and what some query of each sees. HQ is a multiple of H."""
@@ -93,12 +97,36 @@ def softmax_and_mass(blocks: Blocks, scaling: float, softcap: float | None) -> t
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
 
 
-def full_attention(q: Tensor, queries: Tokens, past: Columns, *, scaling: float, softcap: float | None) -> Tensor:
-    """Each token [B, T, HQ, D] attends to all that it sees: o [B, T, HQ, V], anything at padding."""
-    parts = []
+def full_attention(
+    q: Tensor,
+    queries: Tokens,
+    past: Columns,
+    first: Columns | None = None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """A block of queries at a time, which suits windows much longer than a block.
+
+    Args:
+        q: [B, T, HQ, D].
+        queries: which tokens these are.
+        past: all tokens, or with a window the present ones, after as many columns as it has tokens or none.
+        first: tokens that stand elsewhere.
+        scaling: of the products.
+        softcap: scores s become softcap tanh(s / softcap), or None.
+        window: tokens that a query sees, or None for all.
+
+    Returns:
+        o [B, T, HQ, V], anything at padding.
+    """
+    parts, others = [], [] if first is None else [first]
+    before = past.keys.shape[1] - q.shape[1]
     for i in range(0, q.shape[1], BLOCK):
         block = slice(i, i + BLOCK)
-        blocks = Blocks.of(q[:, block], queries.of(block), past)
+        near = slice(0 if window is None else max(0, i + before - window + 1), before + i + BLOCK)
+        blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
         parts.append(softmax_attention(blocks, scaling, softcap))
     return _joined(parts, 1)
 

@@ -2,8 +2,10 @@
 
 The layer's projections are attention's. Most key-value heads see a window and the first tokens of the sequence
 (https://arxiv.org/abs/2309.17453), and share one softmax with a memory of everything between; a few may keep all keys
-and values instead (https://arxiv.org/abs/2410.10819).
+and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,16 @@ from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import after, columns, last, present, take
 from hf_memory.ops.masks import Tokens, older, sinks
+
+
+class Past(NamedTuple):
+    """What some heads can see of the tokens before and of the present ones, and the states that keep it."""
+
+    near: Columns
+    first: Columns | None  # tokens that stand elsewhere
+    states: States
+    keys: Tensor  # [B, W + T, H, D] of the last W tokens before and of the present ones, or of all
+    values: Tensor
 
 
 class WindowedMixer(MemoryMixer):
@@ -38,18 +50,19 @@ class WindowedMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix`; heads that keep everything grow with the text."""
+        """See `mix`; heads that keep everything grow with the text, unless they have a window too."""
         kept = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
         heads, D = config.num_key_value_heads - kept, config.head_dim
         spec = {"count": State((), torch.long)}
         if heads:
-            near, first = (State((n, heads, D), None) for n in (config.attention_window, config.num_sink_tokens))
-            spec |= {"keys": near, "values": near, "sink_keys": first, "sink_values": first}
+            spec |= _window_spec(config, config.attention_window, heads, "")
             if config.window_memory:
                 spec |= config.far_memory.state_spec(config, heads)
                 spec["slot_gates"] = State((config.attention_window, heads, config.far_memory.num_gates))
                 spec["slot_angles"] = State((config.attention_window, config.rotating_channels(layer_idx)), None)
-        if kept:
+        if kept and config.full_attention_window is not None:
+            spec |= _window_spec(config, config.full_attention_window, kept, "full_")
+        elif kept:
             full, positions = State((kept, D), None, "token"), State((), torch.long, "token", absent=-1)
             spec |= {"full_keys": full, "full_values": full, "full_positions": positions}
         return spec
@@ -74,7 +87,7 @@ class WindowedMixer(MemoryMixer):
         `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, and what tokens of
         the window will tell it, `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window,
         channels]; and of the heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and
-        `full_positions` [B, tokens]."""
+        `full_positions` [B, tokens], or with a window as those of the others."""
         mask, order = context.attention_mask, None
         if mask is not None:
             hidden_states, order = real_tokens_first(hidden_states, mask)
@@ -89,8 +102,7 @@ class WindowedMixer(MemoryMixer):
             parts.append(o)
             states |= new
         if self.full_heads:
-            q, k, v = self._of(self.full_heads, q, k, v)
-            o, new = self._full(*self.rotate(q, k, context.positions), v, tokens, context)
+            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, lengths, context)
             parts.append(o)
             states |= new
         o = _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2)
@@ -117,46 +129,70 @@ class WindowedMixer(MemoryMixer):
         return q, _heads(k, heads), _heads(v, heads)
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        W, S, states = self.config.attention_window, self.config.num_sink_tokens, context.states
-        rotated, k_rotated = self.rotate(q, k, context.positions)
-        keys, values = after(states.get("keys"), k_rotated, W), after(states.get("values"), v, W)
-        near = columns(tokens, states.get("count"), keys, values, self.config.near)
-        first = _first(k_rotated, v, lengths, S, context)._replace(sees=sinks(S) & older(W))
-        blocks = near_blocks(rotated, tokens, near, first if S else None)
+        rotated, k = self.rotate(q, k, context.positions)
+        past = self._past(self.config.attention_window, "", k, v, tokens, lengths, context)
+        blocks = near_blocks(rotated, tokens, past.near, past.first)
         both = softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping)
         o, logsumexp = (rows_of(x, q) for x in both)
-        new = {"keys": last(keys, lengths, W), "values": last(values, lengths, W)}
-        new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         if self.far is None:
-            return o, new
-        leaving, kept = self._leaving(self.far.gates(hidden_states), keys, values, tokens, lengths, context)
+            return o, past.states
+        leaving, kept = self._leaving(self.far.gates(hidden_states), past, tokens, lengths, context)
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
-        return o + share * (remembered - o), new | kept | memory
+        return o + share * (remembered - o), past.states | kept | memory
 
-    def _leaving(self, gates, keys, values, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
+    def _full(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        q, k = self.rotate(q, k, context.positions)
+        W = self.config.full_attention_window
+        past = (
+            _everything(k, v, tokens, context) if W is None else self._past(W, "full_", k, v, tokens, lengths, context)
+        )
+        softcap = self.config.attn_logit_softcapping
+        o = full_attention(q, tokens, past.near, past.first, scaling=self.scaling, softcap=softcap, window=W)
+        return o, past.states
+
+    def _past(self, W: int, kind: str, k, v, tokens: Tokens, lengths, context: Context) -> Past:
+        """Of heads that see W tokens and the first ones; names of their states begin with `kind`."""
+        S, states = self.config.num_sink_tokens, {name: context.states.get(f"{kind}{name}") for name in KEPT}
+        keys, values = after(states["keys"], k, W), after(states["values"], v, W)
+        near = columns(tokens, context.states.get("count"), keys, values, self.config.near(W))
+        first = _first(k, v, lengths, S, states, context)._replace(sees=sinks(S) & older(W))
+        new = {"keys": last(keys, lengths, W), "values": last(values, lengths, W)}
+        new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
+        return Past(near, first if S else None, {f"{kind}{name}": x for name, x in new.items()}, keys, values)
+
+    def _leaving(self, gates, past: Past, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
         """What leaves the window as each token comes, and the states that say how it will be written.
 
         Slots are computed only then: kept with each token of the window they would take as many bytes as the memory.
         """
         W, T, states = self.config.attention_window, gates.shape[1], context.states
         gates = after(states.get("slot_gates"), gates, W)
-        keys, kept = keys[:, :T], {"slot_gates": last(gates, lengths, W)}
+        keys, kept = past.keys[:, :T], {"slot_gates": last(gates, lengths, W)}
         if context.positions is not None and self.rotates:
             angles = context.positions.inverse().halves().expand(len(keys), -1, -1)
             angles = after(states.get("slot_angles"), angles, W)
             keys, kept["slot_angles"] = Positions.of_halves(angles[:, :T]).turn(keys), last(angles, lengths, W)
         is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay in sight
-        return Leaving(keys, values[:, :T], gates[:, :T], is_written), kept
+        return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), kept
 
-    def _full(self, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
-        states, position = context.states, tokens.position.expand(len(k), -1)
-        if states:
-            k, v = (torch.cat([states[f"full_{name}"].to(x.dtype), x], 1) for name, x in (("keys", k), ("values", v)))
-            position = torch.cat([states["full_positions"], position], 1)
-        past = Columns(Tokens(position, tokens.sequence), k, v)
-        o = full_attention(q, tokens, past, scaling=self.scaling, softcap=self.config.attn_logit_softcapping)
-        return o, {"full_keys": k, "full_values": v, "full_positions": position}
+
+KEPT = ("keys", "values", "sink_keys", "sink_values")  # of heads with a window
+
+
+def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
+    """What heads keep that see so many tokens and the first ones; see `KEPT`."""
+    sizes = (tokens, tokens, config.num_sink_tokens, config.num_sink_tokens)
+    return {f"{kind}{name}": State((n, heads, config.head_dim), None) for name, n in zip(KEPT, sizes)}
+
+
+def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
+    """Of heads that keep all that was read."""
+    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1)}
+    if context.states:
+        new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
+    keys, values, position = new.values()
+    return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, new, keys, values)
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:
@@ -166,8 +202,8 @@ def _heads(x: Tensor, heads: list[int]) -> Tensor:
     return torch.cat([x[:, :, h : h + 1] for h in heads], 2)
 
 
-def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, context: Context) -> Columns:
-    """The first S tokens of each sequence, read before or among the present ones."""
+def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, states: dict, context: Context) -> Columns:
+    """The first S tokens of each sequence, read before, which `states` have, or among the present ones."""
     place, T = torch.arange(S, device=k.device), k.shape[1]
     if context.cu_seqlens is not None:
         starts, size = context.cu_seqlens[:-1, None].long(), context.cu_seqlens.diff()[:, None]
@@ -184,7 +220,7 @@ def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, context: Contex
         keys, values = take(k, index), take(v, index)
     if context.states:
         is_old = (place < count)[..., None, None]
-        old = (context.states[name] for name in ("sink_keys", "sink_values"))
+        old = (states[name] for name in ("sink_keys", "sink_values"))
         keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
     is_read = place < count + (T if lengths is None else lengths[:, None])
     return Columns(Tokens(torch.where(is_read, place, -1)), keys, values)

@@ -61,6 +61,8 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         num_sink_tokens (`int`, defaults to 0): first tokens of the sequence that this attention sees too.
         full_attention_heads (`list[list[int]]`, *optional*): key-value heads of each layer that see all tokens instead,
             and keep their keys and values.
+        full_attention_window (`int`, *optional*): tokens that these heads see, and the first ones, so that the cache
+            does not grow. Default: all.
         window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window. Its own options
             are then these and the family's; most options of a memory alone are not used beside a window.
         num_memory_slots (`int`, defaults to 64): slots of this memory for each key-value head.
@@ -122,6 +124,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     attention_window: int | None = None
     num_sink_tokens: int = 0
     full_attention_heads: list[list[int]] | None = None
+    full_attention_window: int | None = None
     window_memory: bool = True
     num_memory_slots: int = 64
     mixer_backend: str = "auto"
@@ -165,10 +168,9 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         rope: Any = self.rope_parameters
         return int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
 
-    @property
-    def near(self) -> Mask:
-        """What attention beside a memory sees of the last tokens."""
-        return causal & window(self.attention_window or self.sliding_window)
+    def near(self, tokens: int) -> Mask:
+        """What attention beside a memory, and heads with a window, see of the last tokens."""
+        return causal & window(tokens)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """Tokens that each of a text of `length` sees in a memory layer that starts as softmax attention; else None."""
@@ -211,7 +213,12 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.window_memory and self.far_memory is None:
             raise ValueError(f"window_memory must be False for {self.model_type}, which has no memory beside a window")
-        heads = self.full_attention_heads
+        heads, longer = self.full_attention_heads, self.full_attention_window
+        if longer is not None and (heads is None or longer < self.attention_window):
+            raise ValueError(
+                f"full_attention_window must be at least attention_window={self.attention_window}, with "
+                f"full_attention_heads, got {longer}"
+            )
         if heads is not None and (
             len(heads) != self.num_hidden_layers
             or not {head for layer in heads for head in layer} <= set(range(self.num_key_value_heads))
