@@ -92,7 +92,9 @@ def _of_lora(plan: Plan) -> str:
 def _kept(plan: Plan) -> str:
     if heads := getattr(plan.student, "full_attention_heads", None):
         named = (f"{i}/{head}" for i, kept in enumerate(heads) for head in kept)
-        return f"key-value heads {', '.join(named)} (layer/head)"
+        longest = getattr(plan.student, "full_attention_window", None)
+        reach = f", of the last {longest:,} tokens" if longest else ""
+        return f"key-value heads {', '.join(named)} (layer/head){reach}"
     layers, words = ", ".join(map(str, plan.kept)) or "none", plan.recipe.keep
     is_said = not isinstance(words, str) or words == layers.replace(" ", "")
     return layers if is_said else f"{layers} ({words})"

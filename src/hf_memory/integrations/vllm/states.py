@@ -24,6 +24,13 @@ def check(config: MemoryConfig) -> None:
                 f"{i} of {config.model_type} keeps {' and '.join(growing)} of every token. generate and serve of "
                 "transformers run it, and hf_memory.generate_stream does for many texts at once"
             )
+    kept = [config.state_specs[i] for i in memory_layers(config)]
+    if any(spec != kept[0] for spec in kept):
+        raise ValueError(
+            "vLLM has pages of one size for all memory layers: full_attention_heads must be as many in each layer, got "
+            f"{config.full_attention_heads}. generate and serve of transformers run it, and hf_memory.generate_stream "
+            "does for many texts at once"
+        )
 
 
 def memory_layers(config: MemoryConfig) -> list[int]:
