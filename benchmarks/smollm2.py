@@ -112,7 +112,10 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
         rows[f"{name}, window 128, no memory"] = with_window(128, without_memory(windows[name]))
     return rows | {
         "1/10 of heads, window 128, 2,048 tokens": wide,
-        "1/10 of heads, window 184, 2,048 tokens, no memory": with_window(184, without_memory(wide)),  # equal bytes
+        "1/11 of heads, window 192, 2,048 tokens": with_window(192, replace(wide, keep="heads:1/11")),
+        "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(  # as many bytes
+            259, without_memory(replace(wide, keep="heads:1/11"))
+        ),
         "1/22 of heads, window 128, no memory": with_window(128, without_memory(short_of_heads)),
         "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(bounded)),
         "1/4 of layers": whole,
