@@ -31,7 +31,6 @@ from examples import smollm2 as example  # noqa: E402
 
 from hf_memory.conversion import (  # noqa: E402
     SERVABLE,
-    Progress,
     Recipe,
     Run,
     convert,
@@ -43,6 +42,7 @@ from hf_memory.conversion import (  # noqa: E402
 )
 from hf_memory.conversion.run_file import read_schedule  # noqa: E402
 from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_gain  # noqa: E402
+from hf_memory.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 WORK = ROOT / "runs" / "smollm2"
@@ -62,7 +62,7 @@ def first_recipe() -> tuple[Recipe, int]:
 
 def without_memory(recipe: Recipe) -> Recipe:
     """The same window and heads alone, for as many tokens."""
-    steps = recipe.transfer.steps + recipe.distillation.steps
+    steps = read(recipe) // (recipe.distillation.batch_size * recipe.distillation.length)
     return replace(
         recipe,
         options={**recipe.options, "window_memory": False},

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import smollm2
-from hf_memory.conversion import Progress, load_teacher, load_tokenizer, read_tokens
+from hf_memory.conversion import load_teacher, load_tokenizer, read_tokens
 from hf_memory.conversion.teacher_text import write_text
 from hf_memory.evaluation import agreement
+from hf_memory.progress import Progress
 from smollm2 import ROOT, WORK
 
 RESULTS = ROOT / "benchmarks" / "results" / "text_kinds.json"
