@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes.",
     "convert": "Turn a trained Transformer into a memory model.",
     "fine-tune": "Teach a student the text itself, at a longer context.",
+    "evaluate": "Measure what a model has kept, beside its teacher.",
     "generate": "Continue a prompt.",
     "chat": "Talk line by line on one memory.",
     "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",

@@ -26,7 +26,9 @@ from hf_memory.evaluation import (
     plot_conversion,
     recall_by_distance,
 )
-from hf_memory.evaluation.estimates import exp_of_mean
+from hf_memory.evaluation.estimates import described, exp_of_mean
+from hf_memory.evaluation.needles import RIGHT
+from hf_memory.evaluation.plots import plot_task
 
 VOCABULARY = 64
 
@@ -300,3 +302,8 @@ def test_the_plot_is_a_picture(tmp_path):
     panels = {"recall": {"teacher": {16: 1.0, 32: 0.5}, "student": {16: 0.9, 32: 0.1}}}
     plot_contexts(tmp_path / "contexts.png", panels, {"recall": "distance"})
     assert (tmp_path / "contexts.png").read_bytes().startswith(b"\x89PNG")
+    one = described(Estimate([0.0, 1.0]))
+    plot_task(
+        tmp_path / "task.png", {"teacher": {"256": {RIGHT: one}, "512": {RIGHT: one}}, "student": {"512": {RIGHT: one}}}
+    )
+    assert (tmp_path / "task.png").read_bytes().startswith(b"\x89PNG")

@@ -63,7 +63,7 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     tokenizer = conversion.load_tokenizer(model)  # only now: to read the text may take long
     text = [_written(source, context, model, tokenizer, report) for source in given["text"]]
     tokens = conversion.read_tokens(text, tokenizer, limit=given["max_tokens"], report=report)
-    tokens, held_out = _split(tokens)
+    tokens, held_out = split(tokens)
     plan = conversion.resolve(recipe, config, tokens)
     if not given["dry_run"]:  # which may be on another machine
         conversion.check_space(plan, run, output=given["output"])
@@ -154,7 +154,7 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _split(tokens: Tensor) -> list[Tensor]:
+def split(tokens: Tensor) -> list[Tensor]:
     """Text to learn on, and the last tenth or what is enough, to compare models on."""
     if len(tokens) < MINIMUM:
         raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")

@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from hf_memory import conversion
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, errors, visible
-from hf_memory.conversion import load_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -40,9 +40,12 @@ def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, P
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's words for devices that it does not know, or has not
         raise ValueError(f"device must be one that torch finds here, got {device}: {error}") from error
-    config, tokenizer = load_config(found(model)), AutoTokenizer.from_pretrained(model)
-    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype)
-    return loaded.to(device), tokenizer  # type: ignore[arg-type]
+    if conversion.find_gguf(model) is not None:
+        loaded = conversion.load_teacher(model).eval()
+        loaded = loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(model, config=conversion.load_config(found(model)), dtype=dtype)
+    return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
 
 
 class Writer(TextStreamer):

@@ -20,9 +20,12 @@ from hf_memory.evaluation.language import (
 )
 from hf_memory.evaluation.model_result import ModelResult, measure
 from hf_memory.evaluation.plots import plot_contexts, plot_conversion
-from hf_memory.evaluation.tasks import TASKS, Subject, evaluate
+from hf_memory.evaluation.tasks import LENGTHS, TASKS, Subject, evaluate
+from hf_memory.evaluation.writing import PROMPTS
 
 __all__ = [
+    "LENGTHS",
+    "PROMPTS",
     "TASKS",
     "Agreement",
     "Cost",

@@ -6,6 +6,9 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from hf_memory.evaluation.needles import RIGHT
+from hf_memory.evaluation.writing import TEXTS
+
 Curve = Mapping[int, float]  # by position, distance or context, in tokens
 History = list[dict[str, float]]  # [{"step": ..., "loss": ...}, ...]
 
@@ -45,3 +48,46 @@ def _panels(count: int):
     figure = Figure(figsize=(4 * count, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]) -> None:
+    """Write a PNG of what a task found: a panel a figure with its intervals, and for needles one a model, by depth.
+
+    Args:
+        path: of the picture; nothing is written of a task without figures.
+        models: {model: {tokens: {figure: described}}}.
+    """
+    rows = [figures for found in models.values() for figures in found.values()]
+    labels = list(dict.fromkeys(label for row in rows for label in row if label != TEXTS))
+    maps = models if RIGHT in labels else {}
+    if not labels:
+        return
+    figure, axes = _panels(len(labels) + len(maps))
+    for panel, label in zip(axes, labels):
+        for model, found in models.items():
+            _plot_figure(panel, model, {at: row[label] for at, row in found.items() if label in row})
+        panel.set(title=label)
+    axes[0].legend()
+    for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
+        panel.imshow(list(zip(*(row[RIGHT]["samples"] for row in found.values()))), vmin=0, vmax=1, aspect="auto")
+        panel.set_xticks(range(len(found)), found)
+        panel.set(title=f"{RIGHT}, {model}", xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[])
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _plot_figure(panel, model: str, curve: Mapping[str, dict]) -> None:
+    """Values with their intervals, over numbers of tokens, or over the names of tasks."""
+    are_tokens = all(at.isdigit() for at in curve)
+    places = [int(at) for at in curve] if are_tokens else list(curve)
+    values = [x["value"] for x in curve.values()]
+    sides = list(zip(*map(_sides, curve.values())))
+    panel.errorbar(places, values, sides, marker="o", capsize=3, label=model)
+    if are_tokens and curve:
+        panel.set_xscale("log", base=2)
+
+
+def _sides(figure: dict) -> tuple[float, float]:
+    """How far its interval reaches to both sides; rounding may have put an end inside."""
+    if figure.get("low") is None:
+        return 0.0, 0.0
+    return max(0.0, figure["value"] - figure["low"]), max(0.0, figure["high"] - figure["value"])

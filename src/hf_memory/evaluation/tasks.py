@@ -1,14 +1,15 @@
 """What can be found out about a model. One more task is a function and an entry of TASKS, both in this file."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.evaluation.efficiency import cost_by_context
-from hf_memory.evaluation.estimates import described
+from hf_memory.evaluation.estimates import Estimate, described
 from hf_memory.evaluation.language import (
     BUDGET,
     Tell,
@@ -20,6 +21,8 @@ from hf_memory.evaluation.language import (
     say_nothing,
     trials_within,
 )
+from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, shortest
+from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.progress import Progress, silent
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -42,6 +45,12 @@ class Subject:
         lengths: in tokens, of which those are left out that the model or the text is too short for.
         max_tokens: that all tasks of a card together read of the text, beside what it takes to time the model;
             None: as many as they can use.
+        tokenizer: of the model, for tasks that need words.
+        samples: needles of a length.
+        seed: of needles.
+        prompts: to answer.
+        new_tokens: of an answer.
+        theirs: what is found of the teacher.
         tell: is told of tokens read.
     """
 
@@ -50,6 +59,12 @@ class Subject:
     teacher: PreTrainedModel | None = None
     lengths: tuple[int, ...] = LENGTHS
     max_tokens: int | None = BUDGET
+    tokenizer: Any = None
+    samples: int = 10
+    seed: int = 0
+    prompts: Sequence[str] = PROMPTS
+    new_tokens: int = 48
+    theirs: Found = field(default_factory=dict)
     tell: Tell = say_nothing
 
     @property
@@ -115,8 +130,35 @@ def _speed(subject: Subject, context: int) -> dict[int, Figures]:
     return {context: {BYTES: cost.cache_bytes, READ: cost.reading, WRITTEN: cost.writing}}
 
 
-def _power_of_two(x: int) -> int:
-    return 2 ** (x.bit_length() - 1)
+def _haystacks(subject: Subject, *, kind: Hunt) -> list[int]:
+    """Lengths of which half is hay, or more."""
+    return [x for x in subject.contexts if x >= shortest(subject.tokenizer, kind)]
+
+
+def _hunt(subject: Subject, length: int, *, kind: Hunt) -> dict[int, Figures]:
+    how: dict = {"samples": subject.samples, "seed": subject.seed, "progress": subject.tell}
+    return {length: hunt(subject.model, subject.tokenizer, subject.tokens, kind, length, **how)}
+
+
+def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
+    texts = answers(subject.model, subject.tokenizer, subject.prompts, new_tokens)
+    figures: Figures = {TEXTS: texts}
+    if theirs := subject.theirs.get("answers", {}).get(str(new_tokens)):
+        pairs = zip(texts, theirs[TEXTS]["value"])
+        figures["words as the teacher's"] = Estimate([words_alike(*pair) for pair in pairs])
+    return {new_tokens: figures}
+
+
+def _search(says: str, kind: Hunt) -> Task:
+    return Task(says, partial(_haystacks, kind=kind), partial(_hunt, kind=kind))
+
+
+def _contexts(subject: Subject) -> list[int]:
+    return subject.contexts
+
+
+def _whole_window(subject: Subject) -> list[int]:
+    return [2 ** (max(subject.contexts).bit_length() - 1)]
 
 
 TASKS = {
@@ -124,10 +166,14 @@ TASKS = {
         "KL, choices and perplexity beside the teacher's", lambda x: [WINDOW] * (x.teacher is not None), _agreement
     ),
     "perplexity": Task("of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
-    "positions": Task("perplexity by position", lambda x: [_power_of_two(max(x.contexts))], _positions),
+    "positions": Task("perplexity by position", _whole_window, _positions),
     "copying": Task("what it helps, in nats a token, to have read 64 tokens before", lambda x: [GAP], _copying),
     "recall": Task("the same of 32 tokens, by distance", lambda x: x.distances, _recall),
-    "speed": Task("tokens a second, and bytes of the cache, by context", lambda x: x.contexts, _speed),
+    "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
+    "niah_multikey": _search("one of four such numbers", MULTIKEY),
+    "passkey": _search("a number hidden in the same words over and over", PASSKEY),
+    "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
+    "speed": Task("tokens a second, and bytes of the cache, by context", _contexts, _speed),
 }
 
 
@@ -136,7 +182,7 @@ def evaluate(
     tasks: Iterable[str],
     found: Found | None = None,
     *,
-    keep: Callable[[Found], object] = lambda found: None,
+    keep: Callable[[], object] = lambda: None,
     name: str = "model",
     report: Callable[[Progress], None] = silent,
 ) -> Found:
@@ -146,7 +192,7 @@ def evaluate(
         subject: of the tasks.
         tasks: of TASKS.
         found: what is known of them already, and is not measured again; what is found is added.
-        keep: is given it after each place.
+        keep: is called after each place.
         name: of the model, for the report.
         report: is told how far it is.
     """
@@ -164,6 +210,6 @@ def evaluate(
         measured = TASKS[task].measure(replace(subject, tell=tell), place)
         for tokens, figures in measured.items():
             known[str(tokens)] = {label: described(figure) for label, figure in figures.items()}
-        keep(found)
+        keep()
     report(Progress(f"measuring {name}", len(places), len(places)))
     return found

@@ -1,0 +1,144 @@
+"""hf-memory evaluate."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+from hf_memory import conversion
+from hf_memory.cli.options import MaxTokens, MeasureTokens
+from hf_memory.cli.progress import signs_of_life
+from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.work import split
+from hf_memory.cli.writing import Device, Dtype, load
+from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
+from hf_memory.conversion.data import check_tokens
+from hf_memory.conversion.folders import check_folder
+from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, record
+from hf_memory.evaluation import evaluate as carry_out
+from hf_memory.evaluation.harness import lm_eval as lm_eval_task
+from hf_memory.evaluation.tasks import WINDOW
+
+SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
+TITLE = "figures with their 95 % intervals"
+ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
+SETTINGS = ("samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # that figures depend on
+EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
+
+ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
+Texts = Annotated[list[str], typer.Option("--text", help=f"That it has not seen: {SOURCES}; may be repeated.")]
+Against = Annotated[str | None, typer.Option(help="Model to compare with, of the same tokenizer, such as its teacher.")]
+Tasks = Annotated[str, typer.Option(help=f"With commas between them, of: {EXPLAINED}.")]
+Lengths = Annotated[str, typer.Option(help="In tokens; those too long for model or text are left out.")]
+Samples = Annotated[int, typer.Option(help="Needles of a length, at depths from its beginning to its end.", min=2)]
+HeldOut = Annotated[bool, typer.Option("--held-out", help="Read the last tenth alone, which convert holds out.")]
+Prompts = Annotated[Path | None, typer.Option(help=f"File of prompts, one a line; default: {len(PROMPTS)} of our own.")]
+LmEval = Annotated[
+    str | None,
+    typer.Option(help="Tasks of lm-eval (an extra), with commas between them, or YAML files of that name."),
+]
+Output = Annotated[Path, typer.Option(help="Folder for table, pictures and JSON, which other models may share.")]
+
+
+def evaluate(
+    context: typer.Context,
+    model: ModelName,
+    text: Texts,
+    against: Against = None,
+    tasks: Tasks = ALL,
+    lengths: Lengths = USUAL,
+    samples: Samples = 10,
+    seed: Annotated[int, typer.Option(help="Of needles.")] = 0,
+    max_tokens: MaxTokens = None,
+    held_out: HeldOut = False,
+    measure_tokens: MeasureTokens = 2**16,
+    prompts: Prompts = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 48,
+    lm_eval: LmEval = None,
+    output: Output = Path("evaluation"),
+    device: Device = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure what a model has kept, beside its teacher; each figure with its 95 % interval (bootstrap).
+
+    A call that was stopped goes on, and other models of the same settings join the table in OUTPUT.
+    """
+    chosen, sizes = _chosen(tasks), _numbers(lengths)
+    asked = prompts.read_text(encoding="utf-8").splitlines() if prompts else list(PROMPTS)
+    check_folder("output", output)
+    with signs_of_life() as report:
+        models = {name: load(name, device, dtype) for name in (against, model) if name is not None}
+        _check_vocabularies(models)
+        tokens = conversion.read_tokens(text, models[model][1], limit=max_tokens, report=report)
+        tokens = split(tokens)[1] if held_out else tokens
+        settings = {name: context.params[name] for name in SETTINGS} | {"prompts": asked}
+        known = record.open_record(output, settings | _identity(tokens, models, against))
+        keep, earlier = partial(record.keep, output, known), dict[str, Any]()
+        for name, (loaded, tokenizer) in models.items():
+            check_tokens(tokens, loaded.config, max(WINDOW, min(sizes)))
+            found = record.row_of(known, name, model_fingerprint(loaded))
+            how: dict = {"samples": samples, "seed": seed, "prompts": asked, "new_tokens": max_new_tokens, **earlier}
+            subject = Subject(loaded, tokens, tokenizer=tokenizer, lengths=sizes, max_tokens=measure_tokens, **how)
+            carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
+            _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
+            earlier = {"teacher": loaded, "theirs": found}
+    record.draw(output, known)
+    _show(known)
+    console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
+
+
+def _identity(tokens: Tensor, models: dict[str, tuple], against: str | None) -> dict[str, str | None]:
+    """What tells this evaluation from one of another text or teacher, or on another device."""
+    (loaded, _), *_ = models.values()
+    teacher = against and model_fingerprint(loaded)
+    return {"text": tokens_fingerprint(tokens), "against": teacher, "device": loaded.device.type}
+
+
+def _chosen(tasks: str) -> list[str]:
+    names = [name.strip() for name in tasks.split(",")]
+    if others := [name for name in names if name not in TASKS]:
+        raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(others)}")
+    return names
+
+
+def _numbers(lengths: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(length) for length in lengths.split(",")}))
+    except ValueError as error:
+        raise ValueError(f"lengths must be numbers with commas between them, got {lengths!r}") from error
+
+
+def _check_vocabularies(models: dict[str, tuple]) -> None:
+    first, *others = (tokenizer.get_vocab() for _, tokenizer in models.values())
+    if any(other != first for other in others):
+        raise ValueError(f"against must be a model with the same tokens, got {next(iter(models))} with others")
+
+
+def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable[[], None]) -> None:
+    for task in tasks:
+        known = found.setdefault("lm-eval", {})
+        if task not in known:
+            known[task] = lm_eval_task(subject.model, subject.tokenizer, task)
+            keep()
+
+
+def _show(known: dict[str, Any]) -> None:
+    """The table, and answers side by side."""
+    names = [Path(name).name for name in known["models"]]
+    rows = Table(*record.HEADER, *names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=TITLE)
+    before = None
+    for task, *cells in record.table(known):
+        if task != before and before is not None:
+            rows.add_section()
+        rows.add_row(task if task != before else "", *cells)
+        before = task
+    console.print(rows)
+    for prompt, *texts in record.side_by_side(known):
+        console.print(visible(f"\n{prompt}"), style="bold", soft_wrap=True)
+        for name, said in zip(names, texts):
+            console.print(visible(f"  {name}: {' '.join(said.split())}"), soft_wrap=True)

@@ -1,0 +1,47 @@
+"""Tasks of EleutherAI's lm-eval, which is an extra, on a model that is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+WIDTH = 1.96  # standard errors to each side, of a 95 % interval
+
+
+def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8) -> dict[str, dict[str, Any]]:
+    """Figures of a task as `described` gives them, by the name of what was measured.
+
+    Args:
+        model: to measure.
+        tokenizer: of the model.
+        task: a name that lm-eval knows, or a YAML file of a task, which is named as the task is.
+        batch_size: requests read at once.
+
+    Raises:
+        ValueError: if lm-eval is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"lm_eval needs lm-eval: pip install 'hf-memory[eval]', got {task}") from error
+    path = Path(task)
+    manager = TaskManager(include_path=str(path.parent) if path.suffix == ".yaml" else None)
+    name = path.stem if path.suffix == ".yaml" else task
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    found = simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"]
+    return {f"{one} {metric}": figure for one, row in found.items() for metric, figure in _figures(row).items()}
+
+
+def _figures(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"acc,none": 0.5, "acc_stderr,none": 0.1} as {"acc": a figure with its interval}."""
+    figures = {}
+    for key, value in row.items():
+        metric, _, filtered = key.partition(",")
+        error = row.get(f"{metric}_stderr,{filtered}")
+        if filtered and not metric.endswith("_stderr"):
+            name = metric if filtered == "none" else f"{metric} ({filtered})"
+            ends = [value - WIDTH * error, value + WIDTH * error] if isinstance(error, float) else [None, None]
+            figures[name] = {"value": value, "low": ends[0], "high": ends[1]}
+    return figures

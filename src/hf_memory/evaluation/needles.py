@@ -1,0 +1,178 @@
+"""What a model finds again that was said once in a long text, by where it was said and how long the text is.
+
+The first tasks of RULER (https://arxiv.org/abs/2404.06654), with their words and a haystack of the user's text, and the
+passkey of landmark attention (https://arxiv.org/abs/2305.16300). They are read as plain text, without a chat template.
+"""
+
+import random
+from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_memory.evaluation.estimates import Estimate
+from hf_memory.evaluation.writing import greedy
+
+ADJECTIVES = ("quiet", "golden", "broken", "ancient", "hollow", "gentle", "distant", "frozen", "crooked", "humble")
+NOUNS = ("river", "lantern", "orchard", "falcon", "harbor", "violin", "meadow", "compass", "anchor", "garden")
+KEYS = [" ".join(pair) for pair in product(ADJECTIVES, NOUNS)]
+ROOM = 16  # tokens that an answer may have beside the number
+RIGHT = "digits right"
+
+
+class Hunt(NamedTuple):
+    """A kind of needle.
+
+    Args:
+        opening: of the prompt.
+        needle: what is hidden, of a key and its number.
+        question: about one key, up to where the number follows.
+        digits: of a number.
+        keys: how many needles there are, of which one is asked for.
+        hay: what hides them, over and over; None: the user's text.
+    """
+
+    opening: str
+    needle: str
+    question: str
+    digits: int = 7
+    keys: int = 1
+    hay: str | None = None
+
+
+SINGLE = Hunt(
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "number afterwards.\n",
+    "One of the special magic numbers for {key} is: {number}.",
+    "What is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
+    "mentioned in the provided text is",
+)
+MULTIKEY = SINGLE._replace(opening=SINGLE.opening.replace("A special", "Some special", 1), keys=4)
+PASSKEY = Hunt(
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about "
+    "the important information there.\n",
+    "The pass key is {number}. Remember it. {number} is the pass key.",
+    "What is the pass key? The pass key is",
+    digits=5,
+    hay="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
+)
+
+
+class Words(NamedTuple):
+    """What a text says beside its hay, in tokens."""
+
+    opening: list[int]
+    needles: list[list[int]]  # the one that is asked for first
+    question: list[int]
+    answer: list[int]  # what should follow
+    number: str
+
+    @property
+    def length(self) -> int:
+        """Of all together."""
+        return sum(map(len, (self.opening, *self.needles, self.question, self.answer)))
+
+
+class Sample(NamedTuple):
+    """A text with something hidden in it, and what should follow."""
+
+    prompt: list[int]
+    words: Words
+
+
+def hunt(
+    model: PreTrainedModel,
+    tokenizer,
+    tokens: Tensor,
+    kind: Hunt,
+    length: int,
+    *,
+    samples: int,
+    seed: int = 0,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> dict[str, Estimate]:
+    """Hide needles and ask for them; their depths are evenly spread, from the beginning of the text to its end.
+
+    Args:
+        model: a causal language model.
+        tokenizer: of the model.
+        tokens: [T] of a text to hide them in.
+        kind: of needle.
+        length: tokens of prompt and answer.
+        samples: how many texts.
+        seed: of keys, numbers, and the parts of the text.
+        progress: is told of tokens read.
+
+    Returns:
+        found: how often the number is in what the model writes; digits right: how often its most likely token is the
+        next of the number if it has read those before, of the tokens that have digits; log-probability: of these, in
+        nats a token. A small model may know the number, and write something else first.
+    """
+    found = []
+    for i, depth in enumerate(torch.linspace(0, 1, samples).tolist()):
+        sample = hide(tokenizer, tokens, kind, length, depth, random.Random(f"{seed} {length} {i}"))
+        found.append(_look(model, tokenizer, sample))
+        progress(length)
+    return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
+
+
+def shortest(tokenizer, kind: Hunt) -> int:
+    """Tokens of a text of which half is hay."""
+    return 2 * _words(tokenizer, kind, random.Random(0)).length
+
+
+def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice: random.Random) -> Sample:
+    """One sample; other needles than the one that is asked for are anywhere.
+
+    Raises:
+        ValueError: if there is no room for needles and question.
+    """
+    words = _words(tokenizer, kind, dice)
+    room = length - words.length
+    if room < 0:
+        raise ValueError(f"length must be at least {words.length} tokens for these needles, got {length}")
+    hay = _ids(tokenizer, kind.hay * room)[:room] if kind.hay else _part(tokens, room, dice)
+    places = [round(depth * room), *(dice.randint(0, room) for _ in words.needles[1:])]
+    for place, needle in sorted(zip(places, words.needles), reverse=True):
+        hay[place:place] = needle
+    return Sample([*words.opening, *hay, *words.question], words)
+
+
+def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
+    keys, first = dice.sample(KEYS, kind.keys), 10 ** (kind.digits - 1)
+    numbers = list(map(str, dice.sample(range(first, 10 * first), kind.keys)))
+    needles = [f"\n{kind.needle.format(key=key, number=number)}\n" for key, number in zip(keys, numbers)]
+    asked = "\n" + kind.question.format(key=keys[0])
+    question = _ids(tokenizer, asked)
+    answer = _ids(tokenizer, f"{asked} {numbers[0]}")[len(question) :]
+    opening = tokenizer(kind.opening)["input_ids"]  # with the token that begins a text, if there is one
+    return Words(opening, [_ids(tokenizer, needle) for needle in needles], question, answer, numbers[0])
+
+
+def _ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _part(tokens: Tensor, length: int, dice: random.Random) -> list[int]:
+    """So many tokens from anywhere in a text, which begins again at its end."""
+    return tokens[(dice.randrange(len(tokens)) + torch.arange(length)) % len(tokens)].tolist()
+
+
+@torch.no_grad()
+def _look(model: PreTrainedModel, tokenizer, sample: Sample) -> tuple[float, float, float]:
+    """Whether the number is written, how much of it is right, and its log-probability."""
+    answer = sample.words.answer
+    read = torch.tensor([sample.prompt + answer], device=model.device)
+    logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
+    expected = read[0, -len(answer) :]
+    losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
+    digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
+    written = bool(right.all())  # then it is what is most likely, token by token
+    if not written:
+        after = greedy(model, tokenizer, torch.tensor([sample.prompt]), len(answer) + ROOM)
+        written = sample.words.number in after
+    return float(written), right[digits].double().mean().item(), -losses[digits].mean().item()

@@ -1,0 +1,101 @@
+"""What is found of several models on one text, in a file that grows: nothing is measured twice."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_memory.evaluation.plots import plot_task
+from hf_memory.evaluation.tasks import TASKS
+from hf_memory.evaluation.writing import TEXTS
+
+FILE = "evaluation.json"
+HEADER = ("task", "at", "figure")
+Record = dict[str, Any]  # {"settings": ..., "models": {name: {"weights": ..., "found": ...}}}
+
+
+def open_record(folder: Path, settings: dict[str, Any]) -> Record:
+    """The record of a folder, or an empty one.
+
+    Args:
+        folder: of the record, which need not be there.
+        settings: what figures depend on; of what JSON has.
+
+    Raises:
+        ValueError: if there is a record with other settings.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return {"settings": settings, "models": {}}
+    record = json.loads(file.read_text(encoding="utf-8"))
+    before = record["settings"]
+    if others := sorted(name for name in settings | before if settings.get(name) != before.get(name)):
+        wanted = "output must be a new folder or one of the same settings"
+        raise ValueError(f"{wanted}, got {folder} with another {' and '.join(others)}")
+    return record
+
+
+def row_of(record: Record, name: str, weights: str) -> dict[str, Any]:
+    """What is found of a model so far; nothing if its weights are not what they were."""
+    row = record["models"].get(name)
+    if row is None or row["weights"] != weights:
+        row = record["models"][name] = {"weights": weights, "found": {}}
+    return row["found"]
+
+
+def keep(folder: Path, record: Record) -> None:
+    """Write it, whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{FILE}.{os.getpid()}"
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / FILE)
+
+
+def table(record: Record) -> Iterator[tuple[str, ...]]:
+    """A row for each figure, as text: HEADER, and a column a model."""
+    for task, models in _by_task(record).items():
+        for at in sorted({at for found in models.values() for at in found}, key=_order):
+            rows = [found.get(at, {}) for found in models.values()]
+            for label in dict.fromkeys(label for row in rows for label in row if label != TEXTS):
+                yield task, at, label, *(_said(row.get(label)) for row in rows)
+
+
+def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
+    """Each prompt, and what the models answered, as far as all of them did."""
+    answers = [row["found"].get("answers", {}) for row in record["models"].values()]
+    for at in sorted(set.intersection(*map(set, answers)), key=_order)[-1:]:
+        yield from zip(record["settings"]["prompts"], *(found[at][TEXTS]["value"] for found in answers))
+
+
+def draw(folder: Path, record: Record) -> None:
+    """A picture of each task that has figures."""
+    for task, models in _by_task(record).items():
+        plot_task(folder / f"{task}.png", {Path(name).name: found for name, found in models.items() if found})
+
+
+def _by_task(record: Record) -> dict[str, dict[str, dict]]:
+    """{task: {model: {at: figures}}}."""
+    models = {name: row["found"] for name, row in record["models"].items()}
+    known = {task for found in models.values() for task in found}
+    tasks = [*(task for task in TASKS if task in known), *sorted(known - set(TASKS))]
+    return {task: {name: _ordered(found.get(task, {})) for name, found in models.items()} for task in tasks}
+
+
+def _ordered(places: dict[str, dict]) -> dict[str, dict]:
+    return {at: places[at] for at in sorted(places, key=_order)}
+
+
+def _order(at: str) -> int:
+    return int(at) if at.isdigit() else 0
+
+
+def _said(figure: dict[str, Any] | None) -> str:
+    if figure is None:
+        return ""
+    value, *ends = (_short(figure[name]) for name in ("value", "low", "high") if figure.get(name) is not None)
+    return f"{value} [{', '.join(ends)}]" if ends else value
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

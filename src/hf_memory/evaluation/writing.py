@@ -1,0 +1,61 @@
+"""What a model writes when it is asked: always its most likely token, whatever its generation config says."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+TEXTS = "texts"  # what a record has beside figures
+PROMPTS = (
+    "What is gravity?",
+    "Name three animals that live in the sea.",
+    "Why do leaves fall in autumn?",
+    "What is the capital of France, and what is it known for?",
+    "Explain in one sentence what a computer program is.",
+    "Write a sentence about a dog and a river.",
+    "How many days has a week? Name them.",
+    "What is the opposite of cold?",
+    "Give me a short recipe for pancakes.",
+    "What does a doctor do?",
+    "Translate into French: Good morning.",
+    "What is 7 plus 5?",
+    "Who wrote Romeo and Juliet?",
+    "List four colours of the rainbow.",
+    "Why is the sky blue?",
+    "What is the difference between a lake and an ocean?",
+    "Write a polite sentence that declines an invitation.",
+    "What do bees make, and from what?",
+    "Tell me a fact about the moon.",
+    "How do I boil an egg?",
+)
+
+
+def answers(model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int) -> list[str]:
+    """Greedy answers, through the chat template where there is one; else what follows the prompts."""
+    return [greedy(model, tokenizer, _asked(tokenizer, prompt), new_tokens) for prompt in prompts]
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, tokenizer, prompt: Tensor, new_tokens: int) -> str:
+    """The text that follows a prompt [1, T]."""
+    prompt = prompt.to(model.device)
+    plain: dict = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": new_tokens}
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **plain)  # type: ignore[operator]
+    return tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+
+
+def words_alike(text: str, other: str) -> int:
+    """How many words two texts begin with alike."""
+    words, others = text.split(), other.split()
+    same = [word == other for word, other in zip(words, others)]
+    return [*same, False].index(False)
+
+
+def _asked(tokenizer, prompt: str) -> Tensor:
+    """[1, T]."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    talk = [{"role": "user", "content": prompt}]
+    read = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return read["input_ids"]

@@ -1,0 +1,201 @@
+# ruff: noqa: F401, F811
+"""`hf-memory evaluate`: what it finds is what the measures find, and nothing is measured twice."""
+
+import json
+import math
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cases import CASE, SIZES, make_model
+from hf_memory.conversion import read_tokens
+from hf_memory.evaluation import measure, record, tasks
+from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, hide, hunt
+from hf_memory.evaluation.writing import greedy, words_alike
+from test_cli import _wide_console, run  # fixtures
+
+TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
+WORDS = ["?", *"0123456789", *TEXT]
+KINDS = {"single": SINGLE, "multikey": MULTIKEY, "passkey": PASSKEY}
+SHORT = ["--lengths", 256, "--samples", 2, "--max-new-tokens", 3, "--measure-tokens", 2048]
+
+
+def make_tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama and a DeltaNet with a tokenizer, a text and prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    made = {"teacher": LlamaForCausalLM(LlamaConfig(**SIZES)), "student": make_model(CASE["deltanet"])}
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    dice = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(dice.choice(TEXT) for _ in range(1500)))
+    (folder / "prompts.txt").write_text("the key is\nthe magic number is\n")
+    return folder
+
+
+@pytest.fixture
+def evaluate(run, folder, tmp_path, monkeypatch):
+    """Types `hf-memory evaluate student --against teacher`; returns what it said and what it kept."""
+
+    monkeypatch.setattr(record, "plot_task", lambda path, models: path.write_text(str(list(models))))
+
+    def type_command(*flags):
+        models = folder / "student", "--against", folder / "teacher", "--prompts", folder / "prompts.txt"
+        code, *said = run(
+            "evaluate", *models, "--text", folder / "text.txt", "--output", tmp_path / "out", *SHORT, *flags
+        )
+        file = tmp_path / "out" / "evaluation.json"
+        record = json.loads(file.read_text()) if file.exists() else {"models": {}}
+        return code, *(" ".join(x.split()) for x in said), [row["found"] for row in record["models"].values()]
+
+    return type_command
+
+
+def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, folder, tmp_path):
+    chosen = ["agreement", "perplexity", "positions", "recall", "passkey", "answers", "speed"]
+    code, out, err, (theirs, ours) = evaluate("--tasks", ",".join(chosen))
+    assert (code, err) == (0, "")
+    assert (list(ours), list(theirs)) == (chosen, chosen[1:])
+    assert all((tmp_path / "out" / f"{task}.png").read_text() == "['teacher', 'student']" for task in chosen[1:])
+    assert len(ours["answers"]["3"]["texts"]["value"]) == 2
+    assert "the magic number is" in out
+
+    models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher")}
+    tokens = read_tokens([folder / "text.txt"], make_tokenizer())
+    card = measure("student", models["student"], tokens, models["teacher"], contexts=(256,), max_tokens=2048)
+    agreed = ours["agreement"]["256"]
+    assert (agreed["KL"]["value"], agreed["same choice"]["value"]) == (card.kl, card.agreement)
+    assert ours["perplexity"]["256"]["perplexity"]["value"] == card.perplexity
+    assert {int(at): x["perplexity"]["value"] for at, x in ours["positions"].items()} == card.perplexity_by_position
+    assert ours["recall"]["128"]["recall"]["value"] == card.recall_by_distance[128]
+    assert ours["speed"]["256"]["cache bytes"]["value"] == card.costs[0].cache_bytes
+    recall = ours["recall"]["128"]["recall"]
+    assert recall["low"] < recall["value"] < recall["high"]
+    assert f"{recall['value']:.3g} [{recall['low']:.3g}, {recall['high']:.3g}]" in out
+
+
+def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("stopped")
+
+    chosen = ["--tasks", "perplexity,copying,speed"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "cost_by_context", fail)
+        code, *_, (stopped,) = evaluate(*chosen)
+    assert (code, list(stopped)) == (2, ["perplexity", "copying"])
+    counted = []
+    monkeypatch.setattr(tasks, "perplexity", lambda *args, **kwargs: counted.append(1) or 1.0)
+    code, *_, (theirs, ours) = evaluate(*chosen)
+    assert (code, len(counted)) == (0, 1)  # of the student alone
+    assert theirs["perplexity"] == stopped["perplexity"]
+    assert set(theirs["speed"]) == set(ours["speed"]) == {"256"}
+
+    code, _, err, _ = evaluate("--seed", 1)
+    assert code == 2
+    assert "with another seed" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tasks", "perplexity,chess"], "tasks must be from agreement, perplexity,"),
+        (["--lengths", "256,long"], "lengths must be numbers with commas between them, got '256,long'"),
+        (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
+        (["--lm-eval", "arc_easy", "--tasks", "copying"], "pip install 'hf-memory[eval]'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(evaluate, monkeypatch, flags, sentence):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err, _ = evaluate(*flags)
+    assert code == 2
+    assert sentence in err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_needle_is_where_it_should_be(kind, depth):
+    tokenizer, text, kind = make_tokenizer(), torch.full((50,), WORDS.index("river")), KINDS[kind]
+    prompt, words = hide(tokenizer, text, kind, 400, depth, random.Random(0))
+    assert tokenizer.decode(words.answer) == " ".join(words.number)
+    assert len(prompt) + len(words.answer) == 400
+    first, opening, question = words.needles[0], len(words.opening), len(words.question)
+    hay = prompt[opening : len(prompt) - question]
+    start = next(i for i in range(len(hay)) if hay[i : i + len(first)] == first)
+    others = sum(map(len, words.needles[1:]))
+    assert abs(start - depth * (len(hay) - len(first))) <= others + 1
+    assert all(any(hay[i : i + len(x)] == x for i in range(len(hay))) for x in words.needles)
+    assert len(words.needles) == kind.keys
+    again, other = (hide(tokenizer, text, kind, 400, depth, random.Random(seed)) for seed in (0, 1))
+    assert again.prompt == prompt != other.prompt
+
+
+class Reader(nn.Module):
+    """A model of which is known what it predicts of tokens [1, T], and what it writes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, predict, write):
+        super().__init__()
+        self.predict, self.write = predict, write
+
+    def forward(self, input_ids, use_cache, logits_to_keep):
+        return SimpleNamespace(logits=self.predict(input_ids)[:, -logits_to_keep:])
+
+    def generate(self, input_ids, **options):
+        return torch.cat([input_ids, torch.tensor([self.write(input_ids[0].tolist())])], dim=1)
+
+
+def know_nothing(input_ids):
+    return torch.zeros(*input_ids.shape, len(WORDS))
+
+
+def know_all(input_ids):
+    return 100.0 * nn.functional.one_hot(input_ids.roll(-1, dims=1), len(WORDS)).float()
+
+
+def the_passkey(prompt):
+    """What stands in the text behind "pass key is", after a word that was not asked for."""
+    words = [WORDS[token] for token in prompt]
+    start = next(i for i in range(len(words)) if words[i - 1] == "is" and words[i].isdigit())
+    return [WORDS.index("the"), *prompt[start : start + 5]]
+
+
+def test_needles_are_scored_by_what_is_written_and_by_what_is_predicted():
+    def found(predict, write):
+        model, text = Reader(predict, write), torch.full((50,), WORDS.index("river"))
+        return hunt(model, make_tokenizer(), text, PASSKEY, 128, samples=3).values()
+
+    # digits of a word level tokenizer are written apart, so that the number itself is in no text
+    assert list(found(know_nothing, the_passkey)) == pytest.approx([0, 0, -math.log(len(WORDS))])
+    assert list(found(know_all, None)) == pytest.approx([1, 1, 0])  # needs not write
+
+
+def test_an_answer_is_greedy_whatever_the_model_would_do():
+    model = make_model(CASE["deltanet"])
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    prompt = torch.tensor([[3, 4, 5]])
+    expected = prompt
+    for _ in range(5):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+    tokenizer = make_tokenizer()
+    assert greedy(model, tokenizer, prompt, 5) == tokenizer.decode(expected[0, 3:])
+
+
+def test_words_alike_are_those_before_the_first_that_differs():
+    assert [words_alike("a b c", x) for x in ("", "b", "a b", "a  b\nd", "a b c d")] == [0, 0, 2, 2, 3]
