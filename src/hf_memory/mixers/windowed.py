@@ -63,7 +63,7 @@ class WindowedMixer(MemoryMixer):
         if kept and config.full_attention_window is not None:
             spec |= _window_spec(config, config.full_attention_window, kept, "full_")
         elif kept:
-            full, positions = State((kept, D), None, "token"), State((), torch.long, "token", absent=-1)
+            full, positions = State((kept, D), None, "token"), State((), torch.int32, "token", absent=-1)
             spec |= {"full_keys": full, "full_values": full, "full_positions": positions}
         return spec
 
@@ -188,7 +188,7 @@ def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
 
 def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
     """Of heads that keep all that was read."""
-    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1)}
+    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()}
     if context.states:
         new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
     keys, values, position = new.values()
