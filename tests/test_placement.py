@@ -10,7 +10,7 @@ from hf_memory.conversion import Run, Schedule, carry_over, kept_layers, make_st
 from hf_memory.conversion.students import placement
 from hf_memory.conversion.students.heads import rank_heads
 from hf_memory.conversion.students.placement import auto_count, placement_table, restored
-from hf_memory.evaluation import Agreement, copy_gain
+from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from test_conversion import convert, make_teacher, same
 
 SCHEDULE = Schedule(steps=4, learning_rate=1e-2, batch_size=2, length=16)
@@ -142,15 +142,16 @@ def test_heads_that_retrieve_most_are_found():
     assert teacher.config._attn_implementation == make_teacher().config._attn_implementation
 
 
-@pytest.mark.parametrize("to", ["linear", "gated", "deltanet"])
-def test_a_fraction_of_the_heads_keeps_everything(to):
+@pytest.mark.parametrize(("to", "longest"), [("linear", None), ("gated", 9), ("deltanet", None)])
+def test_a_fraction_of_the_heads_keeps_everything(to, longest):
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    kept = {"attention_window": 6, "num_memory_slots": 4}
+    kept = {"attention_window": 6, "num_memory_slots": 4, "full_attention_window": longest}
     made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
     config = made.student.config
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert sum(map(len, config.full_attention_heads)) == heads // 4
     assert (config.attention_window, config.num_sink_tokens) == (6, 4)
+    assert (bytes_per_token(config) == 0) is (longest is not None)
     best = rank_heads(teacher, tokens)[0]
     assert best.head in config.full_attention_heads[best.layer]
 

@@ -132,7 +132,6 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
         ({"attention_window": None}, "attention_window"),
         ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
         ({"full_attention_heads": [[0]]}, "full_attention_heads"),
-        ({"full_attention_window": 50}, "full_attention_window"),
         ({"full_attention_heads": [[0], []], "full_attention_window": 2}, "full_attention_window"),
     ],
 )

@@ -214,10 +214,9 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         if self.window_memory and self.far_memory is None:
             raise ValueError(f"window_memory must be False for {self.model_type}, which has no memory beside a window")
         heads, longer = self.full_attention_heads, self.full_attention_window
-        if longer is not None and (heads is None or longer < self.attention_window):
+        if longer is not None and longer < self.attention_window:
             raise ValueError(
-                f"full_attention_window must be at least attention_window={self.attention_window}, with "
-                f"full_attention_heads, got {longer}"
+                f"full_attention_window must be at least attention_window={self.attention_window}, got {longer}"
             )
         if heads is not None and (
             len(heads) != self.num_hidden_layers
