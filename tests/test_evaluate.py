@@ -197,5 +197,27 @@ def test_an_answer_is_greedy_whatever_the_model_would_do():
     assert greedy(model, tokenizer, prompt, 5) == tokenizer.decode(expected[0, 3:])
 
 
+def test_tasks_of_lm_eval_stand_in_the_table(evaluate, monkeypatch):
+    """With a stand-in for lm-eval, which is not installed where these tests run."""
+    asked = []
+
+    def simple_evaluate(wrapped, tasks, task_manager, log_samples):
+        asked.append((type(wrapped.pretrained).__name__, tasks, task_manager.include_path))
+        rows = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,get-answer": 0.25, "f1_stderr,get-answer": "N/A"}
+        return {"results": {"last_word": {"alias": "last_word", **rows}}}
+
+    modules = {"lm_eval": {"simple_evaluate": simple_evaluate}}
+    modules |= {"lm_eval.models.huggingface": {"HFLM": SimpleNamespace}, "lm_eval.models": {}}
+    modules |= {"lm_eval.tasks": {"TaskManager": SimpleNamespace}}
+    for name, names in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    for _ in range(2):
+        code, out, _, (_, ours) = evaluate("--tasks", "copying", "--lm-eval", "some/last_word.yaml")
+    assert code == 0
+    assert asked == [(name, ["last_word"], "some") for name in ("LlamaForCausalLM", "DeltaNetForCausalLM")]
+    assert "acc 0.5 [0.304, 0.696]" in out
+    assert list(ours["lm-eval"]["last_word"]) == ["acc", "f1 (get-answer)"]
+
+
 def test_words_alike_are_those_before_the_first_that_differs():
     assert [words_alike("a b c", x) for x in ("", "b", "a b", "a  b\nd", "a b c d")] == [0, 0, 2, 2, 3]

@@ -19,9 +19,8 @@ from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_folder
-from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, record
+from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
-from hf_memory.evaluation.harness import lm_eval as lm_eval_task
 from hf_memory.evaluation.tasks import WINDOW
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
@@ -121,9 +120,9 @@ def _check_vocabularies(models: dict[str, tuple]) -> None:
 
 def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable[[], None]) -> None:
     for task in tasks:
-        known = found.setdefault("lm-eval", {})
-        if task not in known:
-            known[task] = lm_eval_task(subject.model, subject.tokenizer, task)
+        known, name = found.setdefault("lm-eval", {}), harness.task_name(task)
+        if name not in known:
+            known[name] = harness.lm_eval(subject.model, subject.tokenizer, task)
             keep()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+YAML = ".yaml"
 WIDTH = 1.96  # standard errors to each side, of a 95 % interval
 
 
@@ -26,12 +27,21 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"lm_eval needs lm-eval: pip install 'hf-memory[eval]', got {task}") from error
-    path = Path(task)
-    manager = TaskManager(include_path=str(path.parent) if path.suffix == ".yaml" else None)
-    name = path.stem if path.suffix == ".yaml" else task
+    name, folder = task_name(task), str(Path(task).parent) if task.endswith(YAML) else None
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    manager = TaskManager(include_path=folder)
     found = simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"]
-    return {f"{one} {metric}": figure for one, row in found.items() for metric, figure in _figures(row).items()}
+    parts = {part: _figures(row) for part, row in found.items()}  # of a group, each of its tasks
+    return {
+        metric if part == name else f"{part} {metric}": figure
+        for part, figures in parts.items()
+        for metric, figure in figures.items()
+    }
+
+
+def task_name(task: str) -> str:
+    """What lm-eval calls it."""
+    return Path(task).stem if task.endswith(YAML) else task
 
 
 def _figures(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
