@@ -141,7 +141,7 @@ def _hunt(subject: Subject, length: int, *, kind: Hunt) -> dict[int, Figures]:
 
 
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
-    texts = answers(subject.model, subject.tokenizer, subject.prompts, new_tokens)
+    texts = list(answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell))
     figures: Figures = {TEXTS: texts}
     if theirs := subject.theirs.get("answers", {}).get(str(new_tokens)):
         pairs = zip(texts, theirs[TEXTS]["value"])

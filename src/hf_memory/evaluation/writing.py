@@ -1,6 +1,6 @@
 """What a model writes when it is asked: always its most likely token, whatever its generation config says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,9 +31,13 @@ PROMPTS = (
 )
 
 
-def answers(model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int) -> list[str]:
+def answers(
+    model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int, progress: Callable[[int], object]
+) -> Iterator[str]:
     """Greedy answers, through the chat template where there is one; else what follows the prompts."""
-    return [greedy(model, tokenizer, _asked(tokenizer, prompt), new_tokens) for prompt in prompts]
+    for prompt in prompts:
+        yield greedy(model, tokenizer, _asked(tokenizer, prompt), new_tokens)
+        progress(new_tokens)
 
 
 @torch.no_grad()
