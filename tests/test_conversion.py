@@ -42,7 +42,7 @@ from hf_memory.conversion import Recipe, Run, Schedule, attention_transfer, carr
 from hf_memory.conversion.folders import check_output
 from hf_memory.conversion.stages.divergence import divergence, head, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
-from hf_memory.conversion.students import STUDENTS
+from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.conversion.students.weights import rename, rename_back
 from hf_memory.evaluation import Cost, agreement, measure
@@ -216,6 +216,27 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
         for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
             sizes = [(x - mixer.o_proj.bias).square().mean() for x in (output, target)]
             torch.testing.assert_close(*sizes, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("to", SERVABLE)
+@torch.no_grad()
+def test_a_gate_that_would_start_closed_is_steady_and_the_output_near_the_attention(to):
+    teacher = make_teacher()
+    teacher.get_input_embeddings().weight.data += 1  # hidden states of trained models have much in common, too
+    students = [make_student(teacher, to, **SERVABLE[to]) for _ in range(2)]
+    carry_over(students[0], teacher)
+    start_open(students[0], half_life=16)
+    match_scale(students[0], teacher, text()[None])
+    start_near(students[1], teacher, text(400), 100)
+    errors = []
+    for student in students:
+        outputs = AttentionTransfer(student, teacher).outputs(random_tokens(2, 100, seed=2))
+        errors.append([float((x - y).square().mean() / y.square().mean()) for _, x, y in outputs])
+    assert all(after < min(0.5, 0.3 * before) for before, after in zip(*errors)), errors
+    hidden_states = attention_seen(teacher, text()[None])[0][0]["hidden_states"]
+    mixer = students[1].model.layers[0].mixer
+    opened = (mixer.output_gate.proj if to == "deltanet" else mixer.g_proj)(hidden_states)
+    assert (opened - 1).square().mean().sqrt() < 0.2
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])

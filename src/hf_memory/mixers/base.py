@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.cache import Inputs, MemoryLayer, Spec, State, States, memory_layer
 from hf_memory.layers import RMSNorm, ShortConvolution
-from hf_memory.mixers.gates import low_rank
+from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.contract import blank
 
@@ -261,6 +261,11 @@ class OutputGate(nn.Module):
         """Half open, where the activation is a gate; another would start closed."""
         if self.activation == "sigmoid":
             self.proj.weight.zero_()
+
+    def start_steady(self, direction: Tensor) -> None:
+        """Open alike everywhere, where silu is the activation: hidden states times the direction are about 1."""
+        if self.activation == "silu":
+            steady_rows(self.down, self.proj, direction)
 
     def scale(self, factor: Tensor) -> None:
         """Let so many times as much through."""

@@ -7,7 +7,7 @@ from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
-from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay
+from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
 from hf_memory.ops import linear_attention
 
 
@@ -72,6 +72,10 @@ class Mamba2Mixer(MemoryMixer):
     def init_own_parameters(self) -> None:
         """D starts at one."""
         init.ones_(self.D)
+
+    def start_steady(self, direction: Tensor) -> None:
+        """Let the gate be open everywhere alike: hidden states times the direction [hidden_size] are about 1."""
+        steady_rows(nn.Identity(), self.g_proj, direction)
 
     def scale_output(self, factor: Tensor) -> None:
         """By the norm after the gate."""

@@ -13,6 +13,14 @@ def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
     return (nn.Identity(), hidden_size) if rank is None else (nn.Linear(hidden_size, rank, bias=False), rank)
 
 
+def steady_rows(down: nn.Module, proj: nn.Linear, direction: Tensor) -> None:
+    """Let all channels of a projection, which may be a product, be hidden states times one direction [hidden_size]."""
+    if isinstance(down, nn.Linear):
+        down.weight[0] = direction
+        direction = torch.eye(1, proj.in_features, device=proj.weight.device)[0]
+    proj.weight.copy_(direction.expand_as(proj.weight))
+
+
 class FixedDecay(nn.Module):
     """Retention: head h keeps 1 - 2^(-5 - h) of its memory at every token. https://arxiv.org/abs/2307.08621."""
 
@@ -74,6 +82,13 @@ class SoftplusDecay(nn.Module):
         """Half is forgotten after so many tokens."""
         self.A_log.zero_()
         self.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
+
+    def spread(self, longest: int) -> None:
+        """Half is forgotten after one token in the first head, after so many in the last, and between in the others."""
+        heads = len(self.A_log)
+        half_lives = torch.logspace(0, math.log10(longest), heads, device=self.dt_bias.device)
+        steps = (math.log(2) / half_lives).expm1().log()
+        self.dt_bias.copy_(steps.repeat_interleave(len(self.dt_bias) // heads))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""
