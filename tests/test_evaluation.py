@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from cases import SIZES, every_family, make_model
 from hf_memory.evaluation import (
@@ -176,6 +183,22 @@ def test_a_memory_stays_the_same_size_and_a_cache_grows():
     memory, attention = make_model(case=next(iter(every_family.args[1]))), small_llama()
     assert cache_bytes_after(memory, 5) == cache_bytes_after(memory, 50)
     assert 10 * cache_bytes_after(attention, 5) == cache_bytes_after(attention, 50)
+
+
+def test_models_of_transformers_with_states_of_one_size_are_measured_too():
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 16,
+    }
+    mamba = Mamba2ForCausalLM(Mamba2Config(**sizes, n_groups=1, chunk_size=16)).eval()
+    states = 4 * 16 * 16 + (64 + 2 * 16) * mamba.config.conv_kernel
+    assert cache_bytes_after(mamba, 20) == cache_bytes_after(mamba, 30) == 4 * states
+    (cost,) = cost_by_context(mamba, [20], new_tokens=2)
+    assert cost.cache_bytes == 4 * states
 
 
 def test_costs_are_of_reading_at_once_and_writing_with_a_cache():

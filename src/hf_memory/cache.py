@@ -342,4 +342,5 @@ def state_bytes(cache: Cache) -> int:
 def _tensors(layer) -> list[Tensor]:
     if isinstance(layer, MemoryLayer):
         return list(layer.states.values())
-    return [x for x in (layer.keys, layer.values) if x is not None]
+    held = [getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")]
+    return [x for part in held for x in (part.values() if isinstance(part, dict) else [part]) if x is not None]

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,9 +40,16 @@ def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
 @torch.no_grad()
 def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes that a model's cache holds after it has read one sequence of so many tokens."""
-    cache = DynamicCache(config=model.config)
-    model(torch.zeros(1, num_tokens, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    cache, past = _past(model)
+    model(torch.zeros(1, num_tokens, dtype=torch.long, device=model.device), **past)
     return state_bytes(cache)
+
+
+def _past(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
+    """An empty cache, and how a model is given it; those of Mamba say it otherwise."""
+    cache = DynamicCache(config=model.config)
+    name = "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+    return cache, {name: cache, "use_cache": True}
 
 
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
@@ -96,12 +105,12 @@ def head_dim(config: PreTrainedConfig) -> int:
 def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[int, float, float]:
     """Bytes of the cache after a prefill, its tokens a second, and those of greedy decoding after it."""
     input_ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
-    cache = DynamicCache(config=model.config)
+    cache, past = _past(model)
     start = time.perf_counter()
-    token = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    token = model(input_ids, **past, logits_to_keep=1).logits.argmax(-1)
     token.cpu()  # wait for the device
     read, size = time.perf_counter(), state_bytes(cache)
     for _ in range(new_tokens):
-        token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+        token = model(token, **past).logits.argmax(-1)
     token.cpu()
     return size, context / (read - start), new_tokens / (time.perf_counter() - read)
