@@ -1,7 +1,7 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on stdout:
-greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
+Reads {"engine", "model", "dtype", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on
+stdout: greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
 """
 
 import json
@@ -126,8 +126,14 @@ def vllm(request: dict) -> dict:
     from vllm import LLM, SamplingParams, __version__
 
     longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
-    options = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    llm = LLM(request["model"], max_model_len=longest, max_num_batched_tokens=STEP, max_num_seqs=16, **options)
+    options = {
+        "max_num_batched_tokens": STEP,
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
+    options |= {"dtype": request["dtype"], "max_model_len": longest, "skip_tokenizer_init": True}
+    llm = LLM(request["model"], **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     answers = llm.generate(prompts, SamplingParams(max_tokens=request["new"], **writing), use_tqdm=False)

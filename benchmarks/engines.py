@@ -1,14 +1,15 @@
 """The same model in several engines: greedy tokens against ours, and tokens a second, for students and their teacher.
 
-    make engines                              # builds llama.cpp, mlx-lm and vLLM in .engines, then all below
-    python benchmarks/engines.py --teacher FOLDER --student FOLDER ...     # models of your own
+    make engines                              # builds llama.cpp, mlx-lm and vLLM in .engines, then both tables below
+    python benchmarks/engines.py --build      # the same, from an environment that has hf_memory[test]
+    python benchmarks/engines.py --teacher FOLDER --student FOLDER ...     # models of your own: a third table
 
-Without folders the models are random, of the width of SmolLM2-135M: a Llama, and its students. Gated DeltaNet runs as
-Qwen3.5, pure or with every fourth layer kept (and pinned norms), Mamba-2 as Granite; vLLM runs each also as it is, by
-our plugin, and so GLA and Gated DeltaNet's preset too, which no export covers. Weights are in float32, in which vLLM's
-build for the CPU has no Qwen3.5: its kernel takes bfloat16 alone. vLLM reads 512 tokens a step, of all prompts at once,
-and the longest in chunks. Tokens a second are of one thread's CPU time, after reading contexts of that length.
-Writes benchmarks/results/engines.{json,png}.
+Without folders the models are random. The first table has small ones: each target of an export in each engine that has
+it, and each memory that vLLM runs by our plugin. The second has a Llama of the width of SmolLM2-135M and students of
+it, and counts tokens a second of one thread's CPU time after contexts of some lengths. Gated DeltaNet runs as Qwen3.5
+(with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM reads 512 tokens a step, of all prompts
+at once, and the longest in chunks; its build for the CPU has Qwen3.5 in bfloat16 alone (`--dtype bfloat16`), where
+tokens need not agree. Writes benchmarks/results/engines.{json,png}; rows of other models, engines and tables stay.
 """
 
 import argparse
@@ -16,31 +17,39 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
+import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import matplotlib.pyplot as plt
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_memory import export_model
 from hf_memory.conversion import carry_over, make_student
 from hf_memory.export import find_target
+from hf_memory.export.gguf import LAYOUTS
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 RUNNER = HERE / "engine_runner.py"
-PACKAGES = {  # of each engine's environment; llama-cpp-python is compiled, in ten minutes; vLLM is 2 GB
-    "llama.cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],
-    "MLX": ["mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2"],
-    "vLLM": ["--no-deps", "--requirement", str(HERE / "vllm.txt"), "--editable", str(HERE.parent)],
+FROZEN = HERE / "vllm.txt"
+TORCH = next(line for line in FROZEN.read_text().split() if line.startswith("torch=="))
+INSTALLED = {  # what pip installs into each engine's environment, call by call
+    "llama.cpp": [["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"]],  # compiled: ten minutes
+    "MLX": [["mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2"]],
+    "vLLM": [  # 3 GB
+        ["--no-deps", "--extra-index-url=https://download.pytorch.org/whl/cpu", TORCH],
+        ["--no-deps", f"--requirement={FROZEN}", f"--editable={HERE.parent}"],
+    ],
 }
 CONTEXTS = (1024, 8192, 32768)
+LONGEST = {"MLX": 1024}  # on the CPU mlx-lm reads a gated delta rule token by token
 LENGTHS = (1, 3, 17, 64, 200, 350, 700)  # of random prompts
 TEXTS = (
     "The capital of France is",
@@ -57,6 +66,69 @@ STUDENTS = {  # the family, whether every fourth layer is kept, and options
     "GLA, preset": ("gated", False, {}),
     "Gated DeltaNet, preset": ("deltanet", True, {"gate": "scalar"}),
 }
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,  # so that greedy tokens are not all the same
+    "pad_token_id": 0,
+}
+IN_VLLM = ("granite", "mamba2")  # targets that its build for the CPU has in float32
+HYBRID = {"layer_types": ["memory", "memory", "memory", "full_attention"]}
+SQUARE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+
+
+class Small(NamedTuple):
+    """A small model of each kind: what an export covers, then what vLLM runs by our plugin alone."""
+
+    family: str
+    options: dict
+    target: str = "auto"
+
+
+KINDS = {
+    "Gated DeltaNet": Small("deltanet", {**GATED_DELTANET, **SQUARE}),
+    "Gated DeltaNet, attention": Small("deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID}),
+    "Gated DeltaNet, attention with q/k norm": Small(
+        "deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID, "use_qk_norm": True, "memory_qk_norm": False}
+    ),
+    "DeltaNet": Small("deltanet", {"output_gate": "silu", **SQUARE}),
+    "DeltaNet, negative eigenvalues": Small(
+        "deltanet", {"output_gate": "silu", "allow_negative_eigenvalues": True, "output_norm_eps": 1e-5, **SQUARE}
+    ),
+    "KDA": Small("deltanet", {"gate": "vector", **SQUARE}),
+    "KDA, low-rank gate": Small("deltanet", {"gate": "vector", "output_gate_low_rank_dim": 16, **SQUARE}, "kimi"),
+    "Mamba-2": Small("gated", {"gate": "mamba2"}),
+    "Mamba-2, attention": Small("gated", {"gate": "mamba2", "linear_num_value_heads": 2, **SQUARE, **HYBRID}),
+    "Mamba-2, no MLP": Small("gated", {"gate": "mamba2", "intermediate_size": 0}),
+    "Linear Transformer": Small("linear", {}),
+    "retention": Small("gated", {"gate": "retention"}),
+    "GLA": Small("gated", {}),
+    "GLA, attention": Small("gated", HYBRID),
+    "Gated DeltaNet, preset": Small("deltanet", {"gate": "scalar", "memory_rope": True}),
+    "Titans LMM": Small("titans", {"variant": "lmm"}),
+    "Titans MAG": Small("titans", {"variant": "mag", "sliding_window": 64}),
+    "Titans MAL": Small("titans", {"variant": "mal", "sliding_window": 64}),
+    "Titans MAC": Small("titans", {"variant": "mac", "segment_length": 64}),
+    "a memory beside a window": Small("deltanet", {"gate": "scalar", "attention_window": 32, "num_sink_tokens": 4}),
+}
+
+
+def small_models() -> dict[str, PreTrainedModel]:
+    """One of each kind, with every weight random."""
+    models = {}
+    for name, (family, options, _) in KINDS.items():
+        torch.manual_seed(0)
+        models[name] = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(f"hf_memory_{family}", **{**SMALL, **options})
+        )
+        for parameter in models[name].parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    return models
 
 
 def random_models(layers: int) -> dict[str, PreTrainedModel]:
@@ -109,7 +181,7 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
     writer.close()
 
 
-def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
+def files_of(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Path]:
     """What each engine that has the model reads."""
     if model.config.model_type == "llama":
         model.save_pretrained(folder)
@@ -120,17 +192,24 @@ def files_of(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
         return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder, "vLLM": folder}
     own = folder.with_name("own")
     model.save_pretrained(own)
-    found: dict[str, Path | None] = {"vLLM by our plugin": own}
+    found = {"vLLM by our plugin": own}
     try:
-        target = find_target(model.config)
-    except ValueError:  # no engine has it as an architecture
-        return found
-    faults = target.engines(model.config)
-    file = folder.with_suffix(".gguf") if not faults["llama.cpp"] else None
-    export_model(model, folder, gguf=file)
-    found |= {"transformers": folder, "llama.cpp": file, "MLX": None if faults["MLX"] else folder}
-    found["vLLM"] = folder if target.name == "granite" else None
-    return {name: path for name, path in found.items() if path}
+        found |= exported(model, folder, target)
+    except ValueError as fault:
+        if "no engine has" not in str(fault) and "not exactly one" not in str(fault):
+            raise
+    return found
+
+
+def exported(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Path]:
+    """The same of what an export writes."""
+    found = find_target(model.config, target)
+    faults, file = found.engines(model.config), folder.with_suffix(".gguf")
+    written = found.name in LAYOUTS and not faults["llama.cpp"]
+    export_model(model, folder, found.name, gguf=file if written else None)
+    engines = {"transformers": folder} | ({"llama.cpp": file} if written else {})
+    engines |= {"MLX": folder} if faults.get("MLX", "not there") == "" else {}
+    return engines | ({"vLLM": folder} if found.name in IN_VLLM or model.dtype == torch.bfloat16 else {})
 
 
 def run(engine: str, environment: Path, request: dict) -> dict:
@@ -148,85 +227,148 @@ def run(engine: str, environment: Path, request: dict) -> dict:
 
 
 def build(environments: Path) -> None:
-    """An environment for each engine that has none yet."""
-    for engine, packages in PACKAGES.items():
-        if not (environments / engine).exists():
-            venv.create(environments / engine, with_pip=True)
-            pip = [environments / engine / "bin" / "python", "-m", "pip", "install", "--quiet", *packages]
+    """An environment for each engine, as it is where it was built before from the same packages."""
+    for engine, calls in INSTALLED.items():
+        folder, mark = environments / engine, environments / engine / "installed.json"
+        if mark.exists() and json.loads(mark.read_text()) == calls:
+            print(f"{engine}: {folder} is there", flush=True)
+            continue
+        print(f"{engine}: building {folder}", flush=True)
+        start = time.time()
+        venv.create(folder, with_pip=True)
+        for packages in calls:
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages]
             subprocess.run(pip, check=True, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"})
+        mark.write_text(json.dumps(calls))
+        print(f"{engine}: built in {time.time() - start:.0f} s", flush=True)
 
 
-def measure(name: str, model: PreTrainedModel, prompts, new: int, contexts, environments: Path) -> Iterator[dict]:
-    """One row for each engine."""
+def measure(model: PreTrainedModel, target: str, request: dict, environments: dict[str, Path]) -> Iterator[dict]:
+    """One row for each engine that is there."""
+    prompts, new = request["prompts"], request["new"]
     expected = greedy(model, prompts, new)
+    is_teacher = model.config.model_type == "llama"
+    contexts = [n for n in request["contexts"] if not is_teacher or n <= model.config.max_position_embeddings]
     with tempfile.TemporaryDirectory() as work:
-        for engine, path in files_of(model, Path(work) / "model").items():
-            if engine == "transformers":
-                found = greedy(AutoModelForCausalLM.from_pretrained(path), prompts, new)
-                answer = {"version": transformers.__version__, "tokens": found, "speed": {}}
+        for engine, path in files_of(model, Path(work) / "model", target).items():
+            program = engine.partition(" by ")[0]
+            if program not in environments:
+                continue
+            if program == "transformers":
+                again = AutoModelForCausalLM.from_pretrained(path, dtype=model.dtype)
+                answer = {"version": transformers.__version__, "tokens": greedy(again, prompts, new), "speed": {}}
             else:
-                program = next(name for name in PACKAGES if engine.startswith(name))
-                if not (environments / program).exists():
-                    continue
-                request = {"model": str(path), "prompts": prompts, "new": new, "contexts": contexts}
-                answer = run(program, environments / program, request)
+                timed = [n for n in contexts if n <= LONGEST.get(program, n)]
+                answer = run(program, environments[program], {**request, "model": str(path), "contexts": timed})
             same = sum(a == b for xs, ys in zip(expected, answer.pop("tokens")) for a, b in zip(xs, ys))
-            speed = "  ".join(f"{length}: {x:.1f}" for length, x in answer["speed"].items())
-            print(f"{name:22} {engine:29} same tokens {same}/{new * len(prompts)}  tokens/s {speed}", flush=True)
-            yield {"model": name, "engine": engine, "same": same, "of": new * len(prompts), **answer}
+            yield {"engine": engine, "same": same, "of": new * len(prompts), **answer}
 
 
-def draw(rows: list[dict], file: Path) -> None:
-    """Tokens a second over the context, a picture an engine."""
-    engines = list(dict.fromkeys(row["engine"] for row in rows if row["speed"]))
-    figure, axes = plt.subplots(1, len(engines), figsize=(4.5 * len(engines), 3.4), layout="constrained", squeeze=False)
-    for axis, engine in zip(axes[0], engines):
-        for row in (row for row in rows if row["engine"] == engine):
-            style = "--" if row["model"] == "teacher" else "-"
-            axis.plot(
-                [int(n) for n in row["speed"]], list(row["speed"].values()), style, marker="o", label=row["model"]
-            )
-        axis.set(xscale="log", title=engine, xlabel="context, tokens", ylabel="tokens/s, one thread", ylim=(0, None))
-        lengths = sorted({int(n) for row in rows for n in row["speed"]})
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axis.minorticks_off()
-        axis.legend()
-    figure.savefig(file, dpi=120)
+def said(row: dict) -> str:
+    """A row in a line."""
+    speed = "  ".join(f"{length}: {x:.1f}" for length, x in row["speed"].items())
+    counted = f"same tokens {row['same']}/{row['of']}" + (f"  tokens/s {speed}" if speed else "")
+    return f"{row['model']:40} {row['engine']:20} {counted}"
+
+
+def draw(tables: dict[str, list[dict]], file: Path) -> None:
+    """Tokens a second over the context: tables below each other, a picture an engine."""
+    timed = {name: [row for row in rows if row["speed"]] for name, rows in tables.items()}
+    timed = {name: rows for name, rows in timed.items() if rows}
+    engines = sorted({row["engine"] for rows in timed.values() for row in rows})
+    size = {"figsize": (4.5 * len(engines), 3.4 * len(timed)), "layout": "constrained", "squeeze": False}
+    figure, grid = plt.subplots(len(timed), len(engines), **size)
+    for axes, (table, rows) in zip(grid, timed.items()):
+        for axis, engine in zip(axes, engines):
+            for row in (row for row in rows if row["engine"] == engine):
+                style = "--" if row["model"] == "teacher" else "-"
+                lengths = [int(n) for n in row["speed"]]
+                axis.plot(lengths, row["speed"].values(), style, marker="o", label=row["model"])
+            axis.set(xscale="log", title=f"{engine}, {table}", ylabel="tokens/s, one thread", ylim=(0, None))
+            axis.set_xticks(CONTEXTS, [f"{n:,}" for n in CONTEXTS])
+            axis.minorticks_off()
+            axis.set(xlabel="context, tokens")
+            axis.legend(fontsize="small")
+    figure.savefig(file, dpi=100)
+
+
+def keep(table: str, row: dict) -> None:
+    """Write a row into the results, in place of one of the same model, engine and precision."""
+    file = RESULTS / "engines.json"
+    tables = json.loads(file.read_text()) if file.exists() else {}
+    key = ("model", "engine", "dtype")
+    others = [other for other in tables.get(table, []) if any(other[name] != row[name] for name in key)]
+    tables[table] = [*others, row]
+    file.write_text(json.dumps(tables, indent=1) + "\n")
+    if row["speed"]:
+        draw(tables, file.with_suffix(".png"))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", help="folder; default: random models")
+    parser.add_argument("--student", action="append", default=[], help="folder; may be repeated")
+    parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="build the engines that are not there, with pip: it takes the indexes and wheels that PIP_INDEX_URL, "
+        "PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name, and for vLLM's torch also https://download.pytorch.org/whl/cpu; "
+        "llama.cpp wants a C++ compiler, and takes what CMAKE_BUILD_PARALLEL_LEVEL says of processes",
+    )
+    parser.add_argument(
+        "--engines", nargs="*", default=["transformers", *INSTALLED], choices=["transformers", *INSTALLED]
+    )
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of all models")
+    parser.add_argument("--layers", type=int, default=4, help="of random models of SmolLM2's width")
+    parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
+    parser.add_argument("--prompts", type=int, help="how many; default: all")
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
+    return parser.parse_args()
+
+
+def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, PreTrainedModel], list, list[int]]]:
+    """Name of a table, its models, their prompts, and the contexts after which they are timed."""
+    if arguments.teacher or arguments.student:
+        folders = {"teacher": arguments.teacher} if arguments.teacher else {}
+        folders |= {Path(folder).name: folder for folder in arguments.student}
+        models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
+        tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())))
+        yield "real", models, [tokenizer(text).input_ids for text in TEXTS], arguments.contexts
+        return
+    for table, models, contexts in (
+        ("small", small_models(), []),
+        ("random", random_models(arguments.layers), arguments.contexts),
+    ):
+        yield table, models, [random_prompt(n, models) for n in LENGTHS], contexts
+
+
+def random_prompt(length: int, models: dict[str, PreTrainedModel]) -> list[int]:
+    """Of any token but the first three."""
+    words = next(iter(models.values())).config.vocab_size
+    return torch.randint(3, words, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 def main() -> None:
     """Build what is missing, measure, print, draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--teacher", help="folder; default: random models")
-    parser.add_argument("--student", action="append", default=[], help="folder; may be repeated")
-    parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
-    parser.add_argument("--build", action="store_true", help="build the engines that are not there")
-    parser.add_argument("--layers", type=int, default=8, help="of random models")
-    parser.add_argument("--new", type=int, default=24, help="tokens after each prompt")
-    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
-    arguments = parser.parse_args()
+    arguments = parse()
     if arguments.build:
         build(arguments.environments)
     torch.set_num_threads(1)
-    if arguments.teacher or arguments.student:
-        folders = {"teacher": arguments.teacher} if arguments.teacher else {}
-        folders |= {Path(folder).name: folder for folder in arguments.student}
-        models = {name: AutoModelForCausalLM.from_pretrained(folder).float() for name, folder in folders.items()}
-        tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())))
-        prompts = [tokenizer(text).input_ids for text in TEXTS]
-    else:
-        models = random_models(arguments.layers)
-        prompts = [torch.randint(3, 8192, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": sys.version.split()[0]}
-    sizes = {name: model.num_parameters() for name, model in models.items()}
-    results = {**machine, "dtype": "float32", "threads": 1, "parameters": sizes, "prompts": len(prompts), "rows": []}
+    environments = {name: arguments.environments / name for name in arguments.engines}
+    environments = {name: x for name, x in environments.items() if name == "transformers" or x.exists()}
     RESULTS.mkdir(exist_ok=True)
-    for name, model in models.items():
-        for row in measure(name, model.eval(), prompts, arguments.new, arguments.contexts, arguments.environments):
-            results["rows"].append(row)
-            (RESULTS / "engines.json").write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.contexts:
-        draw(results["rows"], RESULTS / "engines.png")
+    about = {"dtype": arguments.dtype, "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread"}
+    for table, models, prompts, contexts in tables_of(arguments):
+        request = {"prompts": prompts[: arguments.prompts], "new": arguments.new, "contexts": contexts}
+        for name, model in models.items():
+            target = KINDS[name].target if table == "small" else "auto"
+            model = model.eval().to(getattr(torch, arguments.dtype))
+            for row in measure(model, target, request | {"dtype": arguments.dtype}, environments):
+                row = {"model": name, **row, **about, "parameters": model.num_parameters()}
+                keep(table, row)
+                print(said(row), flush=True)
 
 
 if __name__ == "__main__":
