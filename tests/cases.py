@@ -172,6 +172,18 @@ def make_model(case: Case, **options):
     return family_of(case).causal_lm(make_config(case, **options)).eval()
 
 
+def kinds_of_layers(case: Case) -> set:
+    """What tells layers apart: memories of a family that keep other states, and kinds of attention."""
+    config = make_config(case)
+    layers = zip(config.mixer_types, config.state_specs)
+    return {kind if "attention" in kind else (case.model_type, kind, *sorted(spec)) for kind, spec in layers}
+
+
+SEEN = [set().union(*map(kinds_of_layers, CASES[:i])) for i in range(len(CASES))]
+FIRST_OF_KIND = [case for case, seen in zip(CASES, SEEN) if not kinds_of_layers(case) <= seen]
+every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND])
+
+
 def one_layer(case: Case) -> dict:
     """An option of `make_model` for what is asked of each layer alone; none where a case names its two layers."""
     return {} if any(isinstance(x, list) for x in case.options.values()) else {"num_hidden_layers": 1}

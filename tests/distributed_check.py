@@ -1,7 +1,10 @@
-"""Run by torchrun in two processes: a model spread over both gives the logits of one. Prints what differs."""
+"""A model spread over two processes gives the logits of one. Prints what differs."""
 
 import os
+import signal
+import socket
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -9,6 +12,22 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_memory  # noqa: F401  (registers the families)
+
+
+def become_two() -> None:
+    """Go on in two processes, as torchrun starts them but with one import for both; a failure ends both."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.setpgrp()
+    for rank in "01":
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        if not os.fork():
+            return
+    for _ in range(2):
+        if os.wait()[1]:
+            os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def logits(folder, **options):
@@ -20,14 +39,16 @@ def logits(folder, **options):
 
 
 def main() -> None:
-    """Arguments: how to spread (tp_size, fsdp_size or pp_size), then folders of models."""
+    """Arguments: a folder, then a way to spread (tp_size, fsdp_size or pp_size) and a model of the folder each."""
     torch.set_num_threads(1)
-    way, *folders = sys.argv[1:]
-    for folder in folders:
-        expected = logits(folder)
-        difference = logits(folder, distributed_config=DistributedConfig(**{way: 2})) - expected
+    folder, *spread = sys.argv[1:]
+    become_two()
+    for which in spread:
+        way, model = which.split("/")
+        expected = logits(Path(folder, model))
+        difference = logits(Path(folder, model), distributed_config=DistributedConfig(**{way: 2})) - expected
         if os.environ["RANK"] == "0":
-            print(os.path.basename(folder), (difference.abs().max() / expected.abs().max()).item(), flush=True)
+            print(which, (difference.abs().max() / expected.abs().max()).item(), flush=True)
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # without winding down: threads of gloo that still hold tensors then abort the process now and then

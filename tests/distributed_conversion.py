@@ -1,4 +1,4 @@
-"""Run in two processes on the CPU: converts and leaves students in a folder, or is the command line."""
+"""Two processes on the CPU: convert and leave students in a folder, or are the command line."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+from distributed_check import become_two
 from hf_memory import cli
 from hf_memory.conversion import Run, processes
 from test_conversion import convert
@@ -50,6 +51,7 @@ def main() -> None:
         shard_on_the_cpu()
         return cli.app()
     folder = Path(sys.argv[1])
+    become_two()
     convert_and_save("copied", folder)
     shard_on_the_cpu()
     convert_and_save("sharded", folder)

@@ -5,7 +5,7 @@ from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
-from cases import CASES, every_case, make_model, one_layer, random_tokens
+from cases import CASES, every_case, every_kind_of_layer, make_model, one_layer, random_tokens
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -57,7 +57,7 @@ def test_states_of_a_static_cache_are_written_in_place(case):
     assert addresses(cache) == before
 
 
-@every_case
+@every_kind_of_layer
 def test_an_exported_decode_step_equals_eager(case):
     model, tokens = make_model(case, **one_layer(case)), random_tokens(1, 9)
     sample = {"input_ids": tokens[:, 8:], "past_key_values": prefill(model, tokens[:, :8])}

@@ -19,10 +19,17 @@ SHIM = "modeling_hf_memory.py"
 SAVED = ["config.json", "generation_config.json", "model.safetensors", SHIM]
 TOKENS = random_tokens(2, 9)
 FRESH = """
-import sys, torch
+import os, sys, torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 assert "hf_memory" not in sys.modules
 torch.set_num_threads(1)
+for code in {codes!r}:
+    if not os.fork():
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.wait()
+    assert status == 0
 """
 BLOCKED = """
 class Blocker:
@@ -35,9 +42,12 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture
 def run(tmp_path):
-    """Run code in a fresh interpreter with an empty Hugging Face home; the code finds its arguments in sys.argv."""
+    """Run codes in turn, each in a fork of a fresh interpreter that imported transformers alone.
 
-    def run(code: str, *arguments, endpoint: str = "http://127.0.0.1:1") -> str:
+    Its Hugging Face home is empty; codes find their arguments in sys.argv.
+    """
+
+    def run(*codes: str, arguments=(), endpoint: str = "http://127.0.0.1:1") -> str:
         environment = os.environ | {
             "HF_ENDPOINT": endpoint,
             "HF_HOME": str(tmp_path / "home"),
@@ -46,7 +56,7 @@ def run(tmp_path):
             "HF_TOKEN": "hf_dummy",
         }
         environment.pop("HF_HUB_OFFLINE")
-        command = [sys.executable, "-c", code, *map(str, arguments)]
+        command = [sys.executable, "-c", FRESH.format(codes=codes), *map(str, arguments)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
@@ -101,13 +111,7 @@ def test_config_alone_saves_the_shim_too(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
 
 
-def test_every_family_loads_and_saves_without_an_import(run, tmp_path):
-    saved = {case.name: make_model(case) for case in FIRST_OF_FAMILY}
-    saved |= {"sharded": make_model(CASES[0]), "bfloat16": make_model(CASES[0]).bfloat16()}
-    for name, model in saved.items():
-        model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB")
-    torch.save(TOKENS, tmp_path / "tokens")
-    code = """
+LOAD = """
 from transformers.cli.serving import model_manager as server
 for name in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
@@ -121,38 +125,36 @@ for name in sys.argv[1:]:
     import hf_memory
     assert type(model) is getattr(hf_memory, type(model).__name__)
 """
-    run(FRESH + code, *saved)
+GENERATE = """
+from transformers import pipeline
+generator = pipeline("text-generation", model="sharded", trust_remote_code=True)
+print(generator("w5 w9 w7", max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"])
+"""
+FAIL = """
+for trust in (True, False):
+    try:
+        AutoModelForCausalLM.from_pretrained("sharded", trust_remote_code=trust)
+    except (ImportError, ValueError) as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+"""
+
+
+def test_every_family_loads_saves_and_generates_without_an_import_or_says_how_to_install_it(run, tmp_path):
+    saved = {case.name: make_model(case) for case in FIRST_OF_FAMILY}
+    saved |= {"sharded": make_model(CASES[0]), "bfloat16": make_model(CASES[0]).bfloat16()}
+    for name, model in saved.items():
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "sharded" else "5GB")
+    save_tokenizer(tmp_path / "sharded")
+    torch.save(TOKENS, tmp_path / "tokens")
+    generated, missing, untrusted = run(GENERATE, LOAD, BLOCKED + FAIL, arguments=saved).splitlines()
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     for name, model in saved.items():
         torch.testing.assert_close(torch.load(tmp_path / f"{name}-logits"), logits(model), rtol=0, atol=0)
         assert sorted(path.name for path in (tmp_path / f"{name}-again").iterdir()) == SAVED
         for file in ("config.json", SHIM):
             assert (tmp_path / f"{name}-again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
-
-
-def test_pipeline_without_an_import(run, tmp_path):
-    model = make_model(CASES[0])
-    model.save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    code = """
-from transformers import pipeline
-generator = pipeline("text-generation", model="model", trust_remote_code=True)
-print(generator("w5 w9 w7", max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"])
-"""
-    tokens = model.generate(torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
-    assert run(FRESH + code).split() == [f"w{token}" for token in tokens]
-
-
-def test_errors_where_the_package_is_missing_or_not_trusted(run, tmp_path):
-    make_model(CASES[0]).save_pretrained(tmp_path / "model")
-    code = """
-for trust in (True, False):
-    try:
-        AutoModelForCausalLM.from_pretrained("model", trust_remote_code=trust)
-    except (ImportError, ValueError) as error:
-        print(type(error).__name__, str(error).replace("\\n", " "))
-"""
-    missing, untrusted = run(FRESH + BLOCKED + code).splitlines()
+    tokens = saved["sharded"].generate(torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
+    assert generated.split() == [f"w{token}" for token in tokens]
     assert missing == (
         "ImportError This model is made of classes from the package hf-memory, which could not be imported: "
         "No module named 'hf_memory'. Install it with `pip install hf-memory`, or update it with "
@@ -236,13 +238,11 @@ def test_push_and_load_from_the_hub(run, tmp_path):
     model.save_pretrained(tmp_path / "model")
     torch.save(TOKENS, tmp_path / "tokens")
     with hub_server.serve() as hub:
-        run(PUSH, endpoint=hub.url)
-        assert sorted(hub.files("someone/model")) == ["README.md", *SAVED]
-        assert {"config.json", SHIM} <= set(hub.files("someone/config"))
-        run(FRESH + PUSH_AGAIN, endpoint=hub.url)
-        (_, first), (_, second) = hub.repos["someone/model"]
-        assert first == second == hub.files("someone/again")
-        assert not any(file.endswith(".py") for file in hub.files("someone/adapter"))
-        torch.testing.assert_close(torch.load(tmp_path / "logits"), logits(model), rtol=0, atol=0)
-        run(FRESH + LOAD_ADAPTER, endpoint=hub.url)
-        assert hub.unanswered == []
+        run(PUSH, PUSH_AGAIN, LOAD_ADAPTER, endpoint=hub.url)
+    (_, first), (_, second) = hub.repos["someone/model"]
+    assert sorted(first) == ["README.md", *SAVED]
+    assert first == second == hub.files("someone/again")
+    assert {"config.json", SHIM} <= set(hub.files("someone/config"))
+    assert not any(file.endswith(".py") for file in hub.files("someone/adapter"))
+    torch.testing.assert_close(torch.load(tmp_path / "logits"), logits(model), rtol=0, atol=0)
+    assert hub.unanswered == []

@@ -22,6 +22,7 @@ from cases import (
     CASES,
     every_case,
     every_family,
+    every_kind_of_layer,
     every_recurrent_family,
     family_of,
     make_config,
@@ -259,7 +260,7 @@ def test_gradients_flow_through_a_cache(case):
     assert_close(split, model.model.embed_tokens.weight.grad, tolerance=1e-4)
 
 
-@every_case
+@every_kind_of_layer
 @torch.no_grad()
 def test_compiled_forward_is_one_graph_where_a_model_says_so(case):
     model, tokens = make_model(case, **one_layer(case)), random_tokens(2, 5)
@@ -331,45 +332,30 @@ def test_both_or_neither_kind_of_input_is_refused():
         model()
 
 
-def test_import_shadows_no_model_type():
+def test_import_shadows_no_model_type_and_takes_no_kernels():
+    """In a process without Triton, which kernels need."""
     script = """
-import json
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-before = {name: CONFIG_MAPPING[name].__name__ for name in CONFIG_MAPPING.keys()}
-import hf_memory
-after = {name: CONFIG_MAPPING[name].__name__ for name in CONFIG_MAPPING.keys()}
-print(json.dumps([[n for n in before if before[n] != after[n]], sorted(set(after) - set(before))]))
-"""
-    changed, added = json.loads(_run(script))
-    assert not changed
-    assert added == sorted(family.config.model_type for family in hf_memory.FAMILIES)
-
-
-def test_package_works_where_triton_is_absent():
-    script = """
-import sys
+import json, sys
 class NoTriton:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "triton":
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, NoTriton())
 import torch, hf_memory
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 config = hf_memory.LinearTransformerConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                            num_attention_heads=1)
-print(hf_memory.LinearTransformerForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
+finite = hf_memory.LinearTransformerForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item()
+ops = [name for name in sys.modules if name.startswith("hf_memory.ops.")]
+print(json.dumps([finite, ops, sorted(CONFIG_MAPPING._extra_content), list(CONFIG_MAPPING_NAMES)]))
 """
-    assert _run(script) == "True"
-
-
-def test_import_takes_no_triton():
-    script = "import sys, hf_memory; print([name for name in sys.modules if name.startswith('hf_memory.ops.')])"
-    assert "hf_memory.ops.delta_rule.chunk" in (imported := _run(script))
-    assert "kernels" not in imported
-    assert "triton" not in imported
-
-
-def _run(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    finite, ops, added, theirs = json.loads(said)
+    assert finite
+    assert "hf_memory.ops.delta_rule.chunk" in ops
+    assert not [name for name in ops if "kernels" in name or "triton" in name]
+    assert added == sorted(family.config.model_type for family in hf_memory.FAMILIES)
+    assert not {*added} & {*theirs}
 
 
 @every_case

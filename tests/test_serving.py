@@ -57,23 +57,25 @@ def test_a_memory_of_the_model_in_float32_is_one_in_bfloat16(tmp_path):
 ANOTHER_PROCESS = """
 import sys, torch, hf_memory
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-cache = hf_memory.load_memory(sys.argv[2], model)
-text = torch.tensor([list(map(int, sys.argv[3].split()))])
-print(*model.generate(text, past_key_values=cache, max_new_tokens=6, do_sample=False)[0].tolist())
+text = torch.tensor([list(map(int, sys.argv[1].split()))])
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    cache = hf_memory.load_memory(f"{folder}/memory", model)
+    print(*model.generate(text, past_key_values=cache, max_new_tokens=6, do_sample=False)[0].tolist())
 """
 
 
-@pytest.mark.parametrize("case", [CASE["linear-sliding"], CASE["titans-mal"]], ids=lambda case: case.name)
-def test_another_process_goes_on_with_a_memory(case, tmp_path):
-    model, tokens = make_model(case), random_tokens(1, 9)
-    model.save_pretrained(tmp_path / "model")
-    save_memory(read(model, tokens[:, :8]), tmp_path / "memory", model)
-    text = " ".join(map(str, tokens[0].tolist()))
-    command = [sys.executable, "-W", "ignore", "-c", ANOTHER_PROCESS, tmp_path / "model", tmp_path / "memory", text]
+def test_another_process_goes_on_with_a_memory(tmp_path):
+    tokens, expected = random_tokens(1, 9), []
+    folders = [tmp_path / name for name in ("linear-sliding", "titans-mal")]
+    for folder in folders:
+        model = make_model(CASE[folder.name])
+        model.save_pretrained(folder)
+        save_memory(read(model, tokens[:, :8]), folder / "memory", model)
+        expected.append(model.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist())
+    command = [sys.executable, "-W", "ignore", "-c", ANOTHER_PROCESS, " ".join(map(str, tokens[0].tolist())), *folders]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)[0]
-    assert list(map(int, said.split())) == expected.tolist()
+    assert [list(map(int, line.split())) for line in said.splitlines()] == expected
 
 
 @pytest.fixture
@@ -208,8 +210,7 @@ def collect(model, requests, **kwargs):
 
 
 @every_case
-@pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_each_request_gets_what_it_would_get_alone(case, max_batch_size):
+def test_each_request_gets_what_it_would_get_alone(case):
     model = make_model(case)
     lengths = [(5, 7), (9, 2), (2, 12), (7, 1), (4, 6), (11, 3)]
     prompts = [random_tokens(1, length, seed=i) for i, (length, _) in enumerate(lengths)]
@@ -218,7 +219,8 @@ def test_each_request_gets_what_it_would_get_alone(case, max_batch_size):
         model.generate(x, max_new_tokens=new, do_sample=False)[0, x.shape[1] :].tolist()
         for x, (_, new) in zip(prompts, lengths)
     ]
-    assert collect(model, requests, max_batch_size=max_batch_size) == expected
+    for max_batch_size in (1, 3):
+        assert collect(model, requests, max_batch_size=max_batch_size) == expected
 
 
 def test_draws_do_not_depend_on_the_company():
