@@ -109,8 +109,11 @@ def recorded(model, tokens, lengths):
 
 
 @every_case
-@pytest.mark.parametrize("lengths", [[4, 9], [4, 1, 3, 5], [4] + 9 * [1]], ids=["at once", "pieces", "token by token"])
-@pytest.mark.parametrize("n", [0, 3, 9])
+@pytest.mark.parametrize(
+    ("lengths", "n"),
+    [([4, 9], 3), ([4, 9], 9), ([4, 1, 3, 5], 0), ([4, 1, 3, 5], 3), ([4] + 9 * [1], 9)],
+    ids=["a part", "all", "nothing", "a part of a piece", "all tokens one by one"],
+)
 def test_cropped_tokens_were_never_read(case, lengths, n):
     model, tokens, word = make_model(case), random_tokens(2, 13), random_tokens(2, 3, seed=1)
     cache = recorded(model, tokens, lengths)

@@ -10,11 +10,9 @@ from cases import CASES, every_case, every_family, make_model, random_tokens
 NEW = 8
 WAYS = {
     "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.7},
     "beams": {"num_beams": 3},
-    "beam sampling": {"num_beams": 3, "do_sample": True},
-    "several": {"do_sample": True, "num_return_sequences": 3},
-    "beams, several": {"num_beams": 4, "num_return_sequences": 2},
+    "several": {"do_sample": True, "temperature": 0.7, "num_return_sequences": 3},
+    "several of sampled beams": {"do_sample": True, "num_beams": 4, "num_return_sequences": 2},
 }
 
 
@@ -84,7 +82,7 @@ def test_a_conversation_continues_on_its_cache(case):
 @every_case
 def test_prompt_lookup_changes_no_token(case):
     model = make_model(case)
-    for seed in range(4):
+    for seed in range(2):
         part = random_tokens(1, 4, seed=seed)
         tokens = torch.cat([part, random_tokens(1, 2, seed=seed + 50), part], 1)  # a repetition to look up
         assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), generate(model, tokens))
@@ -101,7 +99,7 @@ def test_a_draft_model_changes_no_token(case):
         prompts = random_tokens(50, 6)
         accepted = (model(prompts).logits[:, -1].argmax(-1) == draft(prompts).logits[:, -1].argmax(-1)).sum().item()
     assert 0 < accepted < 50
-    for prompt in prompts[:4, None]:
+    for prompt in prompts[:2, None]:
         assert torch.equal(generate(model, prompt, assistant_model=draft), generate(model, prompt))
 
 

@@ -80,7 +80,7 @@ def test_lora_trains_saves_reloads_merges_and_generates(case, tmp_path):
 def test_every_mixer_learns_the_demos_text(case):
     text = torch.tensor(list("".join(sections())[:20_000].encode()))
     model = make_model(case, vocab_size=256, initializer_range=0.05)
-    losses = train(model, text, Schedule(steps=12, learning_rate=1e-2, batch_size=4, length=64))
+    losses = train(model, text, Schedule(steps=12, learning_rate=1e-2, batch_size=4, length=32))
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
 
 
