@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from cases import CASE, SIZES, make_model
 from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import measure, record, tasks
-from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, hide, hunt
+from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt
 from hf_memory.evaluation.writing import greedy, words_alike
 from test_cli import _wide_console, run  # fixtures
 
@@ -133,7 +133,7 @@ def test_a_needle_is_where_it_should_be(kind, depth):
     tokenizer, text, kind = make_tokenizer(), torch.full((50,), WORDS.index("river")), KINDS[kind]
     prompt, words = hide(tokenizer, text, kind, 400, depth, random.Random(0))
     assert tokenizer.decode(words.answer) == " ".join(words.number)
-    assert len(prompt) + len(words.answer) == 400
+    assert len(prompt) + len(words.answer) + ROOM == 400
     first, opening, question = words.needles[0], len(words.opening), len(words.question)
     hay = prompt[opening : len(prompt) - question]
     start = next(i for i in range(len(hay)) if hay[i : i + len(first)] == first)

@@ -102,7 +102,7 @@ def hunt(
         tokenizer: of the model.
         tokens: [T] of a text to hide them in.
         kind: of needle.
-        length: tokens of prompt and answer.
+        length: tokens of the prompt and of what may be written, so that no more positions are needed.
         samples: how many texts.
         seed: of keys, numbers, and the parts of the text.
         progress: is told of tokens read.
@@ -132,9 +132,9 @@ def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice:
         ValueError: if there is no room for needles and question.
     """
     words = _words(tokenizer, kind, dice)
-    room = length - words.length
+    room = length - words.length - ROOM
     if room < 0:
-        raise ValueError(f"length must be at least {words.length} tokens for these needles, got {length}")
+        raise ValueError(f"length must be at least {length - room} tokens for these needles, got {length}")
     hay = _ids(tokenizer, kind.hay * room)[:room] if kind.hay else _part(tokens, room, dice)
     places = [round(depth * room), *(dice.randint(0, room) for _ in words.needles[1:])]
     for place, needle in sorted(zip(places, words.needles), reverse=True):
