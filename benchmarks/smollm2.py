@@ -50,7 +50,7 @@ BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how
 CONTEXT = 8192  # tokens of the caches
 
 
-def first_recipe() -> tuple[Recipe, int]:
+def best_recipe() -> tuple[Recipe, int]:
     """That of the example, and how many tokens of the text it reads."""
     said = yaml.safe_load(example.RECIPE.read_text(encoding="utf-8"))
     stages = {
@@ -82,9 +82,18 @@ def shorter(recipe: Recipe, thirds: int) -> Recipe:
     return replace(recipe, **{name: x._replace(steps=thirds * x.steps // 3) for name, x in stages.items()})
 
 
-def recipes(first: Recipe) -> dict[str, Recipe]:
+def recipes(best: Recipe) -> dict[str, Recipe]:
     """Name of a row: how its student is made."""
+    first = replace(
+        with_window(64, best),
+        keep="heads:1/10",
+        transfer=best.transfer._replace(steps=24),
+        distillation=best.distillation._replace(steps=36, length=1024),
+    )
     short, quick = shorter(first, 2), shorter(first, 1)
+    few, none, quarter = (replace(quick, keep=keep) for keep in ("heads:1/22", "none", "1/4"))
+    some = replace(short, keep="heads:1/22")
+    bounded = replace(some, options={**first.options, "full_attention_window": 2560})  # its cache does not grow
     whole = replace(
         short,
         keep="1/4",
@@ -92,36 +101,24 @@ def recipes(first: Recipe) -> dict[str, Recipe]:
         transfer=short.transfer._replace(learning_rate=3e-3),
         distillation=short.distillation._replace(memory_factor=5.0),
     )
-    windows = {
+    return {
+        "1/11 of heads, window 192, 2,048 tokens": best,
+        "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
+        "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="heads:1/10")),
         "1/10 of heads": first,
-        "1/22 of heads": replace(quick, keep="heads:1/22"),
-        "no full head": replace(quick, keep="none"),
-    }
-    rows = {}
-    for name, recipe in windows.items():
-        rows |= {name: recipe, f"{name}, no memory": without_memory(recipe)}
-    wide = replace(
-        with_window(128, first),
-        transfer=first.transfer._replace(steps=16),
-        distillation=first.distillation._replace(steps=22, length=2048),
-    )
-    short_of_heads = replace(short, keep="heads:1/22")
-    bounded = replace(short_of_heads, options={**first.options, "full_attention_window": 2560})  # does not grow
-    quarter = replace(quick, keep="1/4")
-    for name in ("1/10 of heads", "no full head"):
-        rows[f"{name}, window 128, no memory"] = with_window(128, without_memory(windows[name]))
-    return rows | {
-        "1/10 of heads, window 128, 2,048 tokens": wide,
-        "1/11 of heads, window 192, 2,048 tokens": with_window(192, replace(wide, keep="heads:1/11")),
-        "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(  # as many bytes
-            259, without_memory(replace(wide, keep="heads:1/11"))
-        ),
-        "1/22 of heads, window 128, no memory": with_window(128, without_memory(short_of_heads)),
+        "1/10 of heads, no memory": without_memory(first),
+        "1/10 of heads, window 128, no memory": with_window(128, without_memory(first)),
+        "1/22 of heads": few,
+        "1/22 of heads, no memory": without_memory(few),
+        "1/22 of heads, window 128, no memory": with_window(128, without_memory(some)),
         "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(bounded)),
+        "no full head": none,
+        "no full head, no memory": without_memory(none),
+        "no full head, window 128, no memory": with_window(128, without_memory(none)),
         "1/4 of layers": whole,
+        "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
-        "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
@@ -155,8 +152,8 @@ def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens:
     folder.mkdir(parents=True, exist_ok=True)
     if not student.exists():
         clock = Stopwatch(watch)
-        # the example goes on from the first row's checkpoints
-        checkpoints = WORK / "checkpoints" if recipe == first_recipe()[0] else folder / "checkpoints"
+        # the example goes on from these checkpoints
+        checkpoints = WORK / "checkpoints" if recipe == best_recipe()[0] else folder / "checkpoints"
         made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), Run(checkpoints, report=clock.tell))
         watch.write_text(str(clock.seconds))
         partial = folder / "student.partial"
@@ -244,7 +241,7 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     file, text = example.fetch_teacher(), example.fetch_text()
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
-    first, most = first_recipe()
+    best, most = best_recipe()
     tokens = read_tokens([text], tokenizer, limit=most)
     tokens, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
@@ -255,7 +252,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    rows = recipes(first)
+    rows = recipes(best)
     for name in sys.argv[1:] or rows:
         if name in known.get("rows", {}):
             continue

@@ -73,7 +73,10 @@ def main() -> None:
     logging.disable_progress_bar()
     file = smollm2.example.fetch_teacher()
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
-    kinds, recipe = texts(teacher, tokenizer), smollm2.shorter(smollm2.first_recipe()[0], 1)
+    kinds, recipe = (
+        texts(teacher, tokenizer),
+        smollm2.recipes(smollm2.best_recipe()[0])["1/10 of heads, a third of the tokens"],
+    )
     held_out = {kind: held for kind, (_, held) in kinds.items()}
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
     for name, (tokens, _) in kinds.items():
