@@ -125,7 +125,8 @@ def full_attention(
     before = past.keys.shape[1] - q.shape[1]
     for i in range(0, q.shape[1], BLOCK):
         block = slice(i, i + BLOCK)
-        near = slice(0 if window is None else max(0, i + before - window + 1), before + i + BLOCK)
+        end = before + i + BLOCK if i + BLOCK < q.shape[1] else None  # torch.compile takes a growing bound for a number
+        near = slice(0 if window is None else max(0, i + before - window + 1), end)
         blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
         parts.append(softmax_attention(blocks, scaling, softcap))
     return _joined(parts, 1)
