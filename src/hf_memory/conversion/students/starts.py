@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.mixers.base import MemoryMixer
+from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -68,7 +69,8 @@ def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
 def start_open(student: MemoryForCausalLM, half_life: int) -> None:
     """Let through what comes: convolutions pass the present token, gates are half open, and decay is slow.
 
-    A memory without positions tells near from far by its decay alone, so there each head forgets at its own pace.
+    A memory without positions tells near from far by its decay alone, so there each head forgets at its own pace where
+    its decay has a bias for that.
 
     Args:
         student: its new weights are set, in place.
@@ -77,8 +79,9 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
     for module in student.modules():
         if hasattr(module, "start_open"):
             module.start_open(half_life)  # type: ignore[operator]
-        if isinstance(module, MemoryMixer) and not module.sees_positions and hasattr(module, "decay"):
-            module.decay.spread(half_life)  # type: ignore[operator, union-attr]
+        if isinstance(module, MemoryMixer) and not module.sees_positions:
+            for decay in (x for x in module.children() if isinstance(x, SoftplusDecay)):
+                decay.spread(half_life)
 
 
 @torch.no_grad()
