@@ -26,7 +26,7 @@ from hf_memory.evaluation.tasks import WINDOW
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
 ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
-SETTINGS = ("samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # that figures depend on
+SETTINGS = ("lengths", "samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # that figures depend on
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
