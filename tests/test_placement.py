@@ -145,12 +145,12 @@ def test_heads_that_retrieve_most_are_found():
 @pytest.mark.parametrize(("to", "longest"), [("linear", None), ("gated", 9), ("deltanet", None)])
 def test_a_fraction_of_the_heads_keeps_everything(to, longest):
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    kept = {"attention_window": 6, "num_memory_slots": 4, "full_attention_window": longest}
+    kept = {"attention_window": 6, "full_attention_window": longest}
     made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
     config = made.student.config
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert sum(map(len, config.full_attention_heads)) == heads // 4
-    assert (config.attention_window, config.num_sink_tokens) == (6, 4)
+    assert (config.attention_window, config.num_sink_tokens, config.window_memory) == (6, 4, False)
     assert (bytes_per_token(config) == 0) is (longest is not None)
     best = rank_heads(teacher, tokens)[0]
     assert best.head in config.full_attention_heads[best.layer]

@@ -28,7 +28,10 @@ from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # of a number in float32
-WINDOW = 64  # tokens that heads see that do not keep everything, where a recipe does not say
+BESIDE = {
+    "attention_window": 128,
+    "window_memory": False,
+}  # of heads that do not keep everything: README, A real teacher
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
 
 def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
     """A student's config whose layers keep these heads, and a window in the others."""
-    options = {"attention_window": WINDOW, **recipe.options}
+    options = {**BESIDE, **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     return student_config(teacher, str(recipe.to), (), options)
 
