@@ -54,8 +54,8 @@ class Recipe:
             `"auto"` these are the quarter of the layers that recall needs most, an eighth with `"auto:1/8"`. To find
             them, a student without attention goes through attention transfer first; see `rank_layers`. With
             `"heads:1/10"` no layer keeps its attention, but a tenth of all key-value heads keep all their keys and
-            values, those that retrieve most in the teacher; see `rank_heads`. The others have a window of 128 tokens, or
-            what `options` say: another window, and with `window_memory=True` a memory of what has left it.
+            values, those that retrieve most in the teacher; see `rank_heads`. The others have a window of 128 tokens,
+            or what `options` say: another window, and with `window_memory=True` a memory of what has left it.
         options: of the family's config, such as `gate`; what they leave open is the teacher's or a preset.
         transfer: of attention transfer. A schedule of no steps leaves a stage out. So does a student that is its
             teacher before any training: it has nothing to learn from attention.
