@@ -201,10 +201,8 @@ def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
         for weight in rounded.parameters():
             weight.copy_((weight * 8).round() / 8)
     made = convert(whole, tokens(), to="gated", keep="auto:1/2", transfer=NONE, distillation=NONE, quantized=rounded)
-    fitted = {
-        f"model.layers.{i}.mixer.o_proj.weight"
-        for i in [i for i, kind in enumerate(made.student.config.layer_types) if kind == "memory"]
-    }
+    kinds = enumerate(made.student.config.layer_types)
+    fitted = {f"model.layers.{i}.mixer.o_proj.weight" for i, kind in kinds if kind == "memory"}
     for name, names in made.weights.used.items():
         assert torch.equal(whole.state_dict()[name], made.student.state_dict()[names[0]]) or names[0] in fitted
     learned = convert(whole, tokens(), to="gated", transfer=FEW, distillation=FEW, quantized=rounded).student

@@ -28,10 +28,7 @@ from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # of a number in float32
-BESIDE = {
-    "attention_window": 128,
-    "window_memory": False,
-}  # of heads that do not keep everything: README, A real teacher
+BESIDE = {"attention_window": 128, "window_memory": False}  # full heads, unless a recipe says otherwise
 
 
 @dataclass(frozen=True)

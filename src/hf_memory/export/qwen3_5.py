@@ -58,14 +58,13 @@ def options(config: DeltaNetConfig) -> dict:
     """Arguments of Qwen3_5TextConfig."""
     query_heads, _, _, K, V = config.memory_heads
     D = head_dim(config)
-    rotating = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
     return {
         **shared_options(config),
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
         "head_dim": D,
         "attention_bias": is_pinned(config),
-        "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": rotating / D},
+        "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": config.rotary_dim / D},
         "linear_num_key_heads": query_heads,
         "linear_num_value_heads": output_heads(config),
         "linear_key_head_dim": K,

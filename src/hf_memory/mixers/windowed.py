@@ -19,6 +19,8 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import after, columns, last, present, take
 from hf_memory.ops.masks import Tokens, older, sinks
 
+KEPT = ("keys", "values", "sink_keys", "sink_values")  # states of heads with a window
+
 
 class Past(NamedTuple):
     """What some heads can see of the tokens before and of the present ones, and the states that keep it."""
@@ -175,9 +177,6 @@ class WindowedMixer(MemoryMixer):
             keys, kept["slot_angles"] = Positions.of_halves(angles[:, :T]).turn(keys), last(angles, lengths, W)
         is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay in sight
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), kept
-
-
-KEPT = ("keys", "values", "sink_keys", "sink_values")  # of heads with a window
 
 
 def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:

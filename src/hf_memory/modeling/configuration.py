@@ -161,12 +161,18 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
         return self.use_qk_norm
 
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate, where any do."""
+        head_dim: Any = self.head_dim
+        rope: Any = self.rope_parameters
+        return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+
     def rotating_channels(self, layer_idx: int) -> int:
         """Channels of a head that a layer rotates by position."""
         if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
             return 0
-        rope: Any = self.rope_parameters
-        return int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return self.rotary_dim
 
     def near(self, tokens: int) -> Mask:
         """What attention beside a memory, and heads with a window, see of the last tokens."""

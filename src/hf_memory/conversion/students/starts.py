@@ -69,8 +69,8 @@ def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
 def start_open(student: MemoryForCausalLM, half_life: int) -> None:
     """Let through what comes: convolutions pass the present token, gates are half open, and decay is slow.
 
-    A memory without positions tells near from far by its decay alone, so there each head forgets at its own pace where
-    its decay has a bias for that.
+    A memory without positions tells near from far by its decay alone, so there each head forgets at its own pace, if
+    its decay is a softplus.
 
     Args:
         student: its new weights are set, in place.

@@ -13,6 +13,8 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.modeling.configuration import MemoryConfig
 
+ELSEWHERE = "generate and serve of transformers run it, and hf_memory.generate_stream does for many texts at once"
+
 
 def check(config: MemoryConfig) -> None:
     """Raise ValueError unless vLLM has a place for all that the model keeps of a sequence."""
@@ -21,15 +23,13 @@ def check(config: MemoryConfig) -> None:
         if growing and config.mixer_class(i) is not AttentionMixer:
             raise ValueError(
                 "vLLM has a place for states of fixed size, and for keys and values of attention alone: layer "
-                f"{i} of {config.model_type} keeps {' and '.join(growing)} of every token. generate and serve of "
-                "transformers run it, and hf_memory.generate_stream does for many texts at once"
+                f"{i} of {config.model_type} keeps {' and '.join(growing)} of every token. {ELSEWHERE}"
             )
     kept = [config.state_specs[i] for i in memory_layers(config)]
     if any(spec != kept[0] for spec in kept):
         raise ValueError(
             "vLLM has pages of one size for all memory layers: full_attention_heads must be as many in each layer, got "
-            f"{config.full_attention_heads}. generate and serve of transformers run it, and hf_memory.generate_stream "
-            "does for many texts at once"
+            f"{config.full_attention_heads}. {ELSEWHERE}"
         )
 
 
