@@ -76,10 +76,10 @@ def with_window(tokens: int, recipe: Recipe) -> Recipe:
     return replace(recipe, options={**recipe.options, "attention_window": tokens})
 
 
-def shorter(recipe: Recipe, thirds: int) -> Recipe:
-    """For so many thirds of the tokens."""
+def times(factor: float, recipe: Recipe) -> Recipe:
+    """For so many times the tokens."""
     stages = {name: getattr(recipe, name) for name in ("transfer", "distillation")}
-    return replace(recipe, **{name: x._replace(steps=thirds * x.steps // 3) for name, x in stages.items()})
+    return replace(recipe, **{name: x._replace(steps=round(factor * x.steps)) for name, x in stages.items()})
 
 
 def recipes(best: Recipe) -> dict[str, Recipe]:
@@ -90,10 +90,12 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         transfer=best.transfer._replace(steps=24),
         distillation=best.distillation._replace(steps=36, length=1024),
     )
-    short, quick = shorter(first, 2), shorter(first, 1)
-    few, none, quarter = (replace(quick, keep=keep) for keep in ("heads:1/22", "none", "1/4"))
-    some = replace(short, keep="heads:1/22")
-    bounded = replace(some, options={**first.options, "full_attention_window": 2560})  # its cache does not grow
+    short, quick = times(2 / 3, first), times(1 / 3, first)
+    none, quarter = (replace(quick, keep=keep) for keep in ("none", "1/4"))
+    few = with_window(64, replace(best, keep="heads:1/22"))
+    bounded = {"full_attention_window": 2560}  # a cache that does not grow
+    four = replace(short, keep="heads:1/22", options={**first.options, **bounded})
+    three = replace(best, keep="heads:1/30", options={**best.options, **bounded})
     whole = replace(
         short,
         keep="1/4",
@@ -108,21 +110,23 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/10 of heads": first,
         "1/10 of heads, no memory": without_memory(first),
         "1/10 of heads, window 128, no memory": with_window(128, without_memory(first)),
-        "1/22 of heads": few,
-        "1/22 of heads, no memory": without_memory(few),
-        "1/22 of heads, window 128, no memory": with_window(128, without_memory(some)),
-        "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(bounded)),
+        "1/22 of heads": replace(quick, keep="heads:1/22"),
+        "1/22 of heads, 2,048 tokens": few,
+        "1/22 of heads, window 110, 2,048 tokens, no memory": with_window(110, without_memory(few)),  # as many bytes
+        "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(four)),
+        "1/30 of heads for 2,560 tokens, window 76, 2,048 tokens, no memory": with_window(76, without_memory(three)),
         "no full head": none,
         "no full head, no memory": without_memory(none),
         "no full head, window 128, no memory": with_window(128, without_memory(none)),
         "1/4 of layers": whole,
+        "1/4 of layers, 4 times the tokens": times(4, whole),
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
-        "1/10 of heads, start alone": shorter(first, 0),
+        "1/10 of heads, start alone": times(0, first),
         "1/10 of heads, transfer alone": replace(first, distillation=first.distillation._replace(steps=0)),
     }
 
