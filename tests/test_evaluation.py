@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -201,14 +203,12 @@ def test_models_of_transformers_with_states_of_one_size_are_measured_too():
     assert cost.cache_bytes == 4 * states
 
 
-def test_costs_are_of_reading_at_once_and_writing_with_a_cache():
-    model, lengths = small_llama(), []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    (cost,) = cost_by_context(model, [4], new_tokens=3)
+def test_costs_are_of_reading_at_once_and_writing_with_a_cache_within_the_positions_of_a_model():
+    model, lengths = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64, n_positions=7)).eval(), []
+    model.register_forward_pre_hook(lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True)
+    (cost,) = cost_by_context(model, [7], new_tokens=3)
     assert min(cost.reading, cost.writing) > 0
-    assert cost.cache_bytes == cache_bytes_after(model, 4)
+    assert cost.cache_bytes == cache_bytes_after(model, 7)
     assert lengths[:12] == 3 * [4, 1, 1, 1]
 
 

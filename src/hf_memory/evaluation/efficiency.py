@@ -22,13 +22,13 @@ class Cost:
     """What one sequence of `context` tokens costs."""
 
     context: int
-    cache_bytes: int  # once it is read
-    reading: float  # tokens a second, all at once
-    writing: float  # tokens a second, one by one, once it is read
+    cache_bytes: int  # of all of them
+    reading: float  # tokens a second, all but the last at once
+    writing: float  # tokens a second, the last one by one
 
 
 def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_tokens: int = 16) -> tuple[Cost, ...]:
-    """Speed and memory of a model at several lengths; one sequence, the best of three runs."""
+    """Speed and memory of a model at several lengths, of which it writes the last tokens; the best of three runs."""
     return tuple(_cost(model, context, new_tokens) for context in contexts)
 
 
@@ -103,14 +103,16 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 @torch.no_grad()
 def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[int, float, float]:
-    """Bytes of the cache after a prefill, its tokens a second, and those of greedy decoding after it."""
-    input_ids = torch.arange(context, device=model.device)[None] % model.config.vocab_size
+    """Bytes of the cache in the end, tokens a second of a prefill, and those of greedy decoding after it."""
+    new_tokens = min(new_tokens, context - 1)
+    prompt = context - new_tokens  # some models have positions for `context` tokens and no more
+    input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
     cache, past = _past(model)
     start = time.perf_counter()
     token = model(input_ids, **past, logits_to_keep=1).logits.argmax(-1)
     token.cpu()  # wait for the device
-    read, size = time.perf_counter(), state_bytes(cache)
+    read = time.perf_counter()
     for _ in range(new_tokens):
         token = model(token, **past).logits.argmax(-1)
     token.cpu()
-    return size, context / (read - start), new_tokens / (time.perf_counter() - read)
+    return state_bytes(cache), prompt / (read - start), new_tokens / (time.perf_counter() - read)
