@@ -19,7 +19,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -165,10 +165,11 @@ def show(what: str, row: dict[str, dict[str, float]]) -> None:
     print(f"{what:30}{line}", flush=True)
 
 
-def by_context(models: dict[str, PreTrainedModel], rounds: int) -> dict[int, dict]:
+@torch.no_grad()
+def by_context(models: dict[str, PreTrainedModel], rounds: int, contexts: Sequence[int] = LONG) -> dict[int, dict]:
     """What a token costs and what the cache holds at long contexts."""
     token, found = torch.ones(1, 1, dtype=torch.long, device=DEVICE), {}
-    for context in LONG:
+    for context in contexts:
         caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
         steps = {n: partial(m, token, past_key_values=caches[n]) for n, m in models.items()}
         found[context] = in_turn(steps, rounds, 3)

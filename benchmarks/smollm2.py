@@ -6,7 +6,8 @@
 Teacher and text are those of examples/smollm2.py, and the first row is its student (recipes/smollm2.yaml); a twin
 without memory spends the tokens of transfer on distillation. Of the text a tenth is held out. Perplexity, KL and
 agreement are of 12 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading
-of 256 tokens after 512 (four passages) or 2,048 others (three); bytes are of caches in float32. Writes
+of 256 tokens after 512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is
+CPU time of one thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
 benchmarks/results/smollm2.{json,png}.
 """
 
@@ -29,6 +30,7 @@ sys.path.append(str(ROOT))  # for examples
 
 from examples import smollm2 as example  # noqa: E402
 
+from decode import by_context  # noqa: E402
 from hf_memory.conversion import (  # noqa: E402
     SERVABLE,
     Recipe,
@@ -48,6 +50,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 WORK = ROOT / "runs" / "smollm2"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
+DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
 def best_recipe() -> tuple[Recipe, int]:
@@ -174,6 +177,22 @@ def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
     }
 
 
+def decoding(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, dict[str, float]]:
+    """By context: tokens that one thread writes in a second of its time, and how much of the teacher's time one takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    taken = by_context({"Llama": teacher, "student": student}, rounds=3, contexts=DECODED)
+    torch.set_num_threads(threads)
+    return {
+        str(context): {
+            "teacher's tokens/s": 1e3 / row["Llama"]["ms"],
+            "tokens/s": 1e3 / row["student"]["ms"],
+            "time / teacher": row["student"]["ratio"],
+        }
+        for context, row in taken.items()
+    }
+
+
 def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
     """All columns of a row that are of the student alone."""
     like = agreement(student, teacher, held_out, length=1024, batch_size=1, max_tokens=12 * 1024)
@@ -184,6 +203,7 @@ def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tenso
         **{f"recall kept after {gap}": gain / gains[gap] for gap, gain in recall(student, held_out).items()},
         "cache at 8k / teacher": cache_bytes(student.config, CONTEXT) / cache_bytes(teacher.config, CONTEXT),
         "bytes a token of context": bytes_per_token(student.config),
+        "decoding": decoding(student, teacher),
     }
 
 
