@@ -178,7 +178,7 @@ def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
 
 
 def decoding(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, dict[str, float]]:
-    """By context: tokens that one thread writes in a second of its time, and how much of the teacher's time one takes."""
+    """By context: tokens that one thread writes in a second of its time, and the part of the teacher's time that is."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     taken = by_context({"Llama": teacher, "student": student}, rounds=3, contexts=DECODED)
