@@ -129,8 +129,14 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
+        "1/10 of heads, a third of the tokens, transfer alone": replace(
+            quick, transfer=quick.transfer._replace(steps=20), distillation=quick.distillation._replace(steps=0)
+        ),
+        "1/10 of heads, a third of the tokens, distillation alone": replace(
+            quick, transfer=quick.transfer._replace(steps=0), distillation=quick.distillation._replace(steps=20)
+        ),
+        "1/10 of heads, a third of the tokens, half of the loss the text's": replace(quick, cross_entropy=0.5),
         "1/10 of heads, start alone": times(0, first),
-        "1/10 of heads, transfer alone": replace(first, distillation=first.distillation._replace(steps=0)),
     }
 
 
