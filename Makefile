@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo smollm2 test check bench engines
+.PHONY: demo smollm2 test check bench claims engines
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -31,6 +31,9 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/titans.py speed
 	$(BIN)/python benchmarks/deltaformer_memory.py
 	$(BIN)/python benchmarks/decode.py
+
+claims: $(INSTALLED)  ## does each memory do what its paper claims? Says first how long it takes; goes on where it was stopped
+	$(BIN)/python benchmarks/claims
 
 engines: $(INSTALLED)  ## our models in llama.cpp, mlx-lm and vLLM, which are built first: twenty minutes, 3 GB
 	$(BIN)/python benchmarks/engines.py --build

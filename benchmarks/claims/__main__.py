@@ -1,0 +1,49 @@
+"""Run the claims, or those that are named, and write their page; each goes on where it was stopped.
+
+python benchmarks/claims                 # all
+python benchmarks/claims parity cost
+python benchmarks/claims --page          # nothing but the page, from what is finished
+"""
+
+import sys
+
+import ablation
+import cost
+import forgetting
+import interference
+import length
+import parity
+import recall
+import swaps
+from claim import write
+from page import texts
+
+CLAIMS = {
+    module.CLAIM.name: module.CLAIM
+    for module in (interference, forgetting, cost, parity, recall, swaps, length, ablation)
+}
+
+
+def main() -> None:
+    """Say how long it takes, then run."""
+    names = [name for name in sys.argv[1:] if name != "--page"]
+    if unknown := set(names) - set(CLAIMS):
+        sys.exit(f"claims must be among {', '.join(CLAIMS)}, got {', '.join(sorted(unknown))}")
+    chosen = [] if "--page" in sys.argv else [CLAIMS[name] for name in names or CLAIMS]
+    left = {claim.name: claim.minutes_left(claim.rows()) for claim in chosen}
+    print("minutes of CPU time left: " + ", ".join(f"{name} {x:.1f}" for name, x in left.items()), flush=True)
+    for claim in chosen:
+        rows = claim.go_on()
+        print(f"{claim.name}: {': '.join(claim.verdict(rows))}", flush=True)
+        write_page()
+    write_page()
+
+
+def write_page() -> None:
+    """And the table in README."""
+    for file, text in texts(CLAIMS.values()).items():
+        write(file, text)
+
+
+if __name__ == "__main__":
+    main()

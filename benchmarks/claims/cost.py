@@ -1,0 +1,123 @@
+"""What a context costs, by its length.
+
+**Claim.** Reading T tokens takes softmax attention time in T^2 and DeltaFormer too; a recurrent memory takes time in T,
+and what it keeps, and the time of a further token, do not depend on T (Katharopoulos et al.,
+https://arxiv.org/abs/2006.16236; every family's paper says so of its own).
+
+**Setting.** One layer of width 64 with one head; one sequence of 2,048 to 16,384 tokens, the best of three of CPU time
+for reading it, of 16 tokens after it for writing, and bytes of the cache. The exponent is the slope of the logarithms
+from 4,096 tokens on. Log-linear attention is not part of this package.
+
+**Expected.** Exponents of time: 1 for memories, towards 2 for attention and DeltaFormer (projections and the
+feed-forward layer are linear); of bytes: 0 and 1.
+"""
+
+import math
+import time
+from statistics import linear_regression
+
+import torch
+from matplotlib import colormaps
+from transformers import DynamicCache
+
+from claim import Claim, Rows
+from hf_memory.cache import state_bytes
+from learning import MODELS, make
+
+LENGTHS, NEW = (2048, 4096, 8192, 16384), 16
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 32768,
+}
+OTHER = "transformers' Mamba-2"  # in PyTorch, without its kernels: what it multiplies grows with the square of chunks
+GROWING = ("softmax attention", "DeltaFormer")
+
+
+def plan(rows: Rows):
+    """A model a length, short ones first."""
+    return ({"model": model, "tokens": tokens} for tokens in LENGTHS for model in MODELS)
+
+
+@torch.no_grad()
+def measure(*, model: str, tokens: int) -> dict:
+    """Seconds of CPU time and bytes of one sequence."""
+    torch.manual_seed(0)
+    reader = make(model, SIZES).eval()
+    text = torch.randint(SIZES["vocab_size"], (1, tokens))
+    reading, writing, size = zip(*(costs(reader, text) for _ in range(3)))
+    return {"read": min(reading), "write": min(writing), "bytes": size[0]}
+
+
+def costs(model, text: torch.Tensor) -> tuple[float, float, int]:
+    """Seconds of reading a text and of a token after it, and bytes of what is kept of it."""
+    cache = DynamicCache(config=model.config)
+    past = {"cache_params" if model.config.model_type == "mamba2" else "past_key_values": cache, "use_cache": True}
+    start = time.process_time()
+    model(text, **past, logits_to_keep=1)
+    read, size = time.process_time(), state_bytes(cache)
+    for _ in range(NEW):
+        model(text[:, :1], **past)
+    return read - start, (time.process_time() - read) / NEW, size
+
+
+def exponent(rows: Rows, model: str, key: str) -> float:
+    """The slope of the logarithm over that of the length, by least squares."""
+    mine = [row for row in rows if row["model"] == model and row["tokens"] >= 4096]
+    return linear_regression(*([math.log(row[name]) for row in mine] for name in ("tokens", key))).slope
+
+
+def table(rows: Rows) -> Rows:
+    """Exponents, and what the longest context costs."""
+    longest = {row["model"]: row for row in rows if row["tokens"] == LENGTHS[-1]}
+    return [
+        {
+            "model": model,
+            "exponent of reading": f"{exponent(rows, model, 'read'):.2f}",
+            "of a further token": f"{exponent(rows, model, 'write'):.2f}",
+            "of bytes": f"{exponent(rows, model, 'bytes'):.2f}",
+            f"seconds to read {LENGTHS[-1]}": f"{row['read']:.2f}",
+            "ms a further token": f"{1000 * row['write']:.2f}",
+            "kB of cache": round(row["bytes"] / 1000),
+        }
+        for model, row in longest.items()
+    ]
+
+
+def draw(rows: Rows, figure) -> None:
+    """Reading, writing and bytes over the length."""
+    figure.set_size_inches(13, 4)
+    labels = {"read": "seconds to read", "write": "seconds a further token", "bytes": "bytes of cache"}
+    for axes, (key, label) in zip(figure.subplots(1, 3), labels.items()):
+        for model, color in zip(MODELS, colormaps["tab20"].colors):
+            mine = [row for row in rows if row["model"] == model]
+            style = {"marker": "s" if model in GROWING else ".", "color": color, "label": model}
+            axes.plot([row["tokens"] for row in mine], [row[key] for row in mine], **style)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="tokens", ylabel=label)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Exponents of reading and of bytes."""
+    reading, size = ({model: exponent(rows, model, key) for model in MODELS} for key in ("read", "bytes"))
+    reference = reading.pop(OTHER)
+    fits = {m: 1.4 < x < 2.2 if m in GROWING else 0.75 < x < 1.25 for m, x in reading.items()}
+    off = [f"reading with {m}: {reading[m]:.2f}" for m, fit in fits.items() if not fit]
+    off += [f"bytes of {m}: {x:.2f}" for m, x in size.items() if abs(x - (m in GROWING)) > 0.02]
+    said = ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING) + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
+    memories = [x for m, x in reading.items() if m not in GROWING]
+    return (
+        ("differently", "; ".join(off))
+        if off
+        else (
+            "reproduced",
+            f"exponents of reading: {said}, memories {min(memories):.2f} to {max(memories):.2f}; of bytes: 1 and 0",
+        )
+    )
+
+
+CLAIM = Claim("cost", "Time and memory by length", __doc__, 4, plan, measure, table, draw, verdict)

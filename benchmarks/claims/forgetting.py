@@ -1,0 +1,134 @@
+"""How long memories remember what they have read, by their gates as they start, without training.
+
+**Claim.** A plain memory never forgets; a gate gives it a horizon. Retention's head h keeps 1 - 2^(-5 - h) a token, so
+its half lives are 22, 44, 88 ... tokens (Sun et al., https://arxiv.org/abs/2307.08621). The sigmoid gates of GLA and
+gated retention have a temperature of 16, which at their start makes 16 tokens (https://arxiv.org/abs/2312.06635). The
+gates of Mamba-2, Gated DeltaNet and KDA, -A softplus(W x + b) with A in (1, 16) and steps in (0.001, 0.1), spread from
+one token to 693 (https://arxiv.org/abs/2405.21060).
+
+**Setting.** Models of 8 heads at their start read random tokens; their own gates then run the op over one pair and
+2,048 empty tokens. A half life is how long the pair's answer is above half of what was written; three seeds. Then, with
+one half life a memory of key size 64 reads 256 random pairs: how often is a value recalled, by its age in pairs?
+
+**Expected.** The half lives above; recall of pairs within some half lives alone, and there better than without a gate,
+since what is forgotten does not interfere.
+"""
+
+from statistics import mean, median
+
+import torch
+from torch.nn import functional as F
+
+from claim import Claim, Rows
+from hf_memory.ops import delta_rule, linear_attention
+from interference import recalled
+from learning import make
+
+SEEDS, FAR, PAIRS, D = 3, 2048, 256, 64
+SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
+GATES = ("retention", "gated retention", "GLA", "Mamba-2", "Gated DeltaNet", "KDA")
+HALF_LIVES = (None, 256, 64, 16)  # of the second part, in pairs
+RETENTION = [22, 44, 88, 177, 355, 709, 1419, 2839]
+
+
+def plan(rows: Rows):
+    """A model a gate and a seed, then recall by age."""
+    for seed in range(SEEDS):
+        yield from ({"gate": gate, "seed": seed} for gate in GATES)
+        yield from ({"half_life": half_life, "seed": seed} for half_life in HALF_LIVES)
+
+
+def measure(*, seed: int, gate: str | None = None, half_life: int | None = None) -> dict:
+    """Half lives of a model's gate, or recall by age with one."""
+    torch.manual_seed(seed)
+    return half_lives(gate) if gate else recall_by_age(half_life)
+
+
+@torch.no_grad()
+def half_lives(gate: str) -> dict:
+    """By head, and by channel where the gate has them, in the order of the heads; FAR stands for longer ones."""
+    model = make(gate, {**SIZES, "intermediate_size": 256})
+    layer = model.model.layers[0]
+    hidden_states = layer.input_layernorm(model.model.embed_tokens(torch.randint(64, (1, FAR))))
+    g = layer.mixer.decay(hidden_states)
+    g = g[0] if isinstance(g, tuple) else g  # [1, T, H] or [1, T, H, K]
+    g = g.flatten(2)
+    k = F.pad(torch.ones(1, 1, g.shape[2], 1), (0, 0, 0, 0, 0, FAR - 1))
+    kept = linear_attention(torch.ones_like(k), k, k, g, scale=1.0)[0][0, :, :, 0]
+    return {"half_lives": (kept > 0.5 * kept[:1]).sum(0).tolist()}
+
+
+def recall_by_age(half_life: int | None) -> dict:
+    """Shares of eighths of the pairs, the newest first, by both rules."""
+    k, v = (F.normalize(torch.randn(1, PAIRS, 1, D), dim=-1) for _ in range(2))
+    g = None if half_life is None else torch.full((1, PAIRS, 1), -torch.tensor(2.0).log().item() / half_life)
+    additive = linear_attention(k, k, v, g, output_final_state=True)[1]
+    delta = delta_rule(k, k, v, torch.ones(1, PAIRS, 1), g, output_final_state=True)[1]
+    found = {}
+    for name, memory in (("additive", additive), ("delta", delta)):
+        right = recalled(k[0, :, 0] @ memory[0, 0], v[0, :, 0])
+        found[name] = [x.mean().item() for x in right.flip(0).split(PAIRS // 8)]
+    return found
+
+
+def gate_rows(rows: Rows) -> dict[str, list[int]]:
+    """Half lives by gate, of all seeds."""
+    return {gate: [x for row in rows if row.get("gate") == gate for x in row["half_lives"]] for gate in GATES}
+
+
+def table(rows: Rows) -> Rows:
+    """Half lives, then recall by age."""
+    return [
+        {"": gate, "shortest": min(lives), "median": round(median(lives)), "longest": at_most(max(lives))}
+        for gate, lives in gate_rows(rows).items()
+    ]
+
+
+def at_most(tokens: int) -> str:
+    """A half life, if it ended within what was read."""
+    return f"{tokens}" if tokens < FAR else f"over {FAR}"
+
+
+def recall(rows: Rows, rule: str, half_life: int | None) -> list[float]:
+    """Means over seeds, the newest eighth first."""
+    mine = [row[rule] for row in rows if rule in row and row["half_life"] == half_life]
+    return [mean(values) for values in zip(*mine)]
+
+
+def draw(rows: Rows, figure) -> None:
+    """How half lives are spread, and recall by age for both rules."""
+    figure.set_size_inches(12, 3.6)
+    lives, *axes = figure.subplots(1, 3)
+    for gate, found in gate_rows(rows).items():
+        lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate)
+    lives.set(xscale="log", xlabel="half life, tokens", ylabel="share of heads and channels below")
+    for panel, rule in zip(axes, ("additive", "delta")):
+        for half_life in HALF_LIVES:
+            ages = [PAIRS // 16 * (2 * i + 1) for i in range(8)]
+            panel.plot(ages, recall(rows, rule, half_life), marker="o", label=f"half life {half_life or 'infinite'}")
+        panel.set(title=f"{rule}, key size {D}", xlabel="age, pairs", ylabel="recall", ylim=(-0.02, 1.02))
+    lives.legend()
+    axes[0].legend()
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Retention's half lives by head, the start of sigmoid gates, the spread of the others, and recall by age."""
+    lives = gate_rows(rows)
+    heads = enumerate(lives["retention"])
+    off = [f"head {i % 8} of retention: {x}" for i, x in heads if x not in near(RETENTION[i % 8])]
+    off += [f"{gate}: median {median(lives[gate])}" for gate in GATES[1:3] if abs(median(lives[gate]) - 16) > 1]
+    wide = {gate: max(lives[gate]) / min(lives[gate]) for gate in GATES[3:]}
+    off += [f"{gate}: the longest half life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
+    plain, (newest, *_, oldest) = recall(rows, "additive", None)[0], recall(rows, "additive", 64)
+    said = f"with a half life of 64 pairs {newest:.2f} of the newest 32 of 256 are known, {oldest:.2f} of the oldest"
+    if not oldest < 0.2 < plain < newest:
+        off.append(said)
+    return ("differently", "; ".join(off)) if off else ("reproduced", f"{said}, without a gate {plain:.2f} of any")
+
+
+def near(tokens: int) -> range:
+    """What counts as this half life; all that is longer than what was read counts as FAR."""
+    return range(min(tokens, FAR) - 1, min(tokens, FAR) + 2)
+
+
+CLAIM = Claim("forgetting", "Half lives of gates", __doc__, 0.1, plan, measure, table, draw, verdict)

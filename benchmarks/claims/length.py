@@ -1,0 +1,119 @@
+"""Trained at 512 bytes, read at 8,192.
+
+**Claim.** A recurrent memory without positions goes on past the length it was trained at; attention with rotary
+positions does not (Press et al., https://arxiv.org/abs/2108.12409), and without positions it does so a little longer
+(Kazemnejad et al., https://arxiv.org/abs/2305.19466).
+
+**Setting.** Two layers of width 64, 600 steps of 8 rows of 512 bytes of Python's language reference, learning rate
+0.005, three seeds. Then the loss on 8 held-out passages of 8,192 bytes, by position. Log-linear attention is not part
+of this package.
+
+**Expected.** For memories the loss beyond 512 stays at or below that of the last trained positions; for attention with
+rotary positions it rises; without it rises less.
+"""
+
+from functools import partial
+from statistics import mean
+
+import torch
+from torch.nn import functional as F
+
+from claim import Claim, Rows
+from learning import learn, make
+from text import SIZES, passages
+
+LENGTH, FAR, SEEDS, STEPS = 512, 8192, 3, 600
+EDGES = (0, 256, 512, 1024, 2048, 4096, 8192)
+NOPE = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+MODELS = {
+    "attention, RoPE": ("softmax attention", {}),
+    "attention, no positions": ("linear attention", NOPE),
+    "Gated DeltaNet": ("Gated DeltaNet", {}),
+    "DeltaNet": ("DeltaNet", {}),
+    "KDA": ("KDA", {}),
+    "linear attention": ("linear attention", {}),
+    "linear attention, RoPE": ("linear attention", {"memory_rope": True}),
+    "GLA": ("GLA", {}),
+    "retention": ("retention", {}),
+    "Mamba-2": ("Mamba-2", {}),
+    "transformers' Mamba-2": ("transformers' Mamba-2", {}),
+    "DeltaFormer, RoPE": ("DeltaFormer", {}),
+    "Titans": ("Titans", {}),
+}
+
+
+def plan(rows: Rows):
+    """Every model once before any has a second seed."""
+    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS)
+
+
+def measure(*, model: str, seed: int, steps: int) -> dict:
+    """Train one; nats a byte between the EDGES."""
+    torch.manual_seed(seed)
+    name, options = MODELS[model]
+    learner = make(name, {**SIZES, "max_position_embeddings": FAR}, **options)
+    found = learn(learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=8, seed=seed, solved=2)
+    return found | {"nats": nats(learner)}
+
+
+@torch.no_grad()
+def nats(model) -> list[float]:
+    """By position, of the same held-out passages for every model."""
+    model.eval()
+    tokens, targets = passages(FAR, 8, torch.Generator().manual_seed(10_000), held_out=True)
+    logits = (model(row[None], use_cache=False).logits[0] for row in tokens)
+    losses = torch.stack([F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, targets)]).mean(0)
+    return [losses[low:high].mean().item() for low, high in zip(EDGES, EDGES[1:])]
+
+
+def runs_of(rows: Rows) -> dict[str, Rows]:
+    """By model, where there are any."""
+    found = {model: [row for row in rows if row["model"] == model] for model in MODELS}
+    return {model: runs for model, runs in found.items() if runs}
+
+
+def means(runs: Rows) -> list[float]:
+    """Of seeds, between the EDGES."""
+    return [mean(values) for values in zip(*(row["nats"] for row in runs))]
+
+
+def rises(runs: Rows) -> float:
+    """Nats a byte that the farthest positions cost more than the last trained ones."""
+    return means(runs)[-1] - means(runs)[1]
+
+
+def table(rows: Rows) -> Rows:
+    """Nats a byte by position."""
+    columns = [f"{low} to {high}" for low, high in zip(EDGES, EDGES[1:])]
+    return [
+        {"model": model, **{c: f"{x:.3f}" for c, x in zip(columns, means(runs))}, "seeds": len(runs)}
+        for model, runs in runs_of(rows).items()
+    ]
+
+
+def draw(rows: Rows, figure) -> None:
+    """Loss over the position."""
+    figure.set_size_inches(7, 4)
+    axes = figure.subplots()
+    for model, runs in runs_of(rows).items():
+        style = "--" if "attention," in model and "linear" not in model else "-"
+        axes.plot(EDGES[1:], means(runs), style, marker="o", label=model)
+    axes.axvline(LENGTH, color="gray", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="position, bytes (dotted: trained length)", ylabel="nats a byte, held out")
+    axes.legend(fontsize=7)
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Memories go on, rotary attention does not."""
+    change = {model: rises(runs) for model, runs in runs_of(rows).items()}
+    attention = [change["attention, RoPE"], change["attention, no positions"]]
+    worse = {m: x for m, x in change.items() if x > 0.05 and "RoPE" not in m and not m.startswith("attention")}
+    said = f"rotary attention loses {attention[0]:.2f} nats a byte, without positions {attention[1]:.2f}"
+    if worse or not 0.05 < attention[0] > attention[1]:
+        return "differently", said + "".join(f", {m} {x:.2f}" for m, x in worse.items())
+    most = max(x for m, x in change.items() if "RoPE" not in m and not m.startswith("attention"))
+    return "reproduced", f"{said}, memories without positions at most {most:.2f}"
+
+
+CLAIM = Claim("length", "Beyond the trained length", __doc__, 150, plan, measure, table, draw, verdict)

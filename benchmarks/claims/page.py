@@ -1,0 +1,65 @@
+"""docs/claims.md and the short table in README, from the claims' texts and results."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from claim import RESULTS, Claim, Rows
+
+ROOT = Path(__file__).parents[2]
+HEAD = """# What each memory can do, and whether it does what its paper claims
+
+Small models on one CPU core, every figure over several seeds. `make claims` runs all and goes on where it was stopped;
+`python benchmarks/claims NAME` runs one. Texts, tables and verdicts are written by the program from its results
+(`benchmarks/results/claims/`), so this page is not edited by hand.
+"""
+
+
+def texts(claims: Iterable[Claim]) -> dict[Path, str]:
+    """Both files, from what is finished."""
+    found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
+    summary = [summary_row(claim, rows) for claim, rows in found]
+    here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
+    page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
+    readme, between = ROOT / "README.md", re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
+    table = between.sub(lambda found: f"{found[1]}\n{markdown(summary)}\n{found[2]}", readme.read_text())
+    return {ROOT / "docs" / "claims.md": page, readme: table}
+
+
+def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
+    """The verdict and why; while a run is missing, how many are there."""
+    planned, left = len(list(claim.plan(rows))), len(claim.pending(rows))
+    if left:
+        return "not run yet" if left == planned else "under way", f"{planned - left} of {planned} runs are finished"
+    return claim.verdict(rows)
+
+
+def summary_row(claim: Claim, rows: Rows) -> dict:
+    """A claim in one line."""
+    verdict, why = judged(claim, rows)
+    return {"claim": f"[{claim.title}](docs/claims.md#{anchor(claim.title)})", "verdict": f"**{verdict}**", "": why}
+
+
+def anchor(title: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+
+
+def section(claim: Claim, rows: Rows) -> str:
+    """All of one claim."""
+    verdict, why = judged(claim, rows)
+    title, text = claim.text.split("\n", 1)
+    parts = [f"## {claim.title}", title, text.strip(), f"**Verdict: {verdict}.** {why[:1].upper()}{why[1:]}."]
+    if rows:
+        parts.append(markdown(claim.table(rows)))
+    if (RESULTS / f"{claim.name}.png").exists():
+        parts.append(f"![{claim.title}](../benchmarks/results/claims/{claim.name}.png)")
+    parts.append(f"`python benchmarks/claims {claim.name}`: {claim.minutes:g} minutes of one core.")
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown(rows: Rows) -> str:
+    """A table whose columns are those of the first row."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

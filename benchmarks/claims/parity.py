@@ -1,0 +1,119 @@
+"""A memory can follow a state only if it can be turned over.
+
+**Claim.** With transitions whose eigenvalues are in [0, 1] no linear recurrence learns parity so that it holds at
+lengths it has not seen; with eigenvalues in [-1, 1] DeltaNet does (Grazzi et al., https://arxiv.org/abs/2411.12537).
+Softmax attention does not either.
+
+**Setting.** One layer of width 32 with one head reads bits and says after each whether it has read an odd number of
+ones. 300 steps of 64 rows of 16 bits; learning rates 0.02 and 0.005, three seeds at the better one. Read at 16 bits,
+and at 64, of which the last 16 count. Delta rules have no short convolutions here: with them a key depends on the
+tokens before it, so that not the same direction is turned over each time; one row shows what that costs. RWKV-7 is not
+part of this package.
+
+**Expected.** 1.00 at both lengths for delta rules with eigenvalues in [-1, 1]; at 64 bits chance, 0.5, for all others.
+"""
+
+from functools import partial
+
+import torch
+
+from claim import Claim, Rows, best_runs, spread, sweep
+from learning import IGNORED, accuracy, learn, make
+
+LENGTH, STEPS, ROWS, RATES, SEEDS = 16, 300, 64, (2e-2, 5e-3), 3
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+POSITIVE = {"linear_conv_kernel_dim": 0}
+NEGATIVE = {**POSITIVE, "allow_negative_eigenvalues": True}
+LINEAR = {"write_kernel": "linear", "read_kernel": "linear", "beta_mode": "delta"}
+MODELS = {
+    "DeltaNet, [-1, 1]": ("DeltaNet", NEGATIVE),
+    "DeltaNet, [0, 1]": ("DeltaNet", POSITIVE),
+    "softmax attention": ("softmax attention", {}),
+    "Gated DeltaNet, [-1, 1]": ("Gated DeltaNet", NEGATIVE),
+    "Gated DeltaNet, [0, 1]": ("Gated DeltaNet", POSITIVE),
+    "KDA, [-1, 1]": ("KDA", NEGATIVE),
+    "KDA, [0, 1]": ("KDA", POSITIVE),
+    "linear attention": ("linear attention", {}),
+    "DeltaFormer, softmax": ("DeltaFormer", {}),
+    "DeltaFormer, linear": ("DeltaFormer", {**LINEAR, "beta_activation": "identity"}),
+    "GLA": ("GLA", {}),
+    "Mamba-2": ("Mamba-2", {}),
+    "DeltaNet, [-1, 1], convolution": ("DeltaNet", {"allow_negative_eigenvalues": True}),
+    "DeltaFormer, relu write": ("DeltaFormer", {"write_kernel": "relu"}),
+    "DeltaFormer, round write": ("DeltaFormer", {"write_kernel": "round"}),
+    "Titans, linear": ("Titans, linear", {}),
+    "Titans": ("Titans", {}),
+    "retention": ("retention", {}),
+    "transformers' Mamba-2": ("transformers' Mamba-2", {}),
+}
+TURNED = ("DeltaNet, [-1, 1]", "Gated DeltaNet, [-1, 1]", "KDA, [-1, 1]")
+
+
+def parity(length: int, rows: int, generator: torch.Generator, *, last: int | None = None):
+    """Bits, and whether their number of ones is odd so far; with `last`, only so many places at the end are asked."""
+    bits = torch.randint(2, (rows, length), generator=generator)
+    odd = bits.cumsum(1) % 2
+    if last is not None:
+        odd[:, :-last] = IGNORED
+    return bits, odd
+
+
+def plan(rows: Rows):
+    """Every model with both rates, then three seeds with the better."""
+    return sweep(MODELS, RATES, SEEDS, rows, length=LENGTH, steps=STEPS)
+
+
+def measure(*, model: str, lr: float, seed: int, length: int, steps: int) -> dict:
+    """Train one; accuracy at its length and at the end of four times it."""
+    torch.manual_seed(seed)
+    name, options = MODELS[model]
+    learner = make(name, {"vocab_size": 2, **SIZES}, **options)
+    found = learn(learner, partial(parity, length), lr=lr, steps=steps, rows=ROWS, seed=seed, solved=2)
+    found["accuracy"] = accuracy(learner, partial(parity, length))
+    return found | {"longer": accuracy(learner, partial(parity, 4 * length, last=length))}
+
+
+def table(rows: Rows) -> Rows:
+    """Accuracy by model."""
+    return [
+        {
+            "model": model,
+            "16 bits": spread(runs, "accuracy"),
+            "end of 64 bits": spread(runs, "longer"),
+            "rate": runs[0]["lr"],
+            "seeds": len(runs),
+        }
+        for model, runs in best_runs(rows).items()
+    ]
+
+
+def draw(rows: Rows, figure) -> None:
+    """A point a seed at the longer length."""
+    figure.set_size_inches(7, 4)
+    axes, found = figure.subplots(), best_runs(rows)
+    for place, runs in enumerate(found.values()):
+        color = "C0" if "[-1" in runs[0]["model"] else "C1"
+        axes.plot([row["longer"] for row in runs], [place] * len(runs), "o", color=color)
+    axes.axvline(0.5, color="gray", linestyle=":")
+    axes.set_yticks(range(len(found)), found)
+    axes.set(xlim=(0.4, 1.02), xlabel="accuracy at the end of 64 bits, trained on 16 (dotted: chance)")
+    axes.invert_yaxis()
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Whether the sign of the eigenvalues decides."""
+    found = best_runs(rows)
+    turned = [row["longer"] for model, runs in found.items() if model in TURNED for row in runs]
+    others = {model: max(row["longer"] for row in runs) for model, runs in found.items() if "[-1" not in model}
+    if min(turned) < 0.995:
+        return "not reproduced", f"with eigenvalues in [-1, 1] a seed reaches {min(turned):.2f} alone"
+    above = {model: x for model, x in others.items() if x > 0.6}
+    if above:
+        return "differently", "these are above chance too: " + ", ".join(f"{m} {x:.2f}" for m, x in above.items())
+    return (
+        "reproduced",
+        f"at least {min(turned):.3f} with eigenvalues in [-1, 1], at most {max(others.values()):.2f} else",
+    )
+
+
+CLAIM = Claim("parity", "Parity", __doc__, 10, plan, measure, table, draw, verdict)

@@ -1,0 +1,71 @@
+"""The claims' machinery: runs are kept one by one, small settings run, and the page says what the results say."""
+
+import importlib
+import runpy
+from pathlib import Path
+
+import pytest
+
+CLAIMS = Path(__file__).parents[1] / "benchmarks" / "claims"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Import a file of the claims by its name."""
+    monkeypatch.syspath_prepend(CLAIMS)
+    return importlib.import_module
+
+
+def test_a_stopped_claim_goes_on_with_the_run_that_is_missing(module, tmp_path):
+    stop, ran = [1], []
+
+    def measure(*, seed):
+        ran.append(seed)
+        if seed in stop:
+            raise KeyboardInterrupt
+        return {"accuracy": seed / 3}
+
+    def draw(rows, figure):
+        figure.subplots().plot([row["accuracy"] for row in rows])
+
+    claim = module("claim").Claim(
+        "small", "", "", 3, lambda rows: ({"seed": i} for i in range(3)), measure, list, draw, lambda rows: ("", "")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        claim.go_on(tmp_path)
+    assert claim.rows(tmp_path) == [{"seed": 0, "accuracy": 0}]
+    assert claim.minutes_left(claim.rows(tmp_path)) == 2
+    stop.clear()
+    rows = claim.go_on(tmp_path)
+    assert ran == [0, 1, 1, 2]
+    assert [row["seed"] for row in rows] == [0, 1, 2]
+    assert claim.rows(tmp_path) == [{**row, "accuracy": pytest.approx(row["accuracy"], rel=1e-4)} for row in rows]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["small.jsonl", "small.png"]
+
+
+def test_other_seeds_have_the_rate_that_was_best(module):
+    sweep = module("claim").sweep
+    rows = [{"model": "a", "lr": lr, "seed": 0, "accuracy": accuracy} for lr, accuracy in ((1, 0.5), (2, 0.9))]
+    assert [(x["lr"], x["seed"]) for x in sweep("a", (1, 2), 3, rows[:1])] == [(1, 0), (2, 0)]
+    assert [(x["lr"], x["seed"]) for x in sweep("a", (1, 2), 3, rows)] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("parity", {"model": "DeltaNet, [-1, 1]", "lr": 0.01, "seed": 0, "length": 4, "steps": 2}),
+        ("recall", {"model": "attention", "lr": 0.01, "seed": 0, "steps": 1}),
+        ("cost", {"model": "GLA", "tokens": 32}),
+    ],
+)
+def test_a_small_setting_runs(module, name, options):
+    found = module(name).measure(**options)
+    figures = [x for x in found.values() if isinstance(x, int | float)]
+    assert figures
+    assert all(x >= 0 for x in figures)
+
+
+def test_the_page_says_what_the_results_say(module):
+    claims = runpy.run_path(str(CLAIMS / "__main__.py"), run_name="claims")["CLAIMS"]
+    stale = [file.name for file, text in module("page").texts(claims.values()).items() if file.read_text() != text]
+    assert not stale, "run python benchmarks/claims --page"
