@@ -126,6 +126,8 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
+        # of the nine heads that retrieve most, all are in these layers
+        "1/4 of layers, those that retrieve, windows": replace(quarter, keep="17,18,20,21,22,23,24"),
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
