@@ -95,9 +95,7 @@ def mlx(request: dict) -> dict:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    config = json.loads((Path(request["model"]) / "config.json").read_text())
-    wrapped = {"model_type": "qwen3_5", "text_config": config} if config["model_type"] == "qwen3_5_text" else {}
-    model, _ = load_model(Path(request["model"]), model_config=wrapped)
+    model, _ = load_model(Path(request["model"]), trust_remote_code=True)  # Qwen3.5 has a file of Python for mlx-lm
 
     def read(cache, tokens: list[int]) -> int:
         return int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]))

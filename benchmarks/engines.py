@@ -13,10 +13,13 @@ tokens need not agree. Writes benchmarks/results/engines.{json,png}; rows of oth
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import tempfile
 import time
 import venv
@@ -28,11 +31,11 @@ import gguf
 import matplotlib.pyplot as plt
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_memory import export_model
-from hf_memory.conversion import carry_over, make_student
-from hf_memory.export import find_target
+from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student
+from hf_memory.export import NotExportable, find_target
 from hf_memory.export.gguf import LAYOUTS
 
 HERE = Path(__file__).resolve().parent
@@ -193,11 +196,8 @@ def files_of(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Pat
     own = folder.with_name("own")
     model.save_pretrained(own)
     found = {"vLLM by our plugin": own}
-    try:
+    with contextlib.suppress(NotExportable):
         found |= exported(model, folder, target)
-    except ValueError as fault:
-        if "no engine has" not in str(fault) and "not exactly one" not in str(fault):
-            raise
     return found
 
 
@@ -299,7 +299,9 @@ def keep(table: str, row: dict) -> None:
     key = ("model", "engine", "dtype")
     others = [other for other in tables.get(table, []) if any(other[name] != row[name] for name in key)]
     tables[table] = [*others, row]
-    file.write_text(json.dumps(tables, indent=1) + "\n")
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(tables, indent=1) + "\n")
+    partial.replace(file)
     if row["speed"]:
         draw(tables, file.with_suffix(".png"))
 
@@ -307,8 +309,8 @@ def keep(table: str, row: dict) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", help="folder; default: random models")
-    parser.add_argument("--student", action="append", default=[], help="folder; may be repeated")
+    parser.add_argument("--teacher", help="folder or GGUF file; default: random models")
+    parser.add_argument("--student", type=Path, action="append", default=[], help="folder; may be repeated")
     parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
     parser.add_argument(
         "--build",
@@ -331,10 +333,9 @@ def parse() -> argparse.Namespace:
 def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, PreTrainedModel], list, list[int]]]:
     """Name of a table, its models, their prompts, and the contexts after which they are timed."""
     if arguments.teacher or arguments.student:
-        folders = {"teacher": arguments.teacher} if arguments.teacher else {}
-        folders |= {Path(folder).name: folder for folder in arguments.student}
-        models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
-        tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())))
+        models = {"teacher": load_teacher(arguments.teacher)} if arguments.teacher else {}
+        models |= {name_of(folder): AutoModelForCausalLM.from_pretrained(folder) for folder in arguments.student}
+        tokenizer = load_tokenizer(arguments.teacher or arguments.student[0])
         yield "real", models, [tokenizer(text).input_ids for text in TEXTS], arguments.contexts
         return
     for table, models, contexts in (
@@ -342,6 +343,11 @@ def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Pr
         ("random", random_models(arguments.layers), arguments.contexts),
     ):
         yield table, models, [random_prompt(n, models) for n in LENGTHS], contexts
+
+
+def name_of(student: Path) -> str:
+    """The folder's, or of what it is the student in."""
+    return student.parent.name if student.name == "student" else student.name
 
 
 def random_prompt(length: int, models: dict[str, PreTrainedModel]) -> list[int]:
@@ -360,6 +366,7 @@ def main() -> None:
     environments = {name: x for name, x in environments.items() if name == "transformers" or x.exists()}
     RESULTS.mkdir(exist_ok=True)
     about = {"dtype": arguments.dtype, "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread"}
+    about["command"] = shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]])
     for table, models, prompts, contexts in tables_of(arguments):
         request = {"prompts": prompts[: arguments.prompts], "new": arguments.new, "contexts": contexts}
         for name, model in models.items():

@@ -22,7 +22,7 @@ from transformers import (
 import hf_memory
 from cases import SIZES, Case, make_config, random_tokens
 from hf_memory.conversion import SERVABLE, carry_over, import_model, make_student
-from hf_memory.export import TARGETS, export_model, exporting, find_target
+from hf_memory.export import TARGETS, NotExportable, export_model, exporting, find_target
 
 HYBRID = {"num_hidden_layers": 4, "layer_types": ["memory", "memory", "memory", "full_attention"]}
 ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["full_attention", "memory"] * 2}
@@ -173,13 +173,13 @@ def test_auto_takes_the_first_target_that_is_exact(line):
 
 @pytest.mark.parametrize(("model_type", "options", "message"), REFUSED)
 def test_what_is_not_exact_is_refused_with_the_field_to_change(model_type, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(NotExportable, match=message):
         find_target(make_config(Case("refused", model_type, options)))
 
 
 @pytest.mark.parametrize(("model_type", "options"), UNSERVED)
 def test_memories_that_no_engine_has_are_refused_with_what_runs_them(model_type, options):
-    with pytest.raises(ValueError, match=f"no engine has the memory of {model_type}.*generate_stream"):
+    with pytest.raises(NotExportable, match=f"no engine has the memory of {model_type}.*generate_stream"):
         find_target(make_config(Case("unserved", model_type, options)))
 
 
@@ -237,15 +237,18 @@ def test_files_have_what_single_engines_want(tmp_path):
     config, weights = written(Case("", DELTANET, {**GDN, **HYBRID}), "qwen3_5")
     assert {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "qkv_bias": True}.items() <= config.items()
     assert not any(name.endswith("o_proj.bias") for name in weights)
+    compile((tmp_path / "qwen3_5" / config["model_file"]).read_text(), "model of mlx-lm", "exec")
     config, _ = written(Case("", DELTANET, {**GDN, **QWEN3, **ALTERNATING}), "alternating")
     assert "full_attention_interval" not in config
     config, weights = written(Case("", DELTANET, {**KDA, "output_gate_low_rank_dim": 8}), "kimi", "kimi")
     assert config["linear_attn_config"]["full_attn_layers"] == [3]
     assert {"model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_conv1d.weight"} <= set(weights)
+    unlimited = [0.0, float("inf")]
     config, _ = written(Case("", GATED, {**MAMBA, "intermediate_size": 0}), "mamba2")
-    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert config["time_step_limit"] == unlimited
     config, _ = written(Case("", GATED, {**STUDENT, **HYBRID}), "granite")
     assert config["layer_types"] == ["mamba", "mamba", "mamba", "attention"]
+    assert config["time_step_limit"] == unlimited  # mlx-lm's own default is (0.001, 100)
 
 
 @pytest.mark.parametrize(

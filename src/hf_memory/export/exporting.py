@@ -47,9 +47,9 @@ def export_model(
         gguf: a file for llama.cpp to write too, with the tokenizer and in the precision of the model.
 
     Raises:
-        ValueError: if no target is exactly the model, with the fields of its config that stand in the way, or if the
-            result, loaded with transformers, has other logits, whole or token by token; for `gguf` also if llama.cpp
-            does not have the model or its tokenizer.
+        NotExportable: if no target is exactly the model; it says which fields of its config stand in the way.
+        ValueError: if the result, loaded with transformers, has other logits, whole or token by token; for `gguf` also
+            if llama.cpp does not have the model or its tokenizer.
     """
     folder, tokenizer = Path(folder), None
     if folder.exists():
@@ -129,9 +129,10 @@ def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryCo
     theirs.save_pretrained(folder, state_dict=saved, save_original_format=False)
     file = folder / CONFIG_NAME
     fields = json.loads(file.read_text(encoding="utf-8"))
-    fields.pop("time_step_limit", None)  # transformers' word for infinity is its own; (0, infinity) is the default
     fields |= target.fields(config, theirs.config)
     file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    for name, text in target.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from hf_memory.export.parts import (
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
 LLAMA_CPP_EXPAND = 2  # of the inner width; a GGUF file is padded to it
+UNLIMITED = {"time_step_limit": [0.0, math.inf]}  # mlx-lm's own default for Granite is (0.001, 100)
 
 
 def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tuple[int, int, int]:
@@ -101,7 +102,7 @@ def granite_options(config: GatedLinearAttentionConfig, expand: int | None = Non
 def granite_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
     """Layer types as the published models have them, which llama.cpp and MLX look for, and SGLang's flat rope."""
     words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
-    return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"]}
+    return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
 
 
 def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
@@ -126,7 +127,7 @@ def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
 
 def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
     """What MLX reads, the limit as the published models have it."""
-    return {"intermediate_size": theirs.num_heads * theirs.head_dim, "time_step_limit": [0.0, math.inf]}
+    return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
 
 
 def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:

@@ -26,6 +26,24 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 
 PIN = 4097.0  # 1 + w of the norms that are pinned: w is exact in every precision, and q / PIN is far from 1
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # that attention kernels have
+MLX = '''"""Qwen3.5 for text, by the name that config.json has; mlx-lm has it as a part of a larger model."""
+
+import mlx.core as mx
+from mlx_lm.models import qwen3_5
+from mlx_lm.models.qwen3_5 import ModelArgs
+
+
+class Model(qwen3_5.Model):
+    def sanitize(self, weights):
+        """An output projection of attention has a bias here if the others have; it is zero and not in the file."""
+        zeros = {
+            name.replace("q_proj", "o_proj"): mx.zeros(len(weights[name.replace("q_proj.bias", "o_proj.weight")]))
+            for name in weights
+            if name.endswith("self_attn.q_proj.bias")
+        }
+        return super().sanitize(zeros | weights)
+'''
+FILES = {"mlx_model.py": MLX}
 READERS = {  # what reads a norm's output
     "input_layernorm.weight": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "linear_attn.in_proj_"),
     "post_attention_layernorm.weight": ("mlp.gate_proj.", "mlp.up_proj."),
@@ -78,7 +96,9 @@ def fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
     every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
     bias = {"qkv_bias": True} if is_pinned(config) else {}
     rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
-    return {**every, **bias, **rope, "mamba_ssm_dtype": "float32", "output_gate_type": "silu"}
+    (module,) = FILES
+    own = {"mamba_ssm_dtype": "float32", "output_gate_type": "silu", "model_file": module}
+    return {**every, **bias, **rope, **own}
 
 
 def memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
@@ -178,6 +198,6 @@ def engines(config: DeltaNetConfig) -> dict[str, str]:
         "vLLM": "",
         "SGLang": "it has no biases in this architecture's attention" if is_pinned(config) else periodic,
         "llama.cpp": llama_cpp if K == V else "its keys and values are of one width",
-        "MLX": "it wants o_proj.bias, which other engines do not take" if is_pinned(config) else periodic,
+        "MLX": periodic,
         "TensorRT-LLM": "",
     }

@@ -52,6 +52,7 @@ class Target(NamedTuple):
     fields: Callable[..., dict] = lambda config, theirs: {}  # more entries of config.json, for single engines
     names: Mapping[str, str] = {}  # beginnings of names that differ
     file_names: Mapping[str, str] = {}  # parts of names that transformers does not write as published
+    files: Mapping[str, str] = {}  # what single engines want beside config.json, and its text
     unsaved: str = "-"  # names that end so are zeros that engines do not have
     cache: str = "past_key_values"  # the argument of its forward
     needs_attention: bool = True  # so that a pure model has one layer more, which adds zero
@@ -90,6 +91,7 @@ TARGETS = (
         block=qwen3_5.block,
         top=qwen3_5.top,
         fields=qwen3_5.fields,
+        files=qwen3_5.FILES,
         unsaved="self_attn.o_proj.bias",
     ),
     Target(
@@ -168,18 +170,23 @@ def has_targets(config: MemoryConfig) -> bool:
     return isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
 
 
+class NotExportable(ValueError):
+    """No architecture that engines have is the same function as a model."""
+
+
 def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     """The target of that name, or the first that is exactly the model.
 
     Raises:
-        ValueError: if the model is not exactly the target, or no target is; it says which fields of the config stand
-            in the way.
+        NotExportable: if the model is not exactly the target, or no target is; it says which fields of the config
+            stand in the way.
+        ValueError: if there is no target of that name, or it is for other families.
     """
     if name not in ("auto", *NAMES):
         raise ValueError(f"target must be auto, {', '.join(NAMES)}, got {name!r}")
     if not has_targets(config):
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
-        raise ValueError(
+        raise NotExportable(
             f"no engine has the memory of {config.model_type}{gate}; vLLM runs it as it is with hf_memory installed "
             "beside it, unless it grows, and so do generate and serve of transformers and hf_memory.generate_stream"
         )
@@ -193,4 +200,4 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise ValueError(f"the model is not exactly one that engines have: {needs}")
+    raise NotExportable(f"the model is not exactly one that engines have: {needs}")
