@@ -118,7 +118,7 @@ def mlx(request: dict) -> dict:
 
 def vllm(request: dict) -> dict:
     """vLLM in this process, all prompts at once."""
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
     os.environ |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # speed beyond a teacher's positions is asked for, too
     from vllm import LLM, SamplingParams, __version__
