@@ -29,7 +29,8 @@ class Claim:
         measure: runs one of these and returns what it found.
         table: rows for the page.
         draw: the picture.
-        verdict: one of VERDICTS and why, from the rows.
+        verdict: "reproduced", "not reproduced" or "differently", and why, from the rows.
+        decisive: models without which there is no verdict; by default all.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Claim:
     table: Callable[[Rows], Rows]
     draw: Callable[[Rows, Figure], None]
     verdict: Callable[[Rows], tuple[str, str]]
+    decisive: tuple[str, ...] = ()
 
     def rows(self, folder: Path = RESULTS) -> Rows:
         """What is finished, in the order of the file: a line a run."""

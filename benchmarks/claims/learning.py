@@ -15,6 +15,7 @@ IGNORED = -100  # a target of a place that is not asked
 EVERY = 25  # steps between two points of a curve
 
 Batch = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]  # tokens [B, T] and targets [B, T] or [B, T, parts]
+SIZES_OF_MAMBA = ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range", "tie_word_embeddings")
 MODELS = {
     "softmax attention": ("llama", {}),
     "transformers' Mamba-2": ("mamba2", {"head_dim": 16, "state_size": 32, "n_groups": 1, "chunk_size": 32}),
@@ -36,7 +37,7 @@ def make(name: str, sizes: dict, **options) -> PreTrainedModel:
     """A model of `MODELS` at these sizes; Mamba-2's own has no feed-forward layers, and twice the width inside."""
     model_type, own = MODELS[name]
     if model_type == "mamba2":
-        sizes = {key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        sizes = {key: value for key, value in sizes.items() if key in SIZES_OF_MAMBA}
         sizes["num_heads"] = 2 * sizes["hidden_size"] // own["head_dim"]
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **own, **options}))
 

@@ -116,4 +116,4 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return "reproduced", f"{said}, memories without positions at most {most:.2f}"
 
 
-CLAIM = Claim("length", "Beyond the trained length", __doc__, 150, plan, measure, table, draw, verdict)
+CLAIM = Claim("length", "Beyond the trained length", __doc__, 100, plan, measure, table, draw, verdict)

@@ -28,9 +28,14 @@ def texts(claims: Iterable[Claim]) -> dict[Path, str]:
 
 def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
     """The verdict and why; while a run is missing, how many are there."""
-    planned, left = len(list(claim.plan(rows))), len(claim.pending(rows))
-    if left:
-        return "not run yet" if left == planned else "under way", f"{planned - left} of {planned} runs are finished"
+    if not rows:
+        return "not run yet", f"about {claim.minutes:g} minutes of one core"
+    pending = claim.pending(rows)
+    if pending and (not claim.decisive or any(what["model"] in claim.decisive for what in pending)):
+        return "under way", f"{len(rows)} runs are finished, at least {len(pending)} are left"
+    if pending:
+        verdict, why = claim.verdict(rows)
+        return f"{verdict} so far", f"{why}; at least {len(pending)} runs of other models are left"
     return claim.verdict(rows)
 
 
