@@ -1,5 +1,6 @@
 """Decoding with fixed addresses: one graph, compiled once, and exported."""
 
+import pytest
 import torch
 from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
@@ -67,10 +68,14 @@ def test_an_exported_decode_step_equals_eager(case):
         torch.testing.assert_close(logits, model(tokens).logits[:, 8:], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", [x for x in CASES if x.model_type == "hf_memory_titans"], ids=lambda x: x.name)
 @torch.no_grad()
-def test_a_neural_memory_is_exported_where_its_length_is_said_to_vary():
-    mixer = make_model(next(case for case in CASES if case.name == "titans-lmm-rope")).model.layers[0].mixer
-    mixer.num_persistent, mixer.config.memory_chunk_size = 0, 16
-    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
-    exported = torch.export.export(mixer, (hidden,), dynamic_shapes=({1: torch.export.Dim.AUTO},), strict=False)
-    torch.testing.assert_close(exported.module()(hidden)[0], mixer(hidden)[0])
+def test_a_model_of_titans_is_exported_for_any_length(case):
+    """More and fewer tokens than it was exported with, and other numbers of chunks, of windows and of segments."""
+    model, length = make_model(case, **one_layer(case)), torch.export.Dim("length", min=2, max=4096)
+    shapes = {"input_ids": {1: length}, "use_cache": None}
+    exported = torch.export.export(model, (random_tokens(1, 24),), {"use_cache": False}, dynamic_shapes=shapes).module()
+    for T in (2, 31, 70):
+        tokens = random_tokens(1, T, seed=T)
+        logits = exported(tokens, use_cache=False).logits
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.contract import varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block, at least
@@ -56,8 +57,8 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     """
     B, T = q.shape[:2]
     past = near.keys.shape[1] - T
-    C = min(T, max(past + 1, BLOCK)) if past else T
-    n = -(-T // C)
+    C = min(T, max(past + 1, BLOCK)) if past and not varies(T) else T
+    n = 1 if varies(T) else -(-T // C)
     asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, n, -1))
     asked = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
     columns = [Columns(asked, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)]

@@ -1,8 +1,12 @@
 """Titans' third mixer: what the memory says is context for attention. https://arxiv.org/abs/2501.00663."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, in_their_places, real_tokens_first
@@ -11,7 +15,7 @@ from hf_memory.mixers.attention_blocks import Blocks, Columns, softmax_attention
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import per_sequence
+from hf_memory.ops.contract import per_sequence, varies
 from hf_memory.ops.masks import Tokens
 
 
@@ -27,7 +31,6 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
     """
 
     memory_reads_persistent = False
-    is_one_graph = False  # its segments ask the memory where in its chunks each row is
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -66,12 +69,39 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return in_their_places(output, order), states
 
     def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
+        if varies(hidden_states.shape[1]):
+            return self._loop(hidden_states, context, length)
         states, outputs = context.states or self._empty(hidden_states), []
         for start in range(0, hidden_states.shape[1], length):
             tokens = slice(start, start + length)
             output, states = self._piece(hidden_states[:, tokens], context.of(tokens, states))
             outputs.append(output)
         return torch.cat(outputs, dim=1), states
+
+    def _loop(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
+        """The same where torch.export traces any number of pieces: a loop in the graph, and padding after the end."""
+        B, T = hidden_states.shape[:2]
+        n = torch.sym_max(2, -(-T // length))  # one piece would be another graph
+
+        def first(x: Tensor, tokens: int) -> Tensor:
+            return x.index_select(1, torch.arange(tokens, device=x.device))  # a slice would ask whether x has so many
+
+        def split(x: Tensor) -> Tensor:
+            """[1 or B, T, ...] -> [n, 1 or B, length, ...]"""
+            filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * length))
+            return first(filled, n * length).unflatten(1, (n, length)).transpose(0, 1)
+
+        def piece(states: States, rows: tuple[Tensor, ...]) -> tuple[States, Tensor]:
+            x, mask, *angles = rows
+            positions = Positions(*angles) if angles else None
+            output, states = self._piece(x, Context(positions, mask, None, states))
+            return _own(states), _own(output)
+
+        mask = context.attention_mask
+        mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask
+        rows = tuple(split(x) for x in (hidden_states, mask, *(context.positions or ())))
+        states, outputs = scan(piece, _own(context.states or self._all_empty(hidden_states)), rows)
+        return first(outputs.transpose(0, 1).flatten(1, 2), T), states
 
     def _empty(self, hidden_states: Tensor) -> States:
         B, C = hidden_states.shape[0], self.config.segment_length
@@ -81,6 +111,15 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
         then = then.to(torch.promote_types(then.dtype, torch.float32))
         return {"then": then, "offset": offset, "keys": pairs, "values": pairs}
+
+    def _all_empty(self, hidden_states: Tensor) -> States:
+        """With the memory's, which has read nothing either."""
+
+        def zeros(state: State) -> Tensor:
+            x = hidden_states.new_zeros(len(hidden_states), *state.shape, dtype=state.dtype)
+            return x.to(torch.promote_types(x.dtype, hidden_states.dtype)) if x.is_floating_point() else x
+
+        return {name: zeros(state) for name, state in self.spec.items()}
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Tokens that end no later than the segment of any row."""
@@ -113,6 +152,11 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
         return softmax_attention(blocks, self.scaling, self.config.attn_logit_softcapping), keys, values
+
+
+def _own(tensors: Any) -> Any:
+    """What a loop in a graph takes: neither views of each other nor of other strides from step to step."""
+    return tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), tensors)
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from hf_memory.cache import States
 from hf_memory.layers import in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import BLOCK, Columns, near_blocks, rows_of, softmax_attention
+from hf_memory.ops.contract import varies
 from hf_memory.ops.masks import Mask, Tokens, packed
 
 
@@ -84,7 +85,7 @@ def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, 
     if count is not None:
         before = count[:, None] - torch.arange(W, 0, -1, device=keys.device)
         return Columns(Tokens(torch.cat([before, tokens.position], 1)), keys, values, sees)
-    if max(W + 1, BLOCK) < T:
+    if not varies(T) and max(W + 1, BLOCK) < T:
         return Columns(tokens.map(lambda x: F.pad(x, (W, 0), value=-1)), keys, values, sees)
     return Columns(tokens, keys[:, W:], values[:, W:], sees)
 

@@ -79,7 +79,6 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
         """As transformers', with what this form of a model has and can."""
         parts = {part for name in self.state_dict() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = parts & set(type(self)._keep_in_fp32_modules_strict)
-        self._can_compile_fullgraph = all(getattr(module, "is_one_graph", True) for module in self.modules())
         super().post_init()
 
     def init_parallel_plans(self):

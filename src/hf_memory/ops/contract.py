@@ -264,6 +264,11 @@ def blank(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
 
 
+def varies(size: int) -> bool:
+    """Whether a graph is exported for any such size: there a loop over it cannot be unrolled."""
+    return torch.compiler.is_exporting() and isinstance(size, torch.SymInt)
+
+
 def per_sequence(op: Callable, cu_seqlens: Tensor | None, q: Tensor, *others: Tensor | None, initial_state, **kwargs):
     """Run `op(q, *others, initial_state=..., **kwargs)` once for each packed sequence and join the results.
 

@@ -7,8 +7,6 @@ forget to initial weights or zero. They take chunks of up to 64 tokens with head
 float32 32 with 16 channels, 16 with 64.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -23,9 +21,10 @@ from hf_memory.ops.contract import (
     choose_backend,
     kernel_limits,
     per_sequence,
+    varies,
     without_padding,
 )
-from hf_memory.ops.neural_memory import chunk, reference
+from hf_memory.ops.neural_memory.forms import form, node
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
 
 __all__ = ["Learning", "NeuralMemoryState", "neural_memory"]
@@ -120,11 +119,18 @@ def neural_memory(
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # the anchor is what would be forgotten
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
-    op = _choose(backend, q, dims, weights, norm, rule, fresh=initial_state is None)
+    chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
+    fresh = initial_state is None
+    op = (node if _is_one_node(dims.T, fresh) else form)(chosen, fresh=fresh)
     rows: Any = without_padding(mask, q, k, v, lr, momentum, decay)
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
+
+
+def _is_one_node(T: int, fresh: bool) -> bool:
+    """Whether a graph is exported that does not know how many chunks there will be."""
+    return varies(T) or (torch.compiler.is_exporting() and not fresh and T > 1)
 
 
 def _check_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **gates: Tensor | None) -> Dims:
@@ -159,18 +165,6 @@ def _rule(
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
     decayed = grad_at == "decayed" and decays and forget_to != "anchor"
     return Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to), norm
-
-
-def _choose(backend: str, q: Tensor, dims: Dims, weights, norm: Norm | None, rule: Rule, *, fresh: bool) -> Callable:
-    """What runs a call; `fresh` memories have read nothing."""
-    backend = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
-    if backend == "reference":
-        return reference.neural_memory
-    if backend == "chunk":
-        return partial(chunk.neural_memory, fresh=fresh)
-    from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
-
-    return partial(in_kernels, fresh=fresh)
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:

@@ -87,7 +87,8 @@ def _layout(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool, is_
     after = phase + (T if mask is None else mask.sum(1))
     if fresh and mask is None:
         return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
-    places = 1 if T == 1 else int(after.max())
+    many = T + b - 1 if torch.compiler.is_compiling() else 0  # a graph cannot ask how many places the fullest row has
+    places = 1 if T == 1 else many or int(after.max())
     if places <= b:
         return Layout(T, None, None, [phase == 0, after == b], after % b)
     NC, tokens = -(-places // b), torch.arange(T, device=phase.device).expand(phase.shape[0], T)

@@ -1,0 +1,71 @@
+"""What runs a neural memory: the reference, the chunks or the kernels; in a graph of any length, all of it as one node.
+
+A graph has no number of chunks by which a loop over them could be unrolled.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.neural_memory import chunk, reference
+from hf_memory.ops.neural_memory.network import NeuralMemoryState, Rule
+
+
+def form(backend: str, *, fresh: bool) -> Callable:
+    """Of a backend that has been chosen; `fresh` memories have read nothing."""
+    if backend == "reference":
+        return reference.neural_memory
+    if backend == "chunk":
+        return partial(chunk.neural_memory, fresh=fresh)
+    from hf_memory.ops.neural_memory.kernels import neural_memory as in_kernels
+
+    return partial(in_kernels, fresh=fresh)
+
+
+def node(backend: str, *, fresh: bool) -> Callable:
+    """The same function of the same arguments, which torch.export does not look into; it has no gradients."""
+
+    def neural_memory(*rows: Tensor | None, initial_state: NeuralMemoryState, weights, norm, rule: Rule):
+        o, *state = _node(*rows, list(initial_state), list(weights), list(norm or ()), *rule, backend, fresh)
+        return o, NeuralMemoryState(*state)
+
+    return neural_memory
+
+
+@torch.library.custom_op("hf_memory::neural_memory", mutates_args=())
+def _node(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    momentum: Tensor | None,
+    decay: Tensor | None,
+    mask: Tensor | None,
+    state: list[Tensor],
+    weights: list[Tensor],
+    norm: list[Tensor],
+    chunk_size: int,
+    activation: str,
+    residual: bool,
+    bias: bool,
+    factor: float,
+    decayed: bool,
+    forget_to: str,
+    backend: str,
+    fresh: bool,
+) -> list[Tensor]:
+    o, (*layers, phase) = form(backend, fresh=fresh)(
+        *(q, k, v, lr, momentum, decay, mask),
+        initial_state=NeuralMemoryState(*state),
+        weights=tuple(weights),
+        norm=tuple(norm) or None,
+        rule=Rule(chunk_size, activation, residual, bias, factor, decayed, forget_to),
+    )
+    return [o, *layers, phase.clone()]  # which may be the one that was given
+
+
+@_node.register_fake
+def _(q, k, v, lr, momentum, decay, mask, state, *others):
+    return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, state)]
