@@ -53,8 +53,7 @@ def window_attention(
     k, v = after(states.get("keys"), k, W), after(states.get("values"), v, W)
     near = columns(tokens, states.get("seen"), k, v, sees)
     o = rows_of(softmax_attention(near_blocks(q, tokens, near, always), scaling, softcap), q)
-    seen = count + (T if lengths is None else lengths)
-    new = {"keys": last(k, lengths, W), "values": last(v, lengths, W), "seen": seen}
+    new = {"keys": last(k, lengths, W), "values": last(v, lengths, W), "seen": count_on(count, lengths, T)}
     return o if order is None else in_their_places(o, order), new
 
 
@@ -73,6 +72,11 @@ def present(count: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, T:
     if lengths is None:
         return Tokens(count[:, None] + place)
     return Tokens(torch.where(place < lengths[:, None], count[:, None] + place, -1))
+
+
+def count_on(count: Tensor, lengths: Tensor | None, T: int) -> Tensor:
+    """Tokens that were read after the present ones [B]; arguments as those of `present`."""
+    return count + (T if lengths is None else lengths)
 
 
 def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:

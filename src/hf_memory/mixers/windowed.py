@@ -16,7 +16,7 @@ from hf_memory.mixers.attention_blocks import Columns, full_attention, near_bloc
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.window_attention import after, columns, last, present, take
+from hf_memory.mixers.window_attention import after, columns, count_on, last, present, take
 from hf_memory.ops.masks import Tokens, older, sinks
 
 KEPT = ("keys", "values", "sink_keys", "sink_values")  # states of heads with a window
@@ -98,7 +98,7 @@ class WindowedMixer(MemoryMixer):
         count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
         lengths = None if mask is None else mask.sum(1)
         tokens = present(count, lengths, context.cu_seqlens, k.shape[1])
-        parts, states = [], {"count": count + (k.shape[1] if lengths is None else lengths)}
+        parts, states = [], {"count": count_on(count, lengths, k.shape[1])}
         if self.near_heads:
             o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, lengths, context)
             parts.append(o)
@@ -211,7 +211,9 @@ def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, states: dict, c
         return Columns(
             Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), take(k, index), take(v, index)
         )
-    count = context.states["count"][:, None] if context.states else place.new_zeros(len(k), 1)
+    count = context.states["count"] if context.states else place.new_zeros(len(k))
+    is_read = place < count_on(count, lengths, T)[:, None]
+    count = count[:, None]
     if T == 1:
         keys, values = (x.repeat(1, S, 1, 1) for x in (k, v))
     else:
@@ -221,5 +223,4 @@ def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, states: dict, c
         is_old = (place < count)[..., None, None]
         old = (states[name] for name in ("sink_keys", "sink_values"))
         keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
-    is_read = place < count + (T if lengths is None else lengths[:, None])
     return Columns(Tokens(torch.where(is_read, place, -1)), keys, values)
