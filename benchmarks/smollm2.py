@@ -244,19 +244,23 @@ def draw(rows: dict[str, dict]) -> None:
         "recall kept after 512 tokens": lambda row: row["recall kept after 512"],
         "recall kept after 2,048 tokens": lambda row: row["recall kept after 2048"],
     }
+    kept = {row["recipe"]["keep"]: None for row in rows.values()}
+    colours = dict(zip(kept, plt.get_cmap("tab10").colors))
     for axis, (label, value) in zip(axes, columns.items()):
-        for i, (name, row) in enumerate(rows.items()):
+        for name, row in rows.items():
             x, y = row["cache at 8k / teacher"], value(row)
-            axis.plot(
-                x, y, "ox"["no memory" in name], color=plt.get_cmap("tab20")(i), label=name if axis is axes[0] else None
-            )
+            axis.plot(x, y, "ox"["no memory" in name], color=colours[row["recipe"]["keep"]])
             if twin := rows.get(f"{name}, no memory"):
                 start = twin["cache at 8k / teacher"], value(twin)
                 axis.annotate("", (x, y), start, arrowprops={"arrowstyle": "->", "color": "gray"})
         axis.set(xlabel="cache at 8,192 tokens / teacher's", title=label, xscale="log")
         axis.set_xticks([0.02, 0.05, 0.1, 0.25], ["2 %", "5 %", "10 %", "25 %"], minor=False)
         axis.xaxis.set_minor_formatter("")
-    figure.legend(loc="outside right center", fontsize="small")
+    axes[0].set(yscale="log")
+    named = {f"keeps {keep}": axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
+    kinds = {"with memory": "o", "without": "x"}
+    named |= {label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()}
+    figure.legend(list(named.values()), list(named), loc="outside right center", fontsize="small")
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
 
