@@ -64,12 +64,16 @@ class Claim:
             rows.append({**todo[0], **self.measure(**todo[0])})
             write(folder / f"{self.name}.jsonl", "".join(json.dumps(rounded(row)) + "\n" for row in rows))
             print(f"{self.name}: {rounded({k: v for k, v in rows[-1].items() if not isinstance(v, list)})}", flush=True)
-        figure, picture = Figure(layout="constrained"), io.BytesIO()
+        self.picture(rows, folder)
+        return rows
+
+    def picture(self, rows: Rows, folder: Path = RESULTS) -> None:
+        """Draw what is finished."""
+        figure, drawn = Figure(layout="constrained"), io.BytesIO()
         FigureCanvasAgg(figure)
         self.draw(rows, figure)
-        figure.savefig(picture, dpi=120, format="png")
-        write(folder / f"{self.name}.png", picture.getvalue())
-        return rows
+        figure.savefig(drawn, dpi=120, format="png")
+        write(folder / f"{self.name}.png", drawn.getvalue())
 
 
 def write(file: Path, content: str | bytes) -> None:

@@ -12,6 +12,10 @@ on the tokens before it, so that not the same direction is turned over each time
 is not part of this package.
 
 **Expected.** 1.00 at both lengths for delta rules with eigenvalues in [-1, 1]; at 64 bits chance, 0.5, for all others.
+
+**Where it falls short.** KDA counts 16 bits without an error and loses count later: it forgets by channel, and short
+texts do not teach every channel to forget nothing. In trials of one seed, which are not kept here, neither twice the
+steps (0.62) nor a start that forgets nothing (0.90) mended that.
 """
 
 from functools import partial
@@ -106,17 +110,16 @@ def draw(rows: Rows, figure) -> None:
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
-    """Whether the sign of the eigenvalues decides."""
+    """Whether the sign of the eigenvalues decides; what is well above chance and should not be is named."""
     found = best_runs(rows)
     turned = {model: min(row["longer"] for row in found[model]) for model in TURNED}
     others = {model: max(row["longer"] for row in runs) for model, runs in found.items() if "[-1" not in model}
-    worst = ", ".join(f"{x:.3f}" for x in turned.values())
-    said = f"worst seeds of DeltaNet, Gated DeltaNet and KDA with eigenvalues in [-1, 1]: {worst} at 64 bits; "
-    said += f"best of all others: {max(others.values()):.2f}"
+    said = "worst seeds at 64 bits with eigenvalues in [-1, 1]: "
+    said += ", ".join(f"{model.split(',')[0]} {x:.3f}" for model, x in turned.items())
+    said += f"; best of all others: {max(others.values()):.2f}"
     above = {model: x for model, x in others.items() if x > 0.6}
     if above or min(turned.values()) < 0.99:
-        off = {model: x for model, x in turned.items() if x < 0.99} | above
-        return "differently", "; ".join((said, *(f"{model} {x:.2f}" for model, x in off.items())))
+        return "differently", said + "".join(f", {model} {x:.2f}" for model, x in above.items())
     return "reproduced", said
 
 
