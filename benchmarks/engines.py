@@ -311,6 +311,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", help="folder or GGUF file; default: random models")
     parser.add_argument("--student", type=Path, action="append", default=[], help="folder; may be repeated")
+    parser.add_argument("--tables", nargs="*", default=["small", "random"], choices=["small", "random"])
     parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
     parser.add_argument(
         "--build",
@@ -338,10 +339,9 @@ def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Pr
         tokenizer = load_tokenizer(arguments.teacher or arguments.student[0])
         yield "real", models, [tokenizer(text).input_ids for text in TEXTS], arguments.contexts
         return
-    for table, models, contexts in (
-        ("small", small_models(), []),
-        ("random", random_models(arguments.layers), arguments.contexts),
-    ):
+    for table in arguments.tables:
+        models = small_models() if table == "small" else random_models(arguments.layers)
+        contexts = [] if table == "small" else arguments.contexts
         yield table, models, [random_prompt(n, models) for n in LENGTHS], contexts
 
 
