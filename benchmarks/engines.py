@@ -312,6 +312,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--teacher", help="folder or GGUF file; default: random models")
     parser.add_argument("--student", type=Path, action="append", default=[], help="folder; may be repeated")
     parser.add_argument("--tables", nargs="*", default=["small", "random"], choices=["small", "random"])
+    parser.add_argument("--models", nargs="*", help="rows of these tables; default: all")
     parser.add_argument("--environments", type=Path, default=Path(".engines"), help="folder of the engines")
     parser.add_argument(
         "--build",
@@ -370,6 +371,8 @@ def main() -> None:
     for table, models, prompts, contexts in tables_of(arguments):
         request = {"prompts": prompts[: arguments.prompts], "new": arguments.new, "contexts": contexts}
         for name, model in models.items():
+            if arguments.models and name not in arguments.models:
+                continue
             target = KINDS[name].target if table == "small" else "auto"
             model = model.eval().to(getattr(torch, arguments.dtype))
             for row in measure(model, target, request | {"dtype": arguments.dtype}, environments):
