@@ -103,4 +103,4 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return ("differently" if wrong else "reproduced"), f"nats a byte against all: {said}"
 
 
-CLAIM = Claim("ablation", "Parts of Titans", __doc__, 130, plan, measure, table, draw, verdict)
+CLAIM = Claim("ablation", "Parts of Titans", __doc__, 220, plan, measure, table, draw, verdict)
