@@ -6,7 +6,7 @@ from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
-from cases import CASES, every_case, every_kind_of_layer, make_model, one_layer, random_tokens
+from cases import CASE, CASES, every_case, every_kind_of_layer, make_model, one_layer, random_tokens
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -79,3 +79,9 @@ def test_a_model_of_titans_is_exported_for_any_length(case):
         tokens = random_tokens(1, T, seed=T)
         logits = exported(tokens, use_cache=False).logits
         torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_an_export_of_mac_for_any_length_says_that_it_has_no_gradients():
+    model, length = make_model(CASE["titans-mac"], num_hidden_layers=1), {1: torch.export.Dim("length", min=2)}
+    with pytest.raises(ValueError, match=r"must be under torch.no_grad\(\), got gradients"):
+        torch.export.export(model, (random_tokens(1, 9),), dynamic_shapes={"input_ids": length})

@@ -80,6 +80,11 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     def _loop(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
         """The same where torch.export traces any number of pieces: a loop in the graph, and padding after the end."""
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "torch.export of variant 'mac' with a length that varies must be under torch.no_grad(), got gradients: "
+                "its loop over segments has none"
+            )
         B, T = hidden_states.shape[:2]
         n = torch.sym_max(2, -(-T // length))  # one piece would be another graph
 
