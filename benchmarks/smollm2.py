@@ -115,6 +115,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/10 of heads, window 128, no memory": with_window(128, without_memory(first)),
         "1/22 of heads": replace(quick, keep="heads:1/22"),
         "1/22 of heads, 2,048 tokens": few,
+        "1/22 of heads, window 80, 2,048 tokens": with_window(80, few),
         "1/22 of heads, window 110, 2,048 tokens, no memory": with_window(110, without_memory(few)),  # as many bytes
         "1/22 of heads for 2,560 tokens, window 48, no memory": with_window(48, without_memory(four)),
         "1/30 of heads for 2,560 tokens, window 76, 2,048 tokens, no memory": with_window(76, without_memory(three)),
