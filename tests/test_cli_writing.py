@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from rich.table import Table
@@ -114,8 +115,10 @@ def test_a_chat_goes_on_from_its_memory(run, student, type_lines, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_talk_that_is_ended_is_kept(run, student, type_lines, tmp_path, monkeypatch, number, code):
-    shown = []
+def test_a_talk_that_is_ended_is_kept(run, student, type_lines, tmp_path, monkeypatch, request, number, code):
+    usual, shown = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL, []
+    request.addfinalizer(partial(signal.signal, number, signal.getsignal(number)))
+    signal.signal(number, usual)  # a shell starts what runs in its background with SIGINT ignored
 
     class Ended(chat.Writer):
         def put(self, value):
@@ -137,12 +140,11 @@ def test_a_talk_that_is_ended_is_kept(run, student, type_lines, tmp_path, monkey
         "--top-k",
         5,
     )
-    before = signal.getsignal(number)
     found, out, err = run("chat", student, *flags, "--seed", 3)
     assert found == code
     assert "Traceback" not in err
     assert tokens_of(out) >= 4 + 6 + 2
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == usual
 
 
 def test_a_system_prompt_is_read_first(run, student, type_lines, tmp_path):
