@@ -9,7 +9,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from hf_memory.ops import delta_rule, linear_attention
-from hf_memory.ops.delta_rule.reference import diagonal_plus_rank_one
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 T, D = 70, 8
@@ -62,14 +61,22 @@ def test_delta_rule_equals_its_matrix_forms():
     torch.testing.assert_close(delta_rule(*inputs()[:4], scale=1.0)[0].transpose(1, 2), ungated, **EXACT)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_diagonal_plus_rank_one_contains_the_delta_rule(gated):
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_to_find_and_erase_along_the_key_is_the_delta_rule(decay):
+    """RWKV-7 writes beta k with strength 1, asks with -e^g k and erases along beta k."""
     q, k, v, beta, g = inputs()
-    g, write = gated * g[..., None].expand_as(k), beta[..., None] * k
-    state = random(1, 2, D, D, seed=5)
-    theirs = diagonal_plus_rank_one(q, write, v, -k, g.exp() * write, g, initial_state=state)
-    ours = delta_rule(q, k, v, beta, g, scale=1.0, initial_state=state, output_final_state=True)
-    torch.testing.assert_close(ours, theirs, **EXACT)
+    g = {"none": None, "scalar": g, "vector": -random(1, T, 2, D, seed=6).abs()}[decay]
+    kept = 1.0 if g is None else g.view(1, T, 2, -1).exp()
+    options = {"initial_state": random(1, 2, D, D, seed=5), "output_final_state": True}
+    write = beta[..., None] * k
+    theirs = delta_rule(q, write, v, torch.ones_like(beta), g, -kept * k, write, **options)
+    torch.testing.assert_close(delta_rule(q, k, v, beta, g, **options), theirs, **EXACT)
+
+
+def test_a_and_b_come_together():
+    q, k, v, beta, _ = inputs()
+    with pytest.raises(ValueError, match="a and b must be given together, got b alone"):
+        delta_rule(q, k, v, beta, b=k)
 
 
 def test_a_rewritten_key_returns_its_last_value():

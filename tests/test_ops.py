@@ -13,7 +13,7 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
 FORMS = [
     pytest.param(op, variant, id="-".join([op.name, *(f"{k}={v}" for k, v in variant.items())]))
     for op in OPS
-    for variant in op.variants
+    for variant in (*op.variants, *op.without_kernels)
 ]
 every_form = pytest.mark.parametrize(("op", "variant"), FORMS)
 every_op = pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])
@@ -377,7 +377,7 @@ def test_bad_input_is_refused_by_name(op, variant, message):
 @every_form
 def test_a_gate_of_the_wrong_shape_is_refused(op, variant):
     arguments = op.example(T=20, **variant)
-    for name in {"beta", "g", "lr", "momentum", "decay"} & set(arguments) | {"mask"}:
+    for name in {"beta", "g", "a", "b", "lr", "momentum", "decay"} & set(arguments) | {"mask"}:
         with pytest.raises(ValueError, match=f"^{name} must have shape"):
             op.op(**{**arguments, name: torch.zeros(2, 3)})
 
@@ -391,7 +391,8 @@ def test_packing_that_does_not_end_at_the_last_token_is_refused(op, variant):
 
 @every_form
 def test_an_explicit_backend_is_refused_where_it_cannot_run(op, variant):
-    arguments = op.example(T=20, dtype=torch.float64, **variant)
+    dtype = torch.float32 if variant in op.without_kernels else torch.float64
+    arguments = op.example(T=20, dtype=dtype, **variant)
     with pytest.raises(ValueError, match="backend='triton'"):
         op.op(**arguments, backend="triton")
 

@@ -33,6 +33,7 @@ class Op(NamedTuple):
     op: Callable
     example: Callable  # makes valid random arguments
     variants: tuple[dict, ...]  # arguments of `example` for each mathematically different form, the plain one first
+    without_kernels: tuple[dict, ...] = ()  # the same of forms that no kernel runs yet
     gates: tuple[str, ...] = ()  # arguments that are logarithms of the state's decay
     growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; by token, packed sequences have none
     is_linear: bool = False  # in its state: products of 16-bit operands, kernels of all forms, in_place
@@ -56,6 +57,7 @@ OPS = (
         tuple(
             {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
         ),
+        without_kernels=({"decay": "vector", "erase": "own"},),
         gates=("g",),
         is_linear=True,
         kernels="scalar 64 bf",

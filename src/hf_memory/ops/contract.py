@@ -150,7 +150,7 @@ class Forms(NamedTuple):
     reference: Callable
     chunk: Callable
     one_token: Callable  # may write over states that are given away
-    kernels: Callable[[], Callable]  # imports them
+    kernels: Callable[[], Callable] | None = None  # imports them; None where there are none
 
     def run(
         self,
@@ -165,8 +165,9 @@ class Forms(NamedTuple):
     ) -> tuple[Tensor, Any]:
         """o and the final state of checked inputs, q first."""
         scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
-        backend = choose_backend(backend, q, kernel_limits(q, dims))
-        if backend == "triton":
+        refusal = "this form has none yet" if self.kernels is None else kernel_limits(q, dims)
+        backend = choose_backend(backend, q, refusal)
+        if backend == "triton" and self.kernels is not None:
             return self.kernels()(*inputs, initial_state, scale, cu_seqlens)
         if backend == "chunk" and dims.T == 1 and cu_seqlens is None:
             states = initial_state if isinstance(initial_state, tuple) else (initial_state,)

@@ -1,14 +1,17 @@
-"""The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+"""The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet, Kimi Delta Attention; and RWKV-7's."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import (
     Backend,
+    Dims,
     Forms,
     check_gate,
     check_inputs,
+    check_tensor,
     matrix_state,
     without_padding,
 )
@@ -22,6 +25,9 @@ def _kernels():
 
 
 FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels)
+RANK_ONE = Forms(
+    reference.diagonal_plus_rank_one, chunk.diagonal_plus_rank_one, one_token.diagonal_plus_rank_one
+)  # with a and b
 
 
 def delta_rule(
@@ -30,6 +36,8 @@ def delta_rule(
     v: Tensor,
     beta: Tensor,
     g: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
     *,
     scale: float | None = None,
     mask: Tensor | None = None,
@@ -44,6 +52,10 @@ def delta_rule(
         S <- e^(g_t) S_{t-1};   S_t = S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S_t^T q_t
 
     Keys should have unit length: longer ones make the memory diverge. With beta in (1, 2] it is turned over along k.
+    With a and b the memory is asked, and changed by its answer, along other vectors than it is written (RWKV-7). It is
+    asked before it decays, so that a = -e^g k and b = beta k is the rule above:
+
+        S_t = (diag(e^(g_t)) + b_t a_t^T) S_{t-1} + beta_t k_t v_t^T
 
     Args:
         q: queries [B, T, H, K].
@@ -52,6 +64,8 @@ def delta_rule(
         beta: write strength [B, T, HV], in [0, 2].
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV] (Gated DeltaNet), or for each of its
             key channels [B, T, HV, K] (Kimi Delta Attention); None means no decay (DeltaNet).
+        a: what is found, S^T a, [B, T, HV, K]; None means that the memory is asked with k.
+        b: where it is added to the memory, [B, T, HV, K]; given with a. This form has no kernels yet.
         scale: factor of q, default K ** -0.5.
         mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
             zero. None means no padding.
@@ -68,13 +82,28 @@ def delta_rule(
     Raises:
         ValueError: naming the argument that does not fit.
 
-    Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692.
+    Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692, and
+    https://arxiv.org/abs/2503.14456, equation 16, for a and b.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
     check_gate("beta", beta, dims, like=q, vector=False)
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
-    inputs = without_padding(mask, q, k, v, beta, g)
-    o, state = FORMS.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
+    inputs, forms = [q, k, v, beta, g], FORMS
+    if a is not None or b is not None:
+        inputs, forms = [q, k, v, beta, *_rank_one(g, a, b, dims, q)], RANK_ONE
+    inputs = without_padding(mask, *inputs)
+    o, state = forms.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None
+
+
+def _rank_one(g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor) -> list[Tensor]:
+    """g of every channel, a and b."""
+    if a is None or b is None:
+        raise ValueError(f"a and b must be given together, got {'b' if a is None else 'a'} alone")
+    for name, x in (("a", a), ("b", b)):
+        check_tensor(name, x, (dims.B, dims.T, dims.HV, dims.K), like=q)
+    if g is None:
+        g = torch.zeros_like(a)
+    return [g if g.ndim == 4 else g[..., None].expand_as(a), a, b]

@@ -6,11 +6,17 @@ With b the sum of g from the start of the chunk to each token, and S the state b
     X = (I + A)^-1 diag(beta) (V - (K e^b) S)
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
+With a and b, which erase by what they find before the decay of their token, E are the values along b:
+
+    E = (I - A_ab)^-1 (A_ak V + (A e^b') S),   b' = b - g, the sum up to the token before
+    O = (Q e^b) S + P_qk V + P_qb E,   S <- e^(b_C) S + (K e^(b_C - b))^T V + (B e^(b_C - b))^T E
+
 What does not meet the state is done for all chunks of a segment at once; the pass over them has a backward of its own.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_memory.ops.chunks import (
     add_product,
@@ -43,8 +49,48 @@ def _segment(
     B, _, H, _ = v.shape
     q, k, v, beta = (split_chunks(x, C) for x in (scale * q, k, v, beta))  # [NC, B * H, C, ...]
     P, A, q_in, k_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
-    o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, S.flatten(0, 1))
+    o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, None, S.flatten(0, 1))
     return joined_chunks(o, B), S.unflatten(0, (B, H))
+
+
+@with_bfloat16_products
+def diagonal_plus_rank_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    initial_state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Same function as the reference."""
+    T, HV = v.shape[1:3]
+    q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
+    return in_segments(_rank_one_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, a, b, scale=scale)
+
+
+def _rank_one_segment(
+    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    B, _, H, _ = v.shape
+    q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))  # [NC, B * H, C, ...]
+    reads, writes = torch.stack([q.to(b.dtype), _one_later(a, -1)]), torch.stack([k.to(b.dtype), b])
+    found, read_in, write_out, decay = vector_decays(reads[:, None], writes[None], g)
+    (q_in, a_in), (k_out, b_out) = read_in[:, 0], write_out[0]
+    (P_k, P_b), (A_k, A_b) = found[0], _one_later(found[1])  # what q and a find of k and b
+    a_in = torch.cat([a[..., :1, :], a_in[..., :-1, :]], dim=-2)
+    P_k, P_b, A_k, q_in, a_in, k_out, b_out = (x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out))
+    ones = torch.ones_like(a[..., :1])
+    o, S = _Pass.apply(-A_b, P_b, q_in, -a_in, b_out, A_k @ v, ones, decay.mT, k_out.mT @ v, S.flatten(0, 1))
+    return joined_chunks(o + P_k @ v, B), S.unflatten(0, (B, H))
+
+
+def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
+    """[..., C, D] -> the same, each row in the place of the token after it, or before it with -1, and zeros."""
+    return F.pad(rows, (0, 0, tokens, -tokens))
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
@@ -65,10 +111,13 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
 
 
 class _Pass(torch.autograd.Function):
-    """The last two lines of the module's docstring; tensors [NC, B * H, C, ...], S [B * H, K, V]."""
+    """X, O and S as at first in the module's docstring, and what else is written of each chunk, or None.
+
+    Tensors [NC, B * H, C, ...], S [B * H, K, V], written [NC, B * H, K, V].
+    """
 
     @staticmethod
-    def forward(ctx, A, P, q, k, k_out, v, beta, decay, S):
+    def forward(ctx, A, P, q, k, k_out, v, beta, decay, written, S):
         inverse = unit_lower_inverse(A)
         solve, before = (inverse * beta.mT).to(v.dtype), []
         R, X, o = (torch.empty_like(v) for _ in range(3))
@@ -79,6 +128,9 @@ class _Pass(torch.autograd.Function):
             torch.bmm(solve_n, R_n, out=X_n)
             torch.bmm(q_n, S_n, out=o_n).baddbmm_(P_n, X_n)
             S = add_product(S, k_out_n, X_n, None if decay is None else decay[n])
+            if written is not None:
+                S.add_(written[n])
+        ctx.writes = written is not None
         ctx.save_for_backward(inverse, P, q, k, k_out, beta, decay, R, X, *before)
         return o, S
 
@@ -98,4 +150,5 @@ class _Pass(torch.autograd.Function):
         ddecay = None
         if decay is not None:
             ddecay = (S * dS_after).sum(-1, keepdim=True, dtype=decay.dtype).sum_to_size(decay.shape)
-        return -W @ X.mT, do @ X.mT, do @ S.mT, minus_dR @ S.mT, X @ dS_after.mT, -minus_dR, dbeta, ddecay, dS
+        dA, dP, dq, dk, dk_out = -W @ X.mT, do @ X.mT, do @ S.mT, minus_dR @ S.mT, X @ dS_after.mT
+        return dA, dP, dq, dk, dk_out, -minus_dR, dbeta, ddecay, dS_after if ctx.writes else None, dS

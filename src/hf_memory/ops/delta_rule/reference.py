@@ -28,21 +28,27 @@ def delta_rule(
 
 @in_float32
 def diagonal_plus_rank_one(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, *, initial_state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    initial_state: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """RWKV-7's rule, which contains the delta rule: S <- (diag(e^g) + b a^T) S + k v^T;   o = S^T q.
-
-    Args: q, k, a, b and g [B, T, H, K], v [B, T, H, V], initial_state [B, H, K, V]. With e^g = w, the same for all
-    channels, a = -k', b = w beta k' and k = beta k' it is the delta rule for keys k'.
-    Source: https://arxiv.org/abs/2503.14456, equation 16.
-    """
-    S, outputs = initial_state, []
+    """S <- (diag(e^g) + b a^T) S + beta k v^T;   o = scale S^T q, with g [B, T, HV, K]."""
+    S = initial_state  # [B, HV, K, V]
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    outputs = []
     for t in range(q.shape[1]):
         along_a = torch.einsum("bhkv,bhk->bhv", S, a[:, t])
-        S = g[:, t].exp()[..., None] * S
-        S = S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a) + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        S = g[:, t, ..., None].exp() * S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a)
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * v[:, t])
         outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-    return torch.stack(outputs, dim=1), S
+    return scale * torch.stack(outputs, dim=1), S
 
 
 def example(
@@ -58,8 +64,12 @@ def example(
     seed: int = 0,
     decay: str = "none",
     beta: str = "random",
+    erase: str = "k",
 ) -> dict:
-    """Valid random arguments; `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme" (0, 1 or 2)."""
+    """Valid random arguments.
+
+    `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme" (0, 1 or 2), `erase` "k" or "own".
+    """
     generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
@@ -79,5 +89,8 @@ def example(
     if decay != "none":
         shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
         arguments["g"] = F.logsigmoid(random(*shape) + 1).to(wide)
+    if erase == "own":
+        a = F.normalize(random(B, T, HV, K), dim=-1)
+        arguments |= {"a": a.to(dtype), "b": (-a * random(B, T, HV, K).sigmoid()).to(dtype)}
     arguments["initial_state"] = random(B, HV, K, V).to(wide)
     return {name: x.to(device) for name, x in arguments.items()}
