@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hf_memory.ops import OPS, LinearState, linear_attention
+from hf_memory.ops import OPS, LinearState, linear_attention, selective_scan
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
@@ -452,6 +452,28 @@ def test_mamba2_is_a_scalar_gate():
         expected.append(torch.einsum("hkv,k->hv", h, C[0, t, 0]) + D[:, None] * x[0, t])
     o = linear_attention(C, B, step[..., None] * x, A * step, scale=1.0)[0] + D[:, None] * x
     torch.testing.assert_close(o[0], torch.stack(expected), **EXACT)
+
+
+def test_a_selective_scan_is_a_sum_over_the_past():
+    """Also where keys share a rate and channels a decay, which is a scalar gate."""
+    q, k, v = random(1, 70, 2, 6), random(1, 70, 2, 6, seed=1), random(1, 70, 2, 5, seed=2)
+    g, rate = -random(1, 70, 2, 5, seed=3).exp(), random(2, 6, 5, seed=4).exp()
+    b = g.cumsum(1)
+    between = (b[:, :, None] - b[:, None])[..., None, :].clamp(max=0)  # [B, i, j, H, 1, V]
+    causal = torch.ones(70, 70, dtype=torch.float64).tril()
+    expected = torch.einsum("bihk,bjhk,bjhv,ij,bijhkv->bihv", q, k, v, causal, (rate * between).exp())
+    torch.testing.assert_close(selective_scan(q, k, v, g, rate)[0], expected, **EXACT)
+    scalar, ones = g[..., :1], torch.ones_like(rate)
+    alike = selective_scan(q, k, v, scalar.expand_as(g), ones)[0]
+    torch.testing.assert_close(alike, linear_attention(q, k, v, scalar[..., 0], scale=1.0)[0], **EXACT)
+
+
+def test_a_selective_scan_keeps_less_than_a_state_of_each_token():
+    arguments = make(next(op for op in OPS if op.op is selective_scan), {}, T=130, K=16, V=32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        selective_scan(**arguments)
+    assert sum(kept) < arguments["v"].numel() * 16 / 2
 
 
 def test_the_normalizer_is_a_column_of_ones():

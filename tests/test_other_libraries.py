@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
+    DynamicCache,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3NextConfig,
@@ -35,6 +38,8 @@ LINEAR, HYBRID = ["linear_attention"] * 2, ["linear_attention", "full_attention"
 MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8}
 MAMBA |= {"pad_token_id": 0, "chunk_size": 16}
 OWN = {
+    "mamba": (MambaConfig, MambaForCausalLM, {**MAMBA, "time_step_rank": 3, "tie_word_embeddings": False}),
+    "mamba-tied": (MambaConfig, MambaForCausalLM, {**MAMBA, "use_conv_bias": False}),
     "mamba2": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 1}),
     "mamba2-groups": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 2, "use_conv_bias": False}),
     "olmo_hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, {**DELTA_SIZES, "linear_allow_neg_eigval": True}),
@@ -45,7 +50,7 @@ OWN = {
 def make_own(name, layer_types=None):
     """A random model of transformers; no parameter is zero or one, which would hide that it was not carried over."""
     config, model, options = OWN[name]
-    if layer_types and "mamba2" not in name:
+    if layer_types and "mamba" not in name:
         options = {**options, "layer_types": layer_types, "num_hidden_layers": len(layer_types)}
     torch.manual_seed(0)
     made = model(config(**options)).eval()
@@ -54,13 +59,19 @@ def make_own(name, layer_types=None):
     return made
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mamba2-groups", "qwen3_next"])  # OLMo-Hybrid must have attention
+WHOLE = ["mamba", "mamba-tied", "mamba2", "mamba2-groups", "qwen3_next"]  # OLMo-Hybrid must have attention
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_logits_equal_those_of_transformers(name):
     theirs = make_own(name, LINEAR)
     ours = import_model(theirs.config, theirs.state_dict())
-    tokens = random_tokens(2, 50)
+    tokens, cache = random_tokens(2, 50), DynamicCache(config=ours.config)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, theirs(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+        expected = theirs(tokens, use_cache=False).logits
+        steps = [ours(token, past_key_values=cache).logits for token in tokens[:, :9].split(1, dim=1)]
+        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(steps, 1), expected[:, :9], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_next"])

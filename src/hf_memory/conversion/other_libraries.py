@@ -1,7 +1,7 @@
 """Memory models of other libraries under our names: their weights give the same function here.
 
-They are `linear_attn`, `retnet`, `gla`, `delta_net` and `gated_deltanet` of flash-linear-attention, Mamba-2 of
-transformers, and the linear layers of its Qwen3-Next and OLMo-Hybrid. An option that ours do not have is refused.
+They are `linear_attn`, `retnet`, `gla`, `delta_net` and `gated_deltanet` of flash-linear-attention, Mamba and Mamba-2
+of transformers, and the linear layers of its Qwen3-Next and OLMo-Hybrid. An option that ours do not have is refused.
 """
 
 import re
@@ -47,6 +47,8 @@ _TRANSFORMERS_BLOCK = {
     "backbone.layers.{i}.mixer.norm.{rest}": "model.layers.{i}.mixer.o_norm.{rest}",
     "backbone.layers.{i}.mixer.A_log": "model.layers.{i}.mixer.decay.A_log",
     "backbone.layers.{i}.mixer.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
+    "backbone.layers.{i}.mixer.dt_down.{rest}": "model.layers.{i}.mixer.decay.down.{rest}",
+    "backbone.layers.{i}.mixer.dt_proj.bias": "model.layers.{i}.mixer.decay.dt_bias",
     "backbone.layers.{i}.mixer.dt_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
     "backbone.layers.{i}.mixer.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
     "backbone.layers.{i}.mixer.{rest}": "model.layers.{i}.mixer.{rest}",
@@ -142,6 +144,20 @@ def _delta(config: dict) -> dict:
     }
 
 
+def _mamba(config: dict) -> dict:
+    _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"))
+    return {
+        "gate": "mamba",
+        "intermediate_size": 0,
+        "num_attention_heads": 1,
+        "linear_key_head_dim": config["state_size"],
+        "linear_value_head_dim": int(config["expand"] * config["hidden_size"]),
+        "linear_conv_kernel_dim": config["conv_kernel"],
+        "gate_low_rank_dim": config["time_step_rank"],
+        "rms_norm_eps": config["layer_norm_epsilon"],
+    }
+
+
 def _mamba2(config: dict) -> dict:
     _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"), expand=(1, 2, 4))
     low, high = config["time_step_limit"]
@@ -207,6 +223,16 @@ def _split_qwen3_next(config: dict, name: str, x: Tensor) -> Weights:
     return _split_convolution(config, name, x)
 
 
+def _split_mamba(config: dict, name: str, x: Tensor) -> Weights:
+    """Rows of in_proj are x and z, those of x_proj what steps are made of, B and C: our v, g, k and q."""
+    if "in_proj" in name:
+        return {name.replace("in_proj", f"{part}_proj"): y for part, y in zip("vg", x.chunk(2))}
+    if "x_proj" in name:
+        parts = x.split([config["time_step_rank"], config["state_size"], config["state_size"]])
+        return {name.replace("x_proj", part): y for part, y in zip(("dt_down", "k_proj", "q_proj"), parts)}
+    return {name.replace("conv1d", "v_conv1d"): x}
+
+
 def _split_mamba2(config: dict, name: str, x: Tensor) -> Weights:
     """Rows of in_proj are z, x, B, C and dt, those of the convolution x, B and C: our v, k and q."""
     keys = config["n_groups"] * config["state_size"]
@@ -225,6 +251,7 @@ SOURCES = {
     "gla": Source(GatedLinearAttentionConfig, _gla, _FLA_BLOCK, _split_gla),
     "delta_net": Source(DeltaNetConfig, _delta_net, _FLA_BLOCK),
     "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet, _FLA_BLOCK),
+    "mamba": Source(GatedLinearAttentionConfig, _mamba, _TRANSFORMERS_BLOCK, _split_mamba),
     "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _TRANSFORMERS_BLOCK, _split_mamba2),
     "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _TRANSFORMERS_BLOCK, _split_qwen3_next),
     "olmo_hybrid": Source(DeltaNetConfig, _olmo_hybrid, _TRANSFORMERS_BLOCK, _split_convolution),

@@ -74,9 +74,8 @@ class SoftplusDecay(nn.Module):
     def init_own_parameters(self) -> None:
         """A uniform in (1, 16), and steps log-uniform in (0.001, 0.1) where W x = 0, as in Mamba-2."""
         A = torch.empty(self.A_log.shape).uniform_(1, 16)
-        step = torch.empty(self.dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         init.copy_(self.A_log, A.log())
-        init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        _start_steps(self.dt_bias)
 
     def start_open(self, half_life: int) -> None:
         """Half is forgotten after so many tokens."""
@@ -97,3 +96,35 @@ class SoftplusDecay(nn.Module):
         if self.channels is not None:
             A, steps = A[:, None], steps.unflatten(-1, (-1, self.channels))
         return -A * steps, steps
+
+
+class ChannelDecay(nn.Module):
+    """Mamba's: a step softplus(W x + dt_bias) for each value channel, with a low rank, and a rate exp(A_log) for each
+    number of the state. https://arxiv.org/abs/2312.00752, section 3.6.
+    """
+
+    def __init__(self, channels: int, keys: int, rank: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(channels, keys))
+        self.dt_bias = nn.Parameter(torch.empty(channels))
+        self.down = nn.Linear(channels, rank, bias=False)
+        self.proj = nn.Linear(rank, channels, bias=False)
+
+    def init_own_parameters(self) -> None:
+        """Rates 1, 2, 3 and so on in every channel (S4D-Real), and steps as in `SoftplusDecay`."""
+        channels, keys = self.A_log.shape
+        init.copy_(self.A_log, torch.arange(1.0, keys + 1).log().expand(channels, -1))
+        bound = self.proj.in_features**-0.5
+        init.uniform_(self.proj.weight, -bound, bound)
+        _start_steps(self.dt_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, channels] -> positive steps [B, T, channels], and rates [1, keys, channels]."""
+        steps = F.softplus(self.proj(self.down(x)).float() + self.dt_bias.float())
+        return steps, self.A_log.float().mT.exp()[None]
+
+
+def _start_steps(dt_bias: nn.Parameter) -> None:
+    """Log-uniform in (0.001, 0.1)."""
+    step = torch.empty(dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    init.copy_(dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus

@@ -1,4 +1,6 @@
-"""Gated linear attention: retention, gated retention, GLA and Mamba-2, by the config's `gate`."""
+"""Gated linear attention: retention, gated retention, GLA, Mamba and Mamba-2, by the config's `gate`."""
+
+import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
@@ -6,11 +8,18 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
+from hf_memory.mixers.mamba import MambaMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
-GATES = ("retention", "scalar", "vector", "mamba2")
+MIXERS = {
+    "retention": GatedLinearAttentionMixer,
+    "scalar": GatedLinearAttentionMixer,
+    "vector": GatedLinearAttentionMixer,
+    "mamba": MambaMixer,
+    "mamba2": Mamba2Mixer,
+}
 
 
 @strict
@@ -19,10 +28,13 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
 
     Args:
         gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide),
-            `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide) or
+            `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide),
+            `"mamba"` (one for each pair of channels of a single head of 16 queries and keys and twice `hidden_size`
+            values, from which they are made; a convolution of 4 tokens, and `intermediate_size=0` as published) or
             `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens; with
             `linear_num_value_heads` given, as many heads of queries and keys as otherwise).
-        gate_low_rank_dim (`int`, defaults to 16): rank of the projection to a vector gate.
+        gate_low_rank_dim (`int`, *optional*): rank of the projection to a vector gate, default 16, or to the steps of
+            Mamba, default a sixteenth of `hidden_size`.
         gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger forgets less.
     """
 
@@ -30,37 +42,45 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     far_memory = DecayedSlots
 
     gate: str = "vector"
-    gate_low_rank_dim: int = 16
+    gate_low_rank_dim: int | None = None
     gate_logit_normalizer: int = 16
     memory_rope: bool | None = None
 
     @property
     def mixers(self) -> dict:
         """The class of each layer type."""
-        mixer = Mamba2Mixer if self.gate == "mamba2" else GatedLinearAttentionMixer
-        return {**MemoryHeadsConfig.mixers, "memory": mixer}
+        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate]}
 
     def __post_init__(self, **kwargs):
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        is_mamba = self.gate == "mamba2"
-        if is_mamba and self.linear_num_value_heads is None:
+        if self.gate == "mamba":
+            self.linear_num_key_heads = self.linear_num_key_heads or 1
+            self.linear_value_head_dim = self.linear_value_head_dim or 2 * self.hidden_size
+            self.gate_low_rank_dim = self.gate_low_rank_dim or math.ceil(self.hidden_size / 16)
+        if self.gate == "mamba2" and self.linear_num_value_heads is None:
             self.linear_num_key_heads = self.linear_num_key_heads or 1
             self.linear_value_head_dim = self.linear_value_head_dim or 64
             self.linear_num_value_heads = 2 * self.hidden_size // self.linear_value_head_dim
-        key_dims = {"vector": head_dim // 2, "mamba2": 128}
+        key_dims = {"vector": head_dim // 2, "mamba": 16, "mamba2": 128}
         value_dims = {"retention": 2 * head_dim}
         self.linear_key_head_dim = self.linear_key_head_dim or key_dims.get(self.gate, head_dim)
         self.linear_value_head_dim = self.linear_value_head_dim or value_dims.get(self.gate, head_dim)
         if self.linear_conv_kernel_dim is None:
-            self.linear_conv_kernel_dim = 4 if is_mamba else 0
+            self.linear_conv_kernel_dim = 4 if self.gate in ("mamba", "mamba2") else 0
         if self.memory_rope is None:
             self.memory_rope = self.gate == "retention"
+        self.gate_low_rank_dim = self.gate_low_rank_dim or 16
         self.output_gate = self.output_gate or "silu"
         super().__post_init__(**kwargs)
 
     def validate_gate(self):
         """Check the words of this family."""
-        check_word("gate", self.gate, GATES)
+        check_word("gate", self.gate, tuple(MIXERS))
+        if self.gate == "mamba" and self.memory_heads[:3] != (1, 1, 1):
+            raise ValueError(
+                f"linear_num_key_heads and linear_num_value_heads must be 1 with gate='mamba', "
+                f"got {self.linear_num_key_heads} and {self.linear_num_value_heads}"
+            )
 
 
 class GatedLinearAttentionPreTrainedModel(MemoryPreTrainedModel):

@@ -11,6 +11,8 @@ from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
+from hf_memory.ops.selective_scan import reference as _selective_scan
+from hf_memory.ops.selective_scan import selective_scan
 
 __all__ = [
     "OPS",
@@ -23,6 +25,7 @@ __all__ = [
     "deltaformer",
     "linear_attention",
     "neural_memory",
+    "selective_scan",
 ]
 
 
@@ -95,4 +98,5 @@ OPS = (
         gates=("decay",),
         kernels="kernel 64 bf",
     ),
+    Op("selective_scan", selective_scan, _selective_scan.example, ({},), gates=("g",)),
 )

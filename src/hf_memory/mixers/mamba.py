@@ -1,0 +1,67 @@
+"""Mamba, whose memory decays in every number of its state at a pace of its own. https://arxiv.org/abs/2312.00752."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, States
+from hf_memory.layers import ShortConvolution
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.gates import ChannelDecay
+from hf_memory.ops import selective_scan
+
+
+class MambaMixer(MemoryMixer):
+    """h <- e^(step A) h + step B x^T;   y = h^T C + D x;   output W_o (y silu(z)), with one head of all channels.
+
+    x and z are projections of the hidden states; queries C, keys B and steps are projections of x, after its
+    convolution and silu.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        channels, bias = self.value_dim, config.attention_bias
+        self.q_proj = nn.Linear(channels, self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(channels, self.head_dim, bias=bias)
+        self.has_convolution = config.linear_conv_kernel_dim > 0
+        if self.has_convolution:
+            self.v_conv1d = ShortConvolution(channels, config.linear_conv_kernel_dim, bias=True)
+        self.decay = ChannelDecay(channels, self.head_dim, config.gate_low_rank_dim)
+        self.D = nn.Parameter(torch.empty(channels))
+        self.g_proj = nn.Linear(config.hidden_size, channels, bias=False)
+
+    def init_own_parameters(self) -> None:
+        """D starts at one."""
+        init.ones_(self.D)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """The memory, and the last tokens that the convolution sees."""
+        spec = super().state_spec(config, layer_idx)
+        return {name: state for name, state in spec.items() if name not in ("q_conv", "k_conv")}
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: memory [N, 1, K, V] and that of the convolution."""
+        _, attention_mask, cu_seqlens, states = context
+        x, new_states = self.v_proj(hidden_states), {}
+        if self.has_convolution:
+            x, new_states["v_conv"] = self.v_conv1d(x, states.get("v_conv"), attention_mask, cu_seqlens)
+        x = F.silu(x)
+        steps, rate = self.decay(x)
+        q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), (steps * x).to(x.dtype))
+        q, k = self.normalize_and_rotate(q, k, context.positions)
+        o, new_states["memory"] = selective_scan(
+            q,
+            k,
+            v,
+            -steps[:, :, None],
+            rate,
+            mask=attention_mask,
+            initial_state=states.get("memory"),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        y = o.flatten(-2) + self.D.to(x.dtype) * x
+        return self.o_proj(y * F.silu(self.g_proj(hidden_states))), new_states
