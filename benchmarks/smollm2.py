@@ -50,6 +50,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 WORK = ROOT / "runs" / "smollm2"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
+RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
@@ -127,8 +128,8 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
-        # of the nine heads that retrieve most, all are in these layers
-        "1/4 of layers, those that retrieve, windows": replace(quarter, keep="17,18,20,21,22,23,24"),
+        "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
+        "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(64, replace(best, keep=RETRIEVE)),
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
