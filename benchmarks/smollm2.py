@@ -126,6 +126,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers": whole,
         "1/4 of layers, 4 times the tokens": times(4, whole),
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
+        "1/4 of layers, servable, Mamba-2": replace(whole, to="gated", options=SERVABLE["gated"]),
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
         "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
