@@ -48,7 +48,9 @@ def _say_version(wanted: bool) -> None:
 
 @commands.callback()
 def _main(
-    version: bool = typer.Option(False, "--version", is_eager=True, callback=_say_version, help="Of hf-memory."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_say_version, help="Show the version and exit."
+    ),
 ) -> None:
     """Memory language models: convert a Transformer into one, train it on, and use it."""
 

@@ -22,9 +22,11 @@ ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signa
 
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
-    memory: Annotated[Path | None, typer.Option(help="File to remember from, if it exists, and to keep.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first; it needs a chat template.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 200,
+    memory: Annotated[
+        Path | None, typer.Option(help="File that holds the memory: loaded if it exists, and saved at the end.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 200,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,

@@ -35,28 +35,36 @@ OF_RECIPE = ("to", "keep", "lora_rank", "temperature", "cross_entropy", "teacher
 
 TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
-Family = Annotated[str, typer.Option(help="The student's family.")]
+Family = Annotated[str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")]
 Keep = Annotated[
     str,
-    typer.Option("--keep-attention", "--keep", help=f"Layers that keep their attention: {conversion.KEEP_WORDS}."),
+    typer.Option(
+        "--keep-attention", "--keep", help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}."
+    ),
 ]
 Servable = Annotated[
-    bool, typer.Option("--servable", help="Options under which engines have the student; see hf-memory export.")
+    bool,
+    typer.Option(
+        "--servable", help="Set the options with which inference engines can run the student (see hf-memory export)."
+    ),
 ]
-Transfer = Annotated[list[str] | None, typer.Option(help=f"Of attention transfer: {FIELDS}")]
-Distillation = Annotated[list[str] | None, typer.Option(help=f"Of logit distillation: {FIELDS}")]
-FineTuning = Annotated[list[str] | None, typer.Option(help=f"Of fine-tuning, of no steps by default: {FIELDS}")]
-Temperature = Annotated[float, typer.Option(help="Of the distillation.")]
+Transfer = Annotated[list[str] | None, typer.Option(help=f"Schedule of attention transfer: {FIELDS}")]
+Distillation = Annotated[list[str] | None, typer.Option(help=f"Schedule of logit distillation: {FIELDS}")]
+FineTuning = Annotated[
+    list[str] | None, typer.Option(help=f"Schedule of fine-tuning, which is off (0 steps) by default: {FIELDS}")
+]
+Temperature = Annotated[float, typer.Option(help="Temperature of the distillation loss.")]
 CrossEntropy = Annotated[
-    float | None, typer.Option(help="Part of the distillation's loss that is the text's own, 0 to 1; default: 0.")
+    float | None,
+    typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
 ]
 TeacherBits = Annotated[
-    int | None, typer.Option(help="8 or 4: learn from a teacher in so many bits, with bitsandbytes.")
+    int | None, typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation.")
 ]
 TeacherLogits = Annotated[
-    Path | None, typer.Option(help="Folder to save the teacher's likely tokens to, before distillation from them.")
+    Path | None, typer.Option(help="Save the teacher's most likely tokens to this folder first, then distil from them.")
 ]
-TopK = Annotated[int | None, typer.Option(help=f"How many of them at each place; default: {conversion.TOP_K}.")]
+TopK = Annotated[int | None, typer.Option(help=f"Likely tokens to save at each position; default: {conversion.TOP_K}.")]
 
 
 def convert(

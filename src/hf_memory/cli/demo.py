@@ -17,7 +17,7 @@ from hf_memory.demo import PROMPTS, Demo, run_demo
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for teacher and student.")] = Path("demo_output"),
+    output: Annotated[Path, typer.Option(help="Folder for the teacher and the student.")] = Path("demo_output"),
     to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
     option: Option = None,
 ) -> None:

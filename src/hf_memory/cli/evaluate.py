@@ -30,18 +30,32 @@ SETTINGS = ("lengths", "samples", "seed", "measure_tokens", "max_new_tokens", "d
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
-Texts = Annotated[list[str], typer.Option("--text", help=f"That it has not seen: {SOURCES}; may be repeated.")]
-Against = Annotated[str | None, typer.Option(help="Model to compare with, of the same tokenizer, such as its teacher.")]
-Tasks = Annotated[str, typer.Option(help=f"With commas between them, of: {EXPLAINED}.")]
-Lengths = Annotated[str, typer.Option(help="In tokens; those too long for model or text are left out.")]
-Samples = Annotated[int, typer.Option(help="Needles of a length, at depths from its beginning to its end.", min=2)]
-HeldOut = Annotated[bool, typer.Option("--held-out", help="Read the last tenth alone, which convert holds out.")]
-Prompts = Annotated[Path | None, typer.Option(help=f"File of prompts, one a line; default: {len(PROMPTS)} of our own.")]
+Texts = Annotated[
+    list[str], typer.Option("--text", help=f"Text that the model was not trained on: {SOURCES}; may be repeated.")
+]
+Against = Annotated[
+    str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
+]
+Tasks = Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")]
+Lengths = Annotated[
+    str, typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out.")
+]
+Samples = Annotated[
+    int, typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2)
+]
+HeldOut = Annotated[
+    bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help=f"File of prompts, one a line; default: {len(PROMPTS)} built-in prompts.")
+]
 LmEval = Annotated[
     str | None,
-    typer.Option(help="Tasks of lm-eval (an extra), with commas between them, or YAML files of that name."),
+    typer.Option(help="Tasks of lm-eval (needs hf-memory[eval]), separated by commas; a name may be a YAML file."),
 ]
-Output = Annotated[Path, typer.Option(help="Folder for table, pictures and JSON, which other models may share.")]
+Output = Annotated[
+    Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
+]
 
 
 def evaluate(
@@ -52,12 +66,12 @@ def evaluate(
     tasks: Tasks = ALL,
     lengths: Lengths = USUAL,
     samples: Samples = 10,
-    seed: Annotated[int, typer.Option(help="Of needles.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the needles.")] = 0,
     max_tokens: MaxTokens = None,
     held_out: HeldOut = False,
     measure_tokens: MeasureTokens = 2**16,
     prompts: Prompts = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 48,
     lm_eval: LmEval = None,
     output: Output = Path("evaluation"),
     device: Device = None,

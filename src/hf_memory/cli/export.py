@@ -15,8 +15,10 @@ NAMES = ", ".join(target.name for target in TARGETS)
 def export(
     student: Annotated[str, typer.Argument(help="Folder or Hub name of a memory model.")],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
-    to: Annotated[str, typer.Option(help=f"{NAMES}, or auto: the first that is exactly the student.")] = "auto",
-    gguf: Annotated[Path | None, typer.Option(help="File for llama.cpp to write too.")] = None,
+    to: Annotated[
+        str, typer.Option(help=f"Target architecture: {NAMES}, or auto: the first that represents the student exactly.")
+    ] = "auto",
+    gguf: Annotated[Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")] = None,
 ) -> None:
     """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that it is the same."""
     export = export_model(found(student), output, to, gguf=gguf)

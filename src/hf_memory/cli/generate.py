@@ -10,8 +10,8 @@ from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP
 
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or Hub name.")],
-    prompt: Annotated[str, typer.Option(help="The beginning of the text.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.", min=1)] = 100,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.", min=1)] = 100,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,

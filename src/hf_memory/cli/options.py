@@ -10,8 +10,8 @@ from huggingface_hub.constants import CONFIG_NAME
 from hf_memory.conversion.run_file import RUN, read_flags
 
 SOURCES = (
-    "folder of text, text file, .jsonl or .parquet with a field text or messages, name[:config] of a Hub data set, "
-    "or teacher:500k[:prompts.txt], which the teacher writes"
+    "a folder of text files, a text file, a .jsonl or .parquet file with a field text or messages, the name[:config] "
+    "of a data set on the Hub, or teacher:500k[:prompts.txt] for text that the teacher writes"
 )
 
 
@@ -25,23 +25,25 @@ def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
 Option = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
 ]
-Texts = Annotated[list[str], typer.Option("--text", help=f"To learn on: {SOURCES}; may be repeated.")]
+Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)]
-MeasureTokens = Annotated[int, typer.Option(help="Held-out tokens that each model reads to be compared.", min=1024)]
-Checkpoints = Annotated[Path | None, typer.Option(help="Folder to resume from when a run was stopped.")]
-LoraRank = Annotated[
-    int | None, typer.Option(help="Of low-rank updates that fine-tuning learns; default: all weights.")
-]
+MeasureTokens = Annotated[int, typer.Option(help="Held-out tokens on which the models are compared.", min=1024)]
+Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
+LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
 Training = Annotated[
     list[str] | None,
     typer.Option("--training", "-t", help="name=value of transformers' TrainingArguments; may be repeated."),
 ]
 Overwrite = Annotated[bool, typer.Option(help="Replace the result of an earlier run.")]
-DryRun = Annotated[bool, typer.Option(help="Show the plan, and whether all fits together; write nothing.")]
-Seed = Annotated[int, typer.Option(help="Of new weights, the order of the text, and sampling.")]
+DryRun = Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")]
+Seed = Annotated[int, typer.Option(help="Random seed for new weights, the order of the text, and sampling.")]
 Config = Annotated[
     Path | None,
-    typer.Option(is_eager=True, callback=_flags_of_file, help=f"YAML file with flags, such as {RUN} of a result."),
+    typer.Option(
+        is_eager=True,
+        callback=_flags_of_file,
+        help=f"YAML file with values for these options, such as {RUN} in the folder of a student.",
+    ),
 ]
 
 

@@ -112,7 +112,7 @@ def finish(
     """Write a result with the file that repeats it, and show it.
 
     Args:
-        context: of the command.
+        context: the command's context.
         job: what it did.
         model: the new one.
         results: what is known of it.

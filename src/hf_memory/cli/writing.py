@@ -14,12 +14,19 @@ from hf_memory.cli.terminal import console, errors, visible
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-Temperature = Annotated[float | None, typer.Option(help="Of the draws; default, as of the next two: the model's.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likely tokens of so much probability together.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from so many likely tokens; 0: all.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of drawing one.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; default: the model's generation config.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Nucleus sampling: smallest set of tokens with this total probability; default: the model's."),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from this many most likely tokens, 0 for all; default: the model's.")
+]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
-Dtype = Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}; auto: as they were saved.")]
+Dtype = Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved.")]
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None, greedy: bool) -> dict:

@@ -23,7 +23,7 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
-from hf_memory.conversion.students import SERVABLE, make_student
+from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
 from hf_memory.conversion.students.placement import (
     KEEP_WORDS,
     PLACEMENT_HEADER,
@@ -43,6 +43,7 @@ __all__ = [
     "KEEP_WORDS",
     "PLACEMENT_HEADER",
     "SERVABLE",
+    "STUDENTS",
     "TEACHERS",
     "TOP_K",
     "CarriedWeights",

@@ -31,9 +31,9 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     """Write down what the work in a folder belongs to, or see that it is the same as before.
 
     Args:
-        folder: of checkpoints or saved logits; made if there is none.
-        description: of the run, by the names of its arguments, models and tokens among them. It is replaced while
-            there is no work.
+        folder: for checkpoints or saved logits; made if it does not exist.
+        description: describes the run, by the names of its arguments, models and tokens among them. It is replaced
+            while there is no work.
 
     Raises:
         ValueError: if the folder has work of a run with other arguments, or of nobody knows whom.

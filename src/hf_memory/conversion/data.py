@@ -61,7 +61,7 @@ def read_tokens(
         sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`, or with
             `messages`, talks that go through the chat template; folders of text files; folders and names of the Hub
             that `datasets` can load, as `name` or `name:config`, of which the split `train` is streamed.
-        tokenizer: of the teacher.
+        tokenizer: the teacher's tokenizer.
         limit: read no more than so many tokens; default: all.
         report: is told how far it is.
 
@@ -88,7 +88,7 @@ def check_tokens(tokens: Tensor, config: PreTrainedConfig, *lengths: int) -> Non
 
     Args:
         tokens: [T] of the text.
-        config: of the model.
+        config: the model's config.
         *lengths: of the windows.
 
     Raises:

@@ -41,7 +41,7 @@ def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Pa
     """See that a result can be written to a folder.
 
     Args:
-        path: of the folder.
+        path: the folder.
         overwrite: whether it may replace the result of an earlier run.
         beside: other folders of the run by name, none of which may be in it, or it in them.
 

@@ -56,19 +56,19 @@ class Recipe:
             `"heads:1/10"` no layer keeps its attention, but a tenth of all key-value heads keep all their keys and
             values, those that retrieve most in the teacher; see `rank_heads`. The others have a window of 128 tokens,
             or what `options` say: another window, and with `window_memory=True` a memory of what has left it.
-        options: of the family's config, such as `gate`; what they leave open is the teacher's or a preset.
-        transfer: of attention transfer. A schedule of no steps leaves a stage out. So does a student that is its
-            teacher before any training: it has nothing to learn from attention.
-        distillation: of the stage in which the whole student learns.
-        fine_tuning: of fine-tuning; its windows may be longer than the teacher's positions.
-        lora_rank: of low-rank updates, which fine-tuning learns in place of all weights.
+        options: fields of the family's config, such as `gate`; what they leave open is the teacher's or a preset.
+        transfer: the schedule of attention transfer. A schedule of no steps leaves a stage out. So does a student that
+            is its teacher before any training: it has nothing to learn from attention.
+        distillation: the schedule of the stage in which the whole student learns.
+        fine_tuning: the schedule of fine-tuning; its windows may be longer than the teacher's positions.
+        lora_rank: rank of the low-rank updates that fine-tuning learns in place of all weights.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: part of the distillation's loss that is the text's own, from 0 to 1; default: 0, or 1 for a
             student that is its teacher before any training.
         top_k: how many of the teacher's likely tokens are saved at each place, for the distillation to learn from;
             default: none are, and the teacher runs.
         teacher_bits: 8 or 4: learn from the teacher in so many bits.
-        seed: of new weights and of the order of the text.
+        seed: seed for new weights and for the order of the text.
     """
 
     to: str | None = "linear"

@@ -41,7 +41,7 @@ def results_of(
     Args:
         plan: what was done.
         losses: by stage.
-        rows: of the models, the one that others are held to first and the new one last.
+        rows: a row for each model, the one that others are held to first and the new one last.
         teacher: what it is called.
         text: what the text is called.
         training: arguments of the run.

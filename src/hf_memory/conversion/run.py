@@ -54,7 +54,7 @@ class Run:
             when called again with the same arguments.
         teacher_logits: folder for a teacher's likely tokens, which are saved there first unless they are there already,
             so that distillation runs no teacher; see `save_logits`. Several students may share it.
-        callbacks: of the Trainer in all stages.
+        callbacks: callbacks of the Trainer in all stages.
         report: is told how far each task is.
         training: more arguments of transformers' TrainingArguments in all stages, such as `bf16`,
             `activation_checkpointing` and `gradient_accumulation_steps`, which leaves the schedules as they are.

@@ -19,7 +19,7 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
 
     Args:
         file: YAML of names, as on the command line or with underscores, and values.
-        parameters: of the command.
+        parameters: the command's parameters.
 
     Raises:
         ValueError: if the file is not YAML of names and values, or has a name that is no flag.
@@ -62,7 +62,7 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedu
     Args:
         stage: what errors call it.
         default: where the other fields are from.
-        pairs: of them; a later one wins, and one word may have several with commas between them.
+        pairs: name=value; a later one wins, and one word may have several with commas between them.
 
     Raises:
         ValueError: if one is not name=value, a name is not a field, or a value is not a number.

@@ -49,12 +49,12 @@ def write_text(
     Batch n is a function of the seed and n, so that a call that was stopped writes the same text when it is repeated.
 
     Args:
-        folder: for the file, whose name tells teachers, prompts and seeds apart.
+        folder: where the file is written, whose name tells teachers, prompts and seeds apart.
         teacher: writes.
-        tokenizer: of the teacher.
+        tokenizer: the teacher's tokenizer.
         num_tokens: to write at least.
         prompts: to answer, or to continue without a template.
-        seed: of the sampling.
+        seed: seed for the sampling.
         report: is told how far it is.
 
     Returns:

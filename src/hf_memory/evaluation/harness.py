@@ -14,7 +14,7 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
 
     Args:
         model: to measure.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         task: a name that lm-eval knows, or a YAML file of a task, which is named as the task is.
         batch_size: requests read at once.
 

@@ -42,7 +42,7 @@ def measure(
     """All that a card says of one model; the teacher itself has none to be compared with.
 
     Args:
-        name: of the row in tables.
+        name: the row's name in tables.
         model: to measure.
         held_out: [T] of text that it has not seen.
         teacher: to compare with.

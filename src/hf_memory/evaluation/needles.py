@@ -28,12 +28,12 @@ class Hunt(NamedTuple):
     """A kind of needle.
 
     Args:
-        opening: of the prompt.
+        opening: how the prompt begins.
         needle: what is hidden, of a key and its number.
         question: about one key, up to where the number follows.
-        digits: of a number.
+        digits: how many digits a number has.
         keys: how many needles there are, of which one is asked for.
-        hay: what hides them, over and over; None: the user's text.
+        hay: the sentence that is repeated around them; None: the user's text.
     """
 
     opening: str
@@ -99,12 +99,12 @@ def hunt(
 
     Args:
         model: a causal language model.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         tokens: [T] of a text to hide them in.
-        kind: of needle.
+        kind: which kind of needle.
         length: tokens of the prompt and of what may be written, so that no more positions are needed.
         samples: how many texts.
-        seed: of keys, numbers, and the parts of the text.
+        seed: seed for keys, numbers, and the parts of the text.
         progress: is told of tokens read.
 
     Returns:

@@ -29,7 +29,7 @@ def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels
     """Write a PNG with a panel for each measure, in which each model is a curve over tokens.
 
     Args:
-        path: of the picture.
+        path: where the picture is written.
         panels: {measure: {model: {tokens: value}}}.
         xlabels: {measure: what its tokens are}.
     """
@@ -54,7 +54,7 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
     """Write a PNG of what a task found: a panel a figure with its intervals, and for needles one a model, by depth.
 
     Args:
-        path: of the picture; nothing is written of a task without figures.
+        path: where the picture is written; a task without figures has none.
         models: {model: {tokens: {figure: described}}}.
     """
     rows = [figures for found in models.values() for figures in found.values()]

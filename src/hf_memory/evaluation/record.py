@@ -19,7 +19,7 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
     """The record of a folder, or an empty one.
 
     Args:
-        folder: of the record, which need not be there.
+        folder: the record's folder, which need not exist.
         settings: what figures depend on; of what JSON has.
 
     Raises:

@@ -45,11 +45,11 @@ class Subject:
         lengths: in tokens, of which those are left out that the model or the text is too short for.
         max_tokens: that all tasks of a card together read of the text, beside what it takes to time the model;
             None: as many as they can use.
-        tokenizer: of the model, for tasks that need words.
+        tokenizer: the model's tokenizer, for tasks that need words.
         samples: needles of a length.
-        seed: of needles.
+        seed: seed for the needles.
         prompts: to answer.
-        new_tokens: of an answer.
+        new_tokens: how many tokens an answer has.
         theirs: what is found of the teacher.
         tell: is told of tokens read.
     """
@@ -163,17 +163,21 @@ def _whole_window(subject: Subject) -> list[int]:
 
 TASKS = {
     "agreement": Task(
-        "KL, choices and perplexity beside the teacher's", lambda x: [WINDOW] * (x.teacher is not None), _agreement
+        "KL divergence from the teacher, agreement on the next token, and perplexity",
+        lambda x: [WINDOW] * (x.teacher is not None),
+        _agreement,
     ),
-    "perplexity": Task("of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
+    "perplexity": Task("perplexity of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
     "positions": Task("perplexity by position", _whole_window, _positions),
-    "copying": Task("what it helps, in nats a token, to have read 64 tokens before", lambda x: [GAP], _copying),
-    "recall": Task("the same of 32 tokens, by distance", lambda x: x.distances, _recall),
+    "copying": Task(
+        "nats a token that a passage gains when it is read a second time, 64 tokens later", lambda x: [GAP], _copying
+    ),
+    "recall": Task("the same gain for a passage of 32 tokens, by distance", lambda x: x.distances, _recall),
     "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
-    "niah_multikey": _search("one of four such numbers", MULTIKEY),
-    "passkey": _search("a number hidden in the same words over and over", PASSKEY),
+    "niah_multikey": _search("one of four numbers hidden in the text, asked by its key", MULTIKEY),
+    "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
-    "speed": Task("tokens a second, and bytes of the cache, by context", _contexts, _speed),
+    "speed": Task("tokens a second and bytes of the cache, by context", _contexts, _speed),
 }
 
 
@@ -189,11 +193,11 @@ def evaluate(
     """Carry out tasks.
 
     Args:
-        subject: of the tasks.
-        tasks: of TASKS.
+        subject: the model and the text that are measured.
+        tasks: names of `TASKS`.
         found: what is known of them already, and is not measured again; what is found is added.
         keep: is called after each place.
-        name: of the model, for the report.
+        name: the model's name, for the report.
         report: is told how far it is.
     """
     found = {} if found is None else found

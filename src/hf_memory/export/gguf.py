@@ -182,7 +182,7 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
 
     Args:
         theirs: what `rewrite` makes for the padded target.
-        target: of LAYOUTS.
+        target: a name of `LAYOUTS`.
         folder: that the same model was exported to; its tokenizer is used if it has one.
         file: to write to.
     """

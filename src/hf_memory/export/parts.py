@@ -105,7 +105,7 @@ def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
     """A memory's weights with `key_heads` heads of queries and keys and all heads of values written out.
 
     Args:
-        config: of the model.
+        config: the model's config.
         mixer: the weights of one memory layer.
         key_heads: as many as there are query heads, or as there are output heads.
     """

@@ -115,7 +115,7 @@ def full_attention(
         queries: which tokens these are.
         past: all tokens, or with a window the present ones, after as many columns as it has tokens or none.
         first: tokens that stand elsewhere.
-        scaling: of the products.
+        scaling: factor of the products of queries and keys.
         softcap: scores s become softcap tanh(s / softcap), or None.
         window: tokens that a query sees, or None for all.
 

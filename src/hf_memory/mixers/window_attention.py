@@ -33,8 +33,8 @@ def window_attention(
         v: [B, T, H, D].
         window: tokens that a token can see, itself among them.
         sees: which of them it does.
-        scaling: of the products.
-        states: of the tokens before; empty means there were none.
+        scaling: factor of the products of queries and keys.
+        states: the states after the tokens before; empty means there were none.
         softcap: scores s become softcap tanh(s / softcap), or None.
         always: tokens that stand before every sequence.
         attention_mask: [B, T], zero at padding, or None.

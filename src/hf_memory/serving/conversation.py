@@ -21,12 +21,12 @@ class Conversation:
 
     Args:
         model: a causal language model of this package; its `generation_config` says how answers are drawn.
-        tokenizer: of the model; its chat template is used if it has one.
+        tokenizer: the model's tokenizer; its chat template is used if it has one.
         cache: what was read before.
         system: what the template is told first; default: what it says by itself.
-        max_new_tokens: of an answer.
+        max_new_tokens: how many tokens an answer has at most.
         options: what differs from the `generation_config`, as in `Request`.
-        seed: of the draws.
+        seed: seed for sampling.
 
     Raises:
         ValueError: if there is a system prompt, but no template or not the beginning of a talk.

@@ -31,7 +31,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
 
     Args:
         cache: a DynamicCache of the model's.
-        path: of the file to write, by habit `*.safetensors`.
+        path: the file to write, by convention `*.safetensors`.
         model: that made the cache; the file can only be loaded for one that is the same.
 
     Raises:
@@ -68,7 +68,7 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
     """The cache that `save_memory` wrote, on the device of the model.
 
     Args:
-        path: of the file.
+        path: the file to read.
         model: the one that made it; its config and weights must be the same.
 
     Raises:

@@ -28,7 +28,7 @@ class Request:
         max_new_tokens: how many to generate at most.
         options: what differs from the model's `generation_config`, under its names: do_sample, temperature, top_k,
             top_p, repetition_penalty, eos_token_id ... What looks back sees the tokens of this request alone.
-        seed: of the draws; a request gives the same tokens in any company.
+        seed: seed for sampling; a request gives the same tokens in any company.
         cache: what was read before, from `Step.cache` of an earlier request or from `load_memory`; it stays as it is,
             so that many requests may go on from one.
         keep_cache: give the cache back with the last token, for a request that goes on.

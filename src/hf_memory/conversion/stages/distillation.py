@@ -89,7 +89,7 @@ def distill(
         schedule: how long and how fast.
         temperature: divides the logits of both; above 1, unlikely tokens count more.
         cross_entropy: part of the loss that is the text's own, from 0 to 1.
-        seed: of the order of the windows.
+        seed: seed for the order of the windows.
         run: where checkpoints are, and who hears of it.
     """
     data, how = TokenWindows.of(tokens, schedule, seed), {"temperature": temperature, "cross_entropy": cross_entropy}

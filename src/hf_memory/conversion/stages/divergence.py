@@ -47,7 +47,7 @@ def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfToken
     Args:
         model: whose head is called as a module, with its adapters and hooks.
         hidden_states: [B, T, hidden_size], of its body.
-        loss: of a slice.
+        loss: the loss of a slice.
     """
     hidden_states = hidden_states.flatten(0, -2)
     if is_sharded():  # FSDP brings weights for a module's forward and backward, and for nothing between

@@ -40,9 +40,9 @@ def fine_tune(
         student: learns, in place. Windows may be longer than its positions, of which it then has as many.
         tokens: [T] of the text to learn on.
         schedule: how long and how fast.
-        lora_rank: of the updates; default: all weights learn.
+        lora_rank: rank of the low-rank updates; default: all weights learn.
         adapter: folder to write the updates to, for peft and the student as it was.
-        seed: of the order of the windows, and of A.
+        seed: seed for the order of the windows, and for the low-rank factor A.
         run: where checkpoints are, and who hears of it.
 
     Returns:

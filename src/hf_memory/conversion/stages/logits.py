@@ -54,10 +54,10 @@ def save_logits(
         folder: to write to.
         teacher: stays as it is.
         tokens: [T] of the text to distil on.
-        schedule: of the distillation.
+        schedule: the schedule of the distillation.
         k: most likely tokens to save at each place.
-        temperature: of the distillation.
-        seed: of the distillation.
+        temperature: the temperature of the distillation.
+        seed: the seed of the distillation.
         report: is told how far it is.
 
     Raises:
@@ -101,9 +101,9 @@ def distill_from_logits(
         folder: that `save_logits` filled with the same tokens, schedule, temperature and seed.
         tokens: [T] of the text to learn on.
         schedule: how long and how fast.
-        temperature: of `distill`.
-        cross_entropy: of `distill`.
-        seed: of the order of the windows.
+        temperature: divides the logits of both models before the softmax.
+        cross_entropy: the part of the loss that is cross-entropy with the text, from 0 to 1.
+        seed: seed for the order of the windows.
         run: where checkpoints are, and who hears of it.
 
     Raises:

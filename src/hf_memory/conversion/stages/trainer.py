@@ -134,7 +134,7 @@ def run_trainer(
         model: learns, in place.
         data: to learn on.
         schedule: how long and how fast.
-        name: of the stage; callbacks find it in `args.run_name`.
+        name: the stage's name; callbacks find it in `args.run_name`.
         run: where there are ten checkpoints, the last of which a stage resumes from, and who hears of it.
         belongs_to: models and numbers that checkpoints belong to, beside what is said here.
         inputs: what the model is given of a window.

@@ -94,7 +94,7 @@ def attention_transfer(
         teacher: stays as it is.
         tokens: [T] of the text to learn on.
         schedule: how long and how fast.
-        seed: of the order of the windows.
+        seed: seed for the order of the windows.
         run: where checkpoints are, and who hears of it.
 
     Returns:

@@ -45,7 +45,7 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
     """Whether a student is its teacher before any training: its memory layers see what the teacher's attention sees.
 
     Args:
-        config: of the student.
+        config: the student's config.
         teacher: its config.
         length: tokens of the text that they read.
     """
@@ -92,7 +92,7 @@ def make_student(
         teacher: a causal language model of a type in TEACHERS.
         to: the family, a name in STUDENTS.
         keep: the layers that keep the teacher's attention, as numbers or words; see `kept_layers`.
-        seed: of the weights that the teacher does not have.
+        seed: seed for the weights that the teacher does not have.
         **options: of the family's config, such as `gate`; they win over the presets of a student.
 
     Raises:

@@ -15,7 +15,9 @@ from hf_memory.evaluation import agreement, recall_by_distance
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
-KEEP_WORDS = "none, a fraction such as 1/4, every-other, layers such as 0,3, auto or auto:1/8; or heads:1/10"
+KEEP_WORDS = (
+    "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, or heads:1/10"
+)
 SHARE = Fraction(1, 4)  # of the layers, that auto keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
@@ -36,7 +38,7 @@ def kept_layers(keep: Keep, num_layers: int) -> tuple[int, ...]:
 
     Args:
         keep: layers counted from 0, or a fraction, `"every-other"` `"none"`, or layers with commas between them.
-        num_layers: of the model.
+        num_layers: how many layers the model has.
 
     Raises:
         ValueError: if the words are none of these, a layer does not exist, or a fraction keeps no layer.

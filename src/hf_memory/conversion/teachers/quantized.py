@@ -15,7 +15,7 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
 
     Args:
         name: folder or Hub name of the teacher.
-        bits: of a weight.
+        bits: how many bits a weight has.
         device: to run on.
 
     Raises:

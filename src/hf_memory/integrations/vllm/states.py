@@ -108,7 +108,7 @@ class Pages:
         Args:
             hidden_states: [1, T, hidden_size]; what is in no reading comes out as zeros.
             angles: cosines and sines of the tokens' positions [1, T, channels].
-            steps: of `readings`.
+            steps: what `readings` gives.
             slots: the row of each sequence of the step [N].
         """
         positions = Positions(*angles) if self.mixer.sees_positions else None

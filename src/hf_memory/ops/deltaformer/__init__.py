@@ -60,8 +60,8 @@ def deltaformer(
         mask: [B, T], or [B, S + T] with the past, zero where there is no token: at padding, and at places of a buffer
             that are still empty. What stands there is never read, and its output is zero. None means no padding.
         window: how many tokens, itself among them, a token sees in both sums; None means all.
-        scale: of the read's products; default K ** -0.5 for softmax, else 1.
-        write_scale: of the write's products; the same defaults.
+        scale: factor of the read's products; default K ** -0.5 for softmax, else 1.
+        write_scale: factor of the write's products; the same defaults.
         initial_state: keys [B, S, H, K] and corrected values [B, S, HV, V] of the past.
         output_final_state: return those of past and present; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row; without states.

@@ -39,8 +39,8 @@ def segment_length(tokens: int, sequences: int, programs: int) -> int:
     """Tokens of a segment, or 0 where sequences had better stay whole: a function of shapes alone.
 
     Args:
-        tokens: of the call, B * T.
-        sequences: of the call, N.
+        tokens: how many tokens the call has, B * T.
+        sequences: how many sequences the call has, N.
         programs: how many walk one sequence.
     """
     if 2 * sequences * programs > PROGRAMS:
@@ -241,7 +241,7 @@ def boundary_states(
         segments: M segments of N sequences.
         x: keys [B, T, H, K], or queries for gradients.
         y: values [B, T, HV, V], or gradients of outputs.
-        w: of the normaliser, [B, T, HV]; None for ones.
+        w: the weights of the normaliser, [B, T, HV]; None for ones.
         g: decay [B, T, HV], [B, T, HV, K] or None.
         S: the state before each sequence or gradient after it [N, HV, K, V].
         z: the same of the normaliser [N, HV, K], or None.

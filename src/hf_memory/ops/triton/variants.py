@@ -24,12 +24,12 @@ def variant(name: str, kernel: Any, constants: dict, absent: set[str], narrow: s
     """A specialisation from what a launch is given.
 
     Args:
-        name: in the table.
-        kernel: of Triton.
+        name: the row's name in the table.
+        kernel: the Triton kernel.
         constants: launch options and compile-time arguments, of which the kernel may have some alone.
         absent: arguments that are None.
         narrow: arguments that are tensors of `dtype`; others are what OTHERS says, or float32 tensors.
-        dtype: of the inputs.
+        dtype: the dtype of the inputs.
     """
     launch = {n: constants[n] for n in ("num_warps", "num_stages")}
     constants = {**constants, **dict.fromkeys(absent)}
