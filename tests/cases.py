@@ -128,6 +128,12 @@ CASES = (
             "memory_unit_values": True,  # else inputs 1e-6 apart give logits 1e-3 apart
         },
     ),
+    Case(
+        "ttt-mlp-full",
+        "hf_memory_titans",
+        {**FULL_HYBRID, "memory_rule": "ttt_mlp", "memory_chunk_size": 4},
+        has_kernels=False,
+    ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case(
         "gated-window",

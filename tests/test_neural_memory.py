@@ -18,19 +18,18 @@ OPTIONS = {
     "no momentum": {"momentum": False},
     "no decay": {"decay": False},
     "plain": {"momentum": False, "decay": False},
-    "decayed": {"grad_at": "decayed", "forget_to": "initial", "loss": "full"},
-    "decayed to zero": {"grad_at": "decayed", "forget_to": "zero", "bias": True},
+    "zero": {"forget_to": "zero", "bias": True},
     "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
     "anchor": {"forget_to": "anchor", "bias": True},
     "ttt": TTT,
-    "all": {**TTT, "momentum": True, "decay": True, "grad_at": "decayed", "forget_to": "initial"},
+    "all": {**TTT, "momentum": True, "decay": True, "forget_to": "initial"},
 }
 backends = pytest.mark.parametrize("backend", ["reference", "chunk"])
 some_forms = pytest.mark.parametrize(
     "form",
     [
         {"depth": 1, "chunk_size": 1},
-        {"depth": 1, "chunk_size": 1, **OPTIONS["decayed"], "bias": True},
+        {"depth": 1, "chunk_size": 1, "forget_to": "initial", "bias": True},
         {"depth": 1, "chunk_size": 16, **TTT},
         {"depth": 2, "chunk_size": 4},
         {"depth": 2, "chunk_size": 16, **OPTIONS["all"]},
@@ -183,9 +182,9 @@ def test_a_state_of_zeros_has_read_nothing(form):
     assert neural_memory(**arguments)[1] is None
 
 
-def matrix(T=40, *, loss="half", grad_at="previous", chunk_size=1, **options):
+def matrix(T=40, *, chunk_size=1, **options):
     """A matrix that begins at zero, so that the initial state is empty."""
-    arguments = make(T, depth=1, HV=1, chunk_size=chunk_size, loss=loss, grad_at=grad_at, **options)
+    arguments = make(T, depth=1, HV=1, chunk_size=chunk_size, **options)
     arguments["weights"] = (torch.zeros_like(arguments["weights"][0]),)
     return {**arguments, "initial_state": None}
 
@@ -198,17 +197,12 @@ def test_without_momentum_and_decay_it_is_the_delta_rule(backend):
 
 
 @backends
-@pytest.mark.parametrize(("loss", "factor"), [("half", 1.0), ("full", 2.0)])
-def test_with_decay_it_is_a_gated_delta_rule(backend, loss, factor):
-    """Exactly so at the decayed memory; at the previous one with beta = lr / a and values a v."""
-    a = matrix(momentum=False, loss=loss, grad_at="decayed")
-    expected = delta_rule(a["q"], a["k"], a["v"], factor * a["lr"], a["decay"], scale=1.0)[0]
+def test_with_decay_it_is_a_gated_delta_rule(backend):
+    """With beta = lr / a and values a v, as gradients are those of the memory before it decays."""
+    a = matrix(momentum=False)
+    keep = a["decay"].exp()
+    expected = delta_rule(a["q"], a["k"], keep[..., None] * a["v"], a["lr"] / keep, a["decay"], scale=1.0)[0]
     assert_equal(neural_memory(**a, backend=backend)[0], expected)
-    a["grad_at"], keep = "previous", a["decay"].exp()
-    o = neural_memory(**a, backend=backend)[0]
-    beta, v = factor * a["lr"] / keep, keep[..., None] * a["v"]
-    assert_equal(o, delta_rule(a["q"], a["k"], v, beta, a["decay"], scale=1.0)[0])
-    assert (o - expected).abs().max() > 1e-3
 
 
 @backends
@@ -228,9 +222,9 @@ def test_with_momentum_it_is_the_momentum_delta_rule(backend):
 
 @backends
 def test_in_one_chunk_it_is_linear_attention(backend):
-    """The gradient at a matrix of zeros is -2 k v^T."""
-    a = matrix(momentum=False, decay=False, loss="full", chunk_size=64)
-    expected = linear_attention(a["q"], a["k"], 2 * a["lr"][..., None] * a["v"], scale=1.0)[0]
+    """The gradient at a matrix of zeros is -k v^T."""
+    a = matrix(momentum=False, decay=False, chunk_size=64)
+    expected = linear_attention(a["q"], a["k"], a["lr"][..., None] * a["v"], scale=1.0)[0]
     assert_equal(neural_memory(**a, backend=backend)[0], expected)
 
 
@@ -302,8 +296,8 @@ def recall(depth, *, reset=False, T=2048, **options):
         decay[:, T // 2] = -torch.inf
     sizes = [64, *[128] * (depth - 1), 64]
     weights = tuple(torch.randn(1, i, o, generator=generator) * i**-0.5 for i, o in zip(sizes, sizes[1:]))
-    options = {"chunk_size": 16, "loss": "full", **options}
-    lr = torch.full((1, T, 1), 0.02)
+    options = {"chunk_size": 16, **options}
+    lr = torch.full((1, T, 1), 0.04)
     state = neural_memory(k, k, v, lr, None, decay, weights, output_final_state=True, **options)[1]
     ask, never = keys[None, :, None], torch.zeros(1, 32, 1)
     o = neural_memory(ask, ask, 0 * ask, never, None, None, weights, initial_state=state, **options)[0]
@@ -368,8 +362,6 @@ BAD = {
     r"weights\[0\] must have shape": {"weights": (torch.zeros(2, 6, 4),)},
     "chunk_size must be a positive integer, got 0": {"chunk_size": 0},
     "activation must be one of silu, gelu, gelu_tanh, got 'relu'": {"activation": "relu"},
-    "loss must be one of half, full": {"loss": "mean"},
-    "grad_at must be one of previous, decayed": {"grad_at": "next"},
     "forget_to must be one of initial, anchor, zero": {"forget_to": "one"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},

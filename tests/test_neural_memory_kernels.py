@@ -12,13 +12,12 @@ FORMS = {
     "network": {"depth": 2, "chunk_size": 16, "residual": True},
     "network without momentum": {"depth": 2, "chunk_size": 16, "momentum": False, "activation": "gelu"},
     "network without decay": {"depth": 2, "chunk_size": 16, "decay": False, "activation": "gelu_tanh"},
-    "network that forgets to zero": {"depth": 2, "chunk_size": 20, "forget_to": "zero", "loss": "full", "V": 10},
+    "network that forgets to zero": {"depth": 2, "chunk_size": 20, "forget_to": "zero", "V": 10},
     "network of every token": {"depth": 2, "chunk_size": 1, "T": 4},
     "matrix": {"depth": 1, "chunk_size": 1},
     "matrix without momentum": {"depth": 1, "chunk_size": 1, "momentum": False},
     "plain matrix": {"depth": 1, "chunk_size": 1, "momentum": False, "decay": False, "V": 10},
-    "matrix with all": {"depth": 1, "chunk_size": 1, "bias": True, "residual": True, "grad_at": "decayed",
-                        "forget_to": "initial", "loss": "full"},
+    "matrix with all": {"depth": 1, "chunk_size": 1, "bias": True, "residual": True, "forget_to": "initial"},
 }  # fmt: skip
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 some_forms = pytest.mark.parametrize("form", [FORMS["network"], FORMS["matrix"]], ids=["network", "matrix"])
@@ -116,7 +115,6 @@ REFUSED = {
     "weights must be 2 matrices, or 1 with chunk_size=1, got 3": {"depth": 3},
     "weights must be 2 matrices, or 1 with chunk_size=1, got 1": {"depth": 1},
     "weights must be without bias": {"bias": True},
-    "grad_at must be 'previous', got 'decayed'": {"grad_at": "decayed"},
     "forget_to must be 'initial' or 'zero', got 'anchor'": {"forget_to": "anchor"},
     "chunk_size must be at most 32 with 16 channels in torch.float32, got 33": {"chunk_size": 33},
     "K and V must be at most 64 in torch.float32, got 16 and 65": {"V": 65},

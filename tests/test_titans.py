@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cases import CASES, make_model, random_tokens
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
+from hf_memory.mixers.base import Context
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
+AS_PUBLISHED = dict.fromkeys(("variant", "memory_rope", "num_persistent_tokens"))  # what a paper leaves to its preset
 
 
 @pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
@@ -66,3 +69,42 @@ def test_a_closed_gate_leaves_attention(name):
     for mixer in mixers:
         mixer.gate.fill_(1)
     assert not torch.allclose(model(tokens).logits, closed)
+
+
+def ttt(mixer, hidden_states, q, k, v, head):
+    """Outputs of a head's tokens, and what it learns by: mini-batches of 4, the gradient of each token by autograd."""
+    norm = [x[head] for x in mixer.inner_norm()]
+    lr = mixer.config.memory_max_lr / 8 * mixer.lr_proj(hidden_states)[0, :, head].sigmoid()
+    tau = 1 / torch.arange(1.0, 5.0, dtype=torch.float64) + mixer.position_rate
+
+    def f(x, W):
+        z = x @ W[0][:-1] + W[0][-1]
+        for w in W[1:]:
+            z = F.gelu(z, approximate="tanh") @ w[:-1] + w[-1]
+        return x + F.layer_norm(z, (8,), *norm, eps=1e-6)
+
+    W, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    for t in range(len(q)):
+        if t % 4 == 0:
+            A, total = [w.detach().requires_grad_() for w in W], [torch.zeros_like(w) for w in W]
+        gradients = torch.autograd.grad((f(k[t], A) - v[t]).square().sum() / 2, A)
+        total = [x + lr[t] * g for x, g in zip(total, gradients)]
+        W = [a - tau[t % 4] * x for a, x in zip(A, total)]
+        outputs.append(f(q[t], W))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("rule", "equations"), [("ttt_linear", ttt), ("ttt_mlp", ttt)])
+def test_a_memory_is_its_papers_equations(rule, equations):
+    """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
+    mixer = make_model(TITANS[0], **AS_PUBLISHED, memory_rule=rule).model.layers[0].mixer.double()
+    x, said = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for parameter in mixer.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+    mixer.output_gate.register_forward_pre_hook(lambda _, inputs: said.append(inputs[0]))
+    mixer(x)
+    q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    for head in range(4):
+        rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
+        expected = equations(mixer, x, *(row.detach() for row in rows), head)
+        torch.testing.assert_close(said[0][0, :, head], expected, rtol=1e-9, atol=1e-10)

@@ -14,14 +14,20 @@ __all__ = [
     "RotaryEmbedding",
     "ShortConvolution",
     "SwiGLU",
+    "places",
     "unit_length",
+    "wide",
 ]
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, or float64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def unit_length(x: Tensor) -> Tensor:
     """x / |x| over the last dimension, in float32; 1e-6 under the root keeps zero at zero."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class RMSNorm(LlamaRMSNorm):
@@ -112,7 +118,7 @@ class ShortConvolution(nn.Module):
             y = (context * weight).sum(1, keepdim=True)
         else:
             weight = weight.contiguous()
-            place = None if cu_seqlens is None else _places(cu_seqlens, T)[:, None]
+            place = None if cu_seqlens is None else places(cu_seqlens, T)[:, None]
             y = context[:, W - 1 :] * weight[-1]
             for w in range(1, W):
                 past = context[:, W - 1 - w : W - 1 - w + T]
@@ -120,7 +126,7 @@ class ShortConvolution(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def _places(cu_seqlens: Tensor, T: int) -> Tensor:
+def places(cu_seqlens: Tensor, T: int) -> Tensor:
     """Where each of T tokens is in its own packed sequence [T]."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]

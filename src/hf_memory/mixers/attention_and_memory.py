@@ -14,7 +14,6 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.masks import all_tokens, everything
@@ -29,7 +28,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.memory = NeuralMemoryMixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
+        self.memory = config.neural_memory(config, layer_idx, reads_persistent=self.memory_reads_persistent)
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
 
@@ -61,7 +60,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         _, heads, _, D, _ = config.attention_heads
         window = State((config.sliding_window - 1, heads, D), None)
         attention = {"keys": window, "values": window, "seen": State((), torch.long)}
-        return _joined(attention, NeuralMemoryMixer.state_spec(config, layer_idx))
+        return _joined(attention, config.neural_memory.state_spec(config, layer_idx))
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""

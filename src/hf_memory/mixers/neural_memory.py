@@ -6,10 +6,10 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import unit_length
+from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec, repeat_heads
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
 
@@ -25,25 +25,42 @@ class Gate(nn.Linear):
         init.constant_(self.bias, self.start)
 
 
-class InitialWeights(nn.Module):
-    """Matrices [H, d_in, d_out] of a memory that has read nothing; the last says little at first."""
+def layer_sizes(config) -> list[int]:
+    """Channels that enter the first matrix of a memory, and that leave each."""
+    *_, K, V = config.memory_heads
+    return [K, *[config.memory_expansion * K] * (config.memory_depth - 1), V]
 
-    def __init__(self, heads: int, sizes: list[int]):
+
+class InitialWeights(nn.Module):
+    """Matrices [H, d_in, d_out] of a memory that has read nothing; the last says little at first.
+
+    With biases, which start at zero, these are one more row.
+    """
+
+    def __init__(self, heads: int, sizes: list[int], has_bias: bool = False):
         super().__init__()
-        self.depth = len(sizes) - 1
-        self.size = sum(d_in * d_out for d_in, d_out in zip(sizes, sizes[1:]))  # numbers of a head
+        self.depth, self.has_bias = len(sizes) - 1, has_bias
+        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in zip(sizes, sizes[1:]))  # numbers of a head
         for i, (d_in, d_out) in enumerate(zip(sizes, sizes[1:])):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
+            if has_bias:
+                self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(heads, 1, d_out)))
 
     def forward(self) -> tuple[Tensor, ...]:
         """In float32."""
-        return tuple(self.get_parameter(f"layer_{i}").float() for i in range(self.depth))
+        return tuple(wide(self._layer(i)) for i in range(self.depth))
+
+    def _layer(self, i: int) -> Tensor:
+        weights = self.get_parameter(f"layer_{i}")
+        return torch.cat([weights, self.get_parameter(f"bias_{i}")], dim=1) if self.has_bias else weights
 
     def init_own_parameters(self) -> None:
         """Products of the size of their inputs, and of a tenth of it in the last."""
         for i in range(self.depth):
             weights = self.get_parameter(f"layer_{i}")
             init.normal_(weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5)
+            if self.has_bias:
+                init.zeros_(self.get_parameter(f"bias_{i}"))
 
 
 class NeuralMemoryMixer(MemoryMixer):
@@ -52,17 +69,24 @@ class NeuralMemoryMixer(MemoryMixer):
     The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size: steps of a chunk and of the momentum add up.
     """
 
+    unit_keys = True  # and queries
+    has_momentum = True
+    has_bias = False
+
     def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
         self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
         heads, width = self.num_output_heads, config.hidden_size
-        self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
-        inner = [config.memory_expansion * self.head_dim] * (config.memory_depth - 1)
-        self.initial_weights = InitialWeights(heads, [self.head_dim, *inner, self.value_dim])
+        self.make_gates(width, heads)
+        self.initial_weights = InitialWeights(heads, layer_sizes(config), self.has_bias)
         if self.num_persistent:
             self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
         self.output_gate = OutputGate(width, heads, self.value_dim, config)
+
+    def make_gates(self, width: int, heads: int) -> None:
+        """What says how fast the memory learns and forgets."""
+        self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
 
     def init_own_parameters(self) -> None:
         """Persistent tokens as small as embeddings."""
@@ -72,11 +96,11 @@ class NeuralMemoryMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, where the chunk began, and how many tokens the chunk has."""
-        query_heads, _, value_heads, K, V = config.memory_heads
-        sizes = [K, *[config.memory_expansion * K] * (config.memory_depth - 1), V]
-        shape = max(query_heads, value_heads), sum(d_in * d_out for d_in, d_out in zip(sizes, sizes[1:]))
-        anchor = shape if config.memory_chunk_size > 1 else (shape[0], 0)
-        spec = {"weights": State(shape), "momentum": State(shape), "anchor": State(anchor)}
+        query_heads, _, value_heads, *_ = config.memory_heads
+        heads, sizes = max(query_heads, value_heads), layer_sizes(config)
+        size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in zip(sizes, sizes[1:]))
+        has = {"weights": True, "momentum": cls.has_momentum, "anchor": config.memory_chunk_size > 1}
+        spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
         return convolution_spec(config) | spec | {"phase": State((), torch.long)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
@@ -96,7 +120,7 @@ class NeuralMemoryMixer(MemoryMixer):
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
-        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, 1.0, False, "initial")
+        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, "initial")
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
         return self.o_proj(self.output_gate(o, hidden_states))
 
@@ -104,18 +128,14 @@ class NeuralMemoryMixer(MemoryMixer):
         """States: weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
         hidden_states, context, real = self._after_persistent(hidden_states, context)
         q, k, v, new_states = self.project(hidden_states, context)
-        lr, momentum, decay = self._gates(hidden_states)
         o, state = neural_memory(
-            unit_length(q),
-            unit_length(k),
+            unit_length(q) if self.unit_keys else q,
+            unit_length(k) if self.unit_keys else k,
             unit_length(v) if self.config.memory_unit_values else v,
-            lr,
-            momentum,
-            decay,
+            *self.gates(hidden_states, context),
             self.initial_weights(),
             chunk_size=self.config.memory_chunk_size,
-            activation=self.config.memory_activation,
-            residual=self.config.memory_residual,
+            **self.learning(),
             mask=context.attention_mask,
             initial_state=_memory_state(context.states),
             output_final_state=True,
@@ -126,12 +146,16 @@ class NeuralMemoryMixer(MemoryMixer):
         own = state._asdict()  # type: ignore[union-attr]
         return (output if real is None else output[:, real]), new_states | own
 
-    def _gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gates(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """lr, log eta and log a [B, T, HV] in float32."""
-        eta = self.momentum_proj(hidden_states).float()
-        momentum, decay = F.logsigmoid(eta), F.logsigmoid(-self.decay_proj(hidden_states).float())
+        eta = wide(self.momentum_proj(hidden_states))
+        momentum, decay = F.logsigmoid(eta), F.logsigmoid(-wide(self.decay_proj(hidden_states)))
         scale = self.config.memory_max_lr / self.config.memory_chunk_size
-        return scale * self.lr_proj(hidden_states).float().sigmoid() * (-eta).sigmoid(), momentum, decay
+        return scale * wide(self.lr_proj(hidden_states)).sigmoid() * (-eta).sigmoid(), momentum, decay
+
+    def learning(self) -> Learning:
+        """Options of the op."""
+        return {"activation": self.config.memory_activation, "residual": self.config.memory_residual}
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
         """Persistent tokens before every sequence that begins here, and where the real ones are then."""

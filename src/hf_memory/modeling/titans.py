@@ -7,23 +7,54 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
+from hf_memory.mixers.test_time_training import TTTMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
-VARIANTS = {
-    "lmm": NeuralMemoryMixer,
+VARIANTS = {  # around the memory; "lmm" is the memory alone
     "mac": MemoryAsContextMixer,
     "mag": MemoryAsGateMixer,
     "mal": MemoryAsLayerMixer,
+}
+MEMORIES = {"titans": NeuralMemoryMixer, "ttt_linear": TTTMixer, "ttt_mlp": TTTMixer}
+TITANS = {
+    "variant": "mag",
+    "memory_depth": 2,
+    "memory_expansion": 2,
+    "memory_activation": "silu",
+    "memory_max_lr": 1.0,
+    "memory_rope": False,
+    "linear_conv_kernel_dim": 4,
+    "output_gate": "silu",
+    "num_persistent_tokens": 4,
+}
+TTT = {
+    "variant": "lmm",
+    "memory_expansion": 4,
+    "memory_activation": "gelu_tanh",
+    "memory_residual": True,
+    "memory_chunk_size": 16,
+    "memory_rope": True,
+    "linear_conv_kernel_dim": 0,
+    "output_gate": "none",
+    "num_persistent_tokens": 0,
+}
+PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
+    "titans": TITANS,
+    "ttt_linear": {**TTT, "memory_depth": 1, "memory_max_lr": 1.0},
+    "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
 }
 
 
 @strict
 class TitansConfig(MemoryHeadsConfig):
-    """Options of Titans' mixers.
+    """Options of Titans' mixers, and of other memories that learn at test time.
 
     Args:
+        memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`, or as `"ttt_linear"` or
+            `"ttt_mlp"` (https://arxiv.org/abs/2407.04620). Fields that are left open are then as its paper has them;
+            the defaults below are those of `"titans"`.
         variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mac"` (its answers are context
             for attention within segments), `"mag"` (beside attention over `sliding_window` tokens) or `"mal"` (before
             it).
@@ -32,6 +63,8 @@ class TitansConfig(MemoryHeadsConfig):
         memory_activation (`str`, defaults to `"silu"`): between them: `"silu"`, `"gelu"` or `"gelu_tanh"`.
         memory_residual (`bool`, *optional*): whether the memory adds what it is asked to its answer; default: with more
             than one matrix, if keys and values have equally many channels.
+        memory_rope (`bool`, defaults to `False`): rotate queries and keys of the memory by position; those of TTT by
+            position within `memory_chunk_size` tokens, which is its default.
         memory_chunk_size (`int`, *optional*): tokens whose gradients are taken at the same weights. It is part of the
             function: a model must be used with the one it was trained with. Default: 1 for one matrix, else 16.
         memory_unit_values (`bool`, defaults to `False`): give values unit length, as queries and keys have. With long
@@ -46,29 +79,38 @@ class TitansConfig(MemoryHeadsConfig):
 
     model_type = "hf_memory_titans"
 
-    variant: str = "mag"
-    memory_depth: int = 2
-    memory_expansion: int = 2
-    memory_activation: str = "silu"
+    memory_rule: str = "titans"
+    variant: str | None = None
+    memory_depth: int | None = None
+    memory_expansion: int | None = None
+    memory_activation: str | None = None
     memory_residual: bool | None = None
+    memory_rope: bool | None = None
     memory_chunk_size: int | None = None
     memory_unit_values: bool = False
-    memory_max_lr: float = 1.0
+    memory_max_lr: float | None = None
     memory_gate: str = "multiply"
     segment_length: int = 128
-    num_persistent_tokens: int = 4
+    num_persistent_tokens: int | None = None
 
     @property
     def mixers(self) -> dict:
         """The class of each layer type."""
-        return {**MemoryHeadsConfig.mixers, "memory": VARIANTS[self.variant]}
+        memories = {"lmm": self.neural_memory, **VARIANTS}
+        return {**MemoryHeadsConfig.mixers, "memory": memories[self.variant]}
+
+    @property
+    def neural_memory(self) -> type[NeuralMemoryMixer]:
+        """The memory of this rule."""
+        return MEMORIES[self.memory_rule]
 
     def __post_init__(self, **kwargs):
+        for name, value in PRESETS.get(self.memory_rule, TITANS).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.linear_key_head_dim = self.linear_key_head_dim or head_dim
         self.linear_value_head_dim = self.linear_value_head_dim or head_dim
-        self.linear_conv_kernel_dim = 4 if self.linear_conv_kernel_dim is None else self.linear_conv_kernel_dim
-        self.output_gate = self.output_gate or "silu"
         if self.sliding_window is None and self.variant in ("mag", "mal"):
             self.sliding_window = 512
         if self.memory_residual is None:
@@ -86,12 +128,19 @@ class TitansConfig(MemoryHeadsConfig):
 
     def validate_variant(self):
         """Check the words and sizes of this family."""
-        check_word("variant", self.variant, tuple(VARIANTS))
+        check_word("memory_rule", self.memory_rule, tuple(PRESETS))
+        contextless = [name for name in VARIANTS if name != "mac"]
+        check_word("variant", self.variant, ("lmm", *(VARIANTS if self.memory_rule == "titans" else contextless)))
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
         for name in ("memory_depth", "memory_expansion", "memory_chunk_size", "segment_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.memory_residual and self.linear_key_head_dim != self.linear_value_head_dim:
+            raise ValueError(
+                f"memory_residual must be False unless linear_key_head_dim equals linear_value_head_dim, "
+                f"got {self.linear_key_head_dim} and {self.linear_value_head_dim}"
+            )
         if self.variant in ("mag", "mal") and (self.sliding_window or 0) < 2:
             raise ValueError(f"sliding_window must be at least 2 for {self.variant!r}, got {self.sliding_window}")
 

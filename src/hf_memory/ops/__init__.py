@@ -92,7 +92,7 @@ OPS = (
             {"depth": 2, "chunk_size": 16},
             {"depth": 1, "chunk_size": 1},
             {"depth": 1, "chunk_size": 16, "momentum": False},
-            {"depth": 2, "chunk_size": 4, "decay": False, "loss": "full"},
+            {"depth": 2, "chunk_size": 4, "decay": False},
             {"depth": 3, "chunk_size": 7},
         ),
         gates=("decay",),

@@ -2,8 +2,8 @@
 
 Titans, and with other options the delta rules, linear attention and TTT.
 
-There are kernels for a matrix with chunk_size=1, and for two matrices without bias, norm and grad_at="decayed" that
-forget to initial weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16 with 128; in
+There are kernels for a matrix with chunk_size=1, and for two matrices without bias and norm that forget to initial
+weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16 with 128; in
 float32 32 with 16 channels, 16 with 64.
 """
 
@@ -38,10 +38,9 @@ MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chu
 class Learning(TypedDict, total=False):
     """How a neural memory M learns to say v when it sees k, by one step of gradient descent a token.
 
-        A <- W if a chunk of chunk_size tokens begins here              (the anchor)
-        A <- a_t A                                                      (with grad_at="decayed" only)
-        S <- eta_t S - lr_t grad l(A),   l = |M(k_t; A) - v_t|^2        (half of it with loss="half")
-        W <- a_t W + S                                                  (without momentum S is the last step alone)
+        A <- W if a chunk of chunk_size tokens begins here                   (the anchor)
+        S <- eta_t S - lr_t grad l(A),   l = 1/2 |M(k_t; A) - v_t|^2
+        W <- a_t W + S                                                       (without momentum S is the last step alone)
         o_t = M(q_t; W)
 
     where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being the initial weights. M is a matrix,
@@ -52,8 +51,6 @@ class Learning(TypedDict, total=False):
         activation: between matrices: "silu" (default), "gelu" or its approximation "gelu_tanh".
         residual: add the network's input to its output; K = V.
         norm: weight and bias [HV, V] of a layer norm, or None.
-        loss: "half" the squared error (default), or the "full" one, whose steps are twice as long.
-        grad_at: take gradients at the "previous" memory (default, Titans) or at the "decayed" one (Gated DeltaNet).
         forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
             come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
             tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
@@ -62,8 +59,6 @@ class Learning(TypedDict, total=False):
     activation: Literal["silu", "gelu", "gelu_tanh"]
     residual: bool
     norm: Norm | None
-    loss: Literal["half", "full"]
-    grad_at: Literal["previous", "decayed"]
     forget_to: Literal["initial", "anchor", "zero"] | None
 
 
@@ -115,7 +110,7 @@ def neural_memory(
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
     dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay)
-    rule, norm = _rule(dims, q, weights, chunk_size, decay is not None, **learning)
+    rule, norm = _rule(dims, q, weights, chunk_size, **learning)
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # the anchor is what would be forgotten
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
@@ -146,25 +141,19 @@ def _rule(
     q: Tensor,
     weights: tuple[Tensor, ...],
     chunk_size: int,
-    decays: bool,
     *,
     activation: str = "silu",
     residual: bool = False,
     norm: Norm | None = None,
-    loss: str = "half",
-    grad_at: str = "previous",
     forget_to: str | None = None,
 ) -> tuple[Rule, Norm | None]:
     """What the options come to, once they are checked."""
     bias = _check_weights(weights, dims, q)
     _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
-    _check_choice("loss", loss, ("half", "full"))
-    _check_choice("grad_at", grad_at, ("previous", "decayed"))
     _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    decayed = grad_at == "decayed" and decays and forget_to != "anchor"
-    return Rule(chunk_size, activation, residual, bias, 1.0 if loss == "half" else 2.0, decayed, forget_to), norm
+    return Rule(chunk_size, activation, residual, bias, forget_to), norm
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
@@ -177,7 +166,6 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
         (norm is not None, "norm must be None"),
         (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),
         (network and rule.bias, "weights must be without bias"),
-        (network and rule.decayed, "grad_at must be 'previous', got 'decayed'"),
         (network and rule.forget_to == "anchor", "forget_to must be 'initial' or 'zero', got 'anchor'"),
         (chunk is None, f"K and V must be at most {max(limits)} in {q.dtype}, got {dims.K} and {dims.V}"),
         (b > (chunk or b), f"chunk_size must be at most {chunk} with {widest} channels in {q.dtype}, got {b}"),

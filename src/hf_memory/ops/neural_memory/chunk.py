@@ -71,7 +71,7 @@ def neural_memory(
     state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
     if is_exact:
-        o, state = forms[0](q, k, v, coefficients, decay, state, initial, rule)
+        o, state = forms[0](q, k, v, coefficients, state, initial, rule)
     else:
         per_row = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
         closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]

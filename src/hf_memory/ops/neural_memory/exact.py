@@ -6,8 +6,8 @@ With the coefficients of `chunk`, errors u_t = v_t - W_{t-1}^T k_t, and P', beta
     O = beta .* Q W + c .* Q S + (P .* Q K^T) U
     W <- beta_n W + c_n S + (P_n .* K)^T U,   S <- H S + (m .* K)^T U
 
-Weights and momentum are kept on top of each other as M, so each line is one product a chunk. The gradient at the
-decayed memory multiplies the shifted rows by a_t. What is forgotten toward the initial weights comes back as them.
+Weights and momentum are kept on top of each other as M, so each line is one product a chunk. What is forgotten toward
+the initial weights comes back as them.
 Source: https://arxiv.org/abs/2412.06464, with momentum added.
 """
 
@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from hf_memory.ops.neural_memory.network import Rule, lift
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, coefficients, decay: Tensor | None, state, initial, rule: Rule, walk=None):
+def run(q: Tensor, k: Tensor, v: Tensor, coefficients, state, initial, rule: Rule, walk=None):
     """Rows [NC, N, C, D], state and initial as `dual.run` takes them; returns o [NC, N, C, V] and the state.
 
     `walk` is another form of `_pass`.
     """
     x, q, v = q, lift(q, rule), v - k if rule.residual else v
-    k, P = lift(k, rule), rule.factor * coefficients.P
-    enters, leaves, through = _stacked(coefficients, P, k, rule)
-    before_P, before = _before(P, enters, decay, rule)
+    k, P = lift(k, rule), coefficients.P
+    enters, leaves, through = _stacked(coefficients, k)
+    before_P, before = _before(P, enters)
     M = torch.cat([W for layers in state[:2] for W in layers], dim=-2)  # [N, d_in or 2 d_in, V]
     returns = coefficients.beta is not None and rule.forget_to == "initial"
     if returns:
@@ -59,26 +59,22 @@ def _pass(reads, asks, values, keys, leaves, through, back, M: Tensor) -> tuple[
     return torch.stack(outputs), M
 
 
-def _stacked(coefficients, P: Tensor, k: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor | None]:
+def _stacked(coefficients, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Coefficients of M's parts on the way in [..., C, 1 or 2], keys on the way out, and what M's parts become."""
-    _, beta, c, m, H = coefficients
+    P, beta, c, m, H = coefficients
     w = P[..., -1, :, None]
     one = torch.ones_like(w) if beta is None else beta
     if c is None:
         return one, w * k, None if beta is None else beta[..., -1:, :]
     enters = torch.cat([one, c], dim=-1)
     through = torch.cat([enters[..., -1:, :], F.pad(H, (1, 0))], dim=-2)
-    return enters, torch.cat([w * k, rule.factor * m * k], dim=-1), through
+    return enters, torch.cat([w * k, m * k], dim=-1), through
 
 
-def _before(P: Tensor, enters: Tensor, decay: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """P and `enters` of the memory whose error a token takes: the one before it, decayed or not."""
+def _before(P: Tensor, enters: Tensor) -> tuple[Tensor, Tensor]:
+    """P and `enters` of the memory whose error a token takes: the one before it."""
     first = F.pad(torch.ones_like(enters[..., :1, :1]), (0, enters.shape[-1] - 1))
-    P, enters = F.pad(P, (0, 0, 1, -1)), torch.cat([first, enters[..., :-1, :]], dim=-2)
-    if not rule.decayed or decay is None:
-        return P, enters
-    a = decay.exp()[..., None]
-    return a * P, a * enters
+    return F.pad(P, (0, 0, 1, -1)), torch.cat([first, enters[..., :-1, :]], dim=-2)
 
 
 def _outer(scales: Tensor, x: Tensor) -> Tensor:

@@ -50,8 +50,6 @@ def _node(
     activation: str,
     residual: bool,
     bias: bool,
-    factor: float,
-    decayed: bool,
     forget_to: str,
     backend: str,
     fresh: bool,
@@ -61,7 +59,7 @@ def _node(
         initial_state=NeuralMemoryState(*state),
         weights=tuple(weights),
         norm=tuple(norm) or None,
-        rule=Rule(chunk_size, activation, residual, bias, factor, decayed, forget_to),
+        rule=Rule(chunk_size, activation, residual, bias, forget_to),
     )
     return [o, *layers, phase.clone()]  # which may be the one that was given
 

@@ -24,8 +24,6 @@ class Rule(NamedTuple):
     activation: str
     residual: bool
     bias: bool
-    factor: float  # of the error: 1 for half the squared error, 2 for the full one
-    decayed: bool  # the gradient is taken at the decayed memory
     forget_to: str  # where forgetting leads: "initial", "anchor" or "zero"
 
 
@@ -64,7 +62,6 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
 def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
     e = output(z, k, rule, norm) - v
-    e = e if rule.factor == 1 else rule.factor * e
     if norm is None:
         return e
     e, centered = e * norm[0], z - z.mean(-1, keepdim=True)

@@ -109,11 +109,10 @@ class Chunk:
         """Learns: X, Z, F and D are known then."""
         self.rule, self.rows, self.norm = rule, rows, norm
         self.L, self.R, self.act = len(M), rows.leaves.shape[-1], ACTIVATIONS[rule.activation]
-        decayed = rule.decayed and rows.enters is not None
         self.stack = Term(M, rows.enters)
-        self.anchor = Term(A, rows.enters[..., :1] if decayed else None)
+        self.anchor = Term(A, None)
         returns = [] if rows.rest is None else [Term(A if rule.forget_to == "anchor" else I, rows.rest)]
-        self.reads, self.anchors = [self.stack, *returns], [self.anchor, *(returns if decayed else [])]
+        self.reads = [self.stack, *returns]
         self._last = () if rows.enters is None else rows.enters[:, -1:].split(1, dim=-1)  # beta and c after the chunk
         self._back: Any = None if rows.rest is None else rows.rest[:, -1:]
         self._learn()
@@ -121,13 +120,13 @@ class Chunk:
     def _learn(self) -> None:
         self.X, self.Z = [lift(self.rows.k, self.rule)], []
         for layer in range(self.L):
-            self.Z.append(total(term.apply(self.X[layer], layer) for term in self.anchors))
+            self.Z.append(self.anchor.apply(self.X[layer], layer))
             if layer < self.L - 1:
                 self.X.append(lift(self.act.value(self.Z[layer]), self.rule))
         self.F: dict = {}
         self.D = {self.L - 1: error(self.Z[-1], self.rows.k, self.rows.v, self.rule, self.norm)}
         for layer in reversed(range(1, self.L)):
-            self.F[layer] = self._drop(total(term.apply_transposed(self.D[layer], layer) for term in self.anchors))
+            self.F[layer] = self._drop(self.anchor.apply_transposed(self.D[layer], layer))
             self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
 
     def read(self) -> Tensor:
@@ -152,11 +151,8 @@ class Chunk:
             m.baddbmm_(spread(self.X[layer], self.rows.leaves).mT, self.D[layer], alpha=-1)
 
     def anchor_after(self) -> Layers:
-        """The anchor, if it goes on: where gradients are taken at the decayed memory, it decays."""
-        A = tuple(x.clone() for x in self.anchor.matrices)
-        for layer, x in enumerate(A if self.anchor.scale is not None else ()):
-            self._forget(x, layer)
-        return A
+        """The anchor, if it goes on: weights are written in place."""
+        return tuple(x.clone() for x in self.anchor.matrices)
 
     def _forget(self, W: Tensor, layer: int) -> None:
         """Take from weights, in place, what is forgotten over the chunk."""
@@ -177,8 +173,6 @@ class Chunk:
         dk, dv = self._backward_learn()
         self._backward_anchor(dA)
         d_enters, d_rest = self.stack.d_scale, self.reads[1].d_scale if self.reads[1:] else None
-        if self.anchor.scale is not None:
-            d_enters[..., :1] += self.anchor.d_scale
         rows = Rows(dq, dk, dv, self.dP, d_enters, d_rest, d_leaves, dH)
         return rows, self.stack.d_matrices, self.anchor.d_matrices
 
@@ -207,18 +201,18 @@ class Chunk:
             d_leaves -= d_scale
             (dW, *dS), (W, *S) = (x.chunk(self.R, dim=1) for x in (d, self.stack.matrices[layer]))
             before, *slopes = self.stack.d_matrices[layer].chunk(self.R, dim=1)
-            before += self._backward_forget(dW, W, self.stack, layer)
+            before += self._backward_forget(dW, W, layer)
             for slope, x, dx, c in zip(slopes, S, dS, self._last[1:]):
                 slope.addcmul_(c, dW).addcmul_(self.rows.H, dx)
                 self.stack.d_scale[:, -1:, 1:] += inner(dW, x)
                 dH = add(dH, inner(dx, x))
         return d_leaves, dH
 
-    def _backward_forget(self, g: Tensor, W: Tensor, term: Term, layer: int) -> Tensor:
-        """The gradient of W from g, that of what `_forget` left of it; that of beta goes to the term."""
+    def _backward_forget(self, g: Tensor, W: Tensor, layer: int) -> Tensor:
+        """The gradient of W from g, that of what `_forget` left of it."""
         if not self._last:
             return g
-        term.d_scale[:, -1:, :1] += inner(g, W)
+        self.stack.d_scale[:, -1:, :1] += inner(g, W)
         for back in self.reads[1:]:
             back.d_matrices[layer] = add(back.d_matrices[layer], self._back * g)
             back.d_scale[:, -1:] += inner(g, back.matrices[layer])
@@ -227,8 +221,6 @@ class Chunk:
     def _backward_anchor(self, dA: list) -> None:
         """Through the anchor after the chunk, None if it did not go on."""
         for layer, g in enumerate(dA):
-            if g is not None and self.anchor.scale is not None:
-                g = self._backward_forget(g, self.anchor.matrices[layer], self.anchor, layer)
             if g is not None:
                 self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
 
@@ -239,11 +231,11 @@ class Chunk:
             Z = self.Z[layer - 1]
             dF = lift(self.act.backward(self.dD[layer - 1], Z), self.rule, 0.0)
             dZ[layer - 1] = self.dD[layer - 1] * self.F[layer] * self.act.second(Z)
-            self.dD[layer] += total(term.backward_transposed(self.D[layer], dF, layer) for term in self.anchors)
+            self.dD[layer] += self.anchor.backward_transposed(self.D[layer], dF, layer)
         dE, k, v = self.dD[self.L - 1], self.rows.k, self.rows.v
         dZ[self.L - 1], direct, dv = self._through_norm(error, dE, self.Z[-1], k, v)
         for layer in reversed(range(self.L)):
-            self.dX[layer] += total(term.backward(self.X[layer], dZ[layer], layer) for term in self.anchors)
+            self.dX[layer] += self.anchor.backward(self.X[layer], dZ[layer], layer)
             if layer:
                 dZ[layer - 1] += self.act.backward(self._drop(self.dX[layer]), self.Z[layer - 1])
         return add(self._drop(self.dX[0]), direct), dv
@@ -255,7 +247,6 @@ class Chunk:
     def _through_norm(self, function, g: Tensor, *inputs: Tensor) -> tuple:
         """Gradients of the inputs of `output` or `error`, None for zero: they act on rows alone."""
         if self.norm is None:  # both are sums then
-            g = self.rule.factor * g if function is error and self.rule.factor != 1 else g
             return g, g if self.rule.residual else None, *(-g for _ in inputs[2:])
         n = len(inputs)
         pull: Any = torch.func.vjp(lambda *x: function(*x[:n], self.rule, x[n:]), *inputs, *self.norm)[1]

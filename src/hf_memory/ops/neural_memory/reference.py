@@ -40,8 +40,6 @@ def neural_memory(
         a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
         real = None if mask is None else mask[:, t, None, None, None]
         A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
-        if rule.decayed:
-            A = _where(real, _forget(A, weights, A, a, rule), A)
         step = _gradient(A, k[:, t], v[:, t], rule, norm)
         step = tuple(-lr[:, t, :, None, None] * g for g in step)
         if eta is not None:
@@ -59,7 +57,7 @@ def _gradient(weights: Layers, k: Tensor, v: Tensor, rule: Rule, norm: Norm | No
     """Of the loss of one token: k [B, H, 1, K], v [B, H, 1, V]."""
 
     def loss(weights: Layers) -> Tensor:
-        return 0.5 * rule.factor * (network(k, weights, rule, norm) - v).square().sum()
+        return 0.5 * (network(k, weights, rule, norm) - v).square().sum()
 
     return grad(loss)(weights)
 

@@ -219,7 +219,6 @@ def write_backward_kernel(
     BV: tl.constexpr,
     BH: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FACTOR: tl.constexpr,
     DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr,
     ANCHOR: tl.constexpr,
@@ -280,7 +279,7 @@ def write_backward_kernel(
         if MOMENTUM:
             tl.store(dm + at * C + rows, dm_s, mask=rows < C)
         tl.debug_barrier()
-        store_tile(de_c, FACTOR * de_s, rows, C, i_v, V)
+        store_tile(de_c, de_s, rows, C, i_v, V)
         tl.debug_barrier()
         for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
             j = tile + tl.arange(0, BH)

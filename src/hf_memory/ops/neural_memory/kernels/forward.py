@@ -74,7 +74,6 @@ def write_kernel(
     BH: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    FACTOR: tl.constexpr,
     DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr,
     RETURNS: tl.constexpr,
@@ -108,7 +107,7 @@ def write_kernel(
             if ANCHOR:
                 tl.store(after + OFFSET + at_1, A_1, mask=in_1)
                 tl.store(after + OFFSET + at_2, A_2, mask=in_2)
-        store_tile(e_c, FACTOR * said, rows, C, i_v, V)
+        store_tile(e_c, said, rows, C, i_v, V)
         tl.debug_barrier()  # what threads have written others read
         w_c, m_c, beta_n, c_n, H_n = of_write(P, beta, c, m, H, at, rows, C, DECAY, MOMENTUM)
         for tile in tl.range(0, HIDDEN, BH, disable_licm=True):

@@ -39,7 +39,7 @@ def _constants(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dty
     widths = {name: max(16, triton.next_power_of_2(D)) for name, D in (("BC", C), ("BK", K), ("BV", V), ("BH", hidden))}
     return {
         "K": K, "V": V, "HIDDEN": hidden, **widths, "BH": min(TILE, widths["BH"]), "BR": min(ROWS, widths["BC"]),
-        "ACTIVATION": rule.activation, "RESIDUAL": rule.residual, "FACTOR": rule.factor,
+        "ACTIVATION": rule.activation, "RESIDUAL": rule.residual,
         "DECAY": decay, "MOMENTUM": momentum, "RETURNS": decay and rule.forget_to == "initial", "ANCHOR": anchor,
         "DTYPE": _TYPES[dtype], "num_warps": 8, "num_stages": 1,
     }  # fmt: skip
@@ -228,7 +228,7 @@ def variants() -> list[Variant]:
 
 
 def _case(b: int, D: int, hidden: int, dtype: torch.dtype) -> list[Variant]:
-    rule = Rule(b, "silu", True, False, 1.0, False, "initial")
+    rule = Rule(b, "silu", True, False, "initial")
     constants = _constants(b, D, D, hidden, rule, dtype, True, True, False)
     name = f"{b} x {D} x {hidden} {str(dtype)[6:]}"
     return [
