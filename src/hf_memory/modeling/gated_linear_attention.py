@@ -13,13 +13,8 @@ from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTra
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
-MIXERS = {
-    "retention": GatedLinearAttentionMixer,
-    "scalar": GatedLinearAttentionMixer,
-    "vector": GatedLinearAttentionMixer,
-    "mamba": MambaMixer,
-    "mamba2": Mamba2Mixer,
-}
+GATES = ("retention", "scalar", "vector", "mamba2")  # of memories that a Transformer's projections fit
+MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer, "mamba2": Mamba2Mixer}
 
 
 @strict
