@@ -93,7 +93,7 @@ def delta_rule(
     inputs, forms = [q, k, v, beta, g], FORMS
     if a is not None or b is not None:
         inputs, forms = [q, k, v, beta, *_rank_one(g, a, b, dims, q)], RANK_ONE
-    inputs = without_padding(mask, *inputs)
+    inputs = without_padding(mask, q, *inputs[1:])
     o, state = forms.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None
 
