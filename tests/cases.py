@@ -152,6 +152,7 @@ CASES = (
         },
     ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
+    Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
 )
 

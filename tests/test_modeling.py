@@ -203,8 +203,9 @@ def test_states_stay_float32_in_a_bf16_model(case):
     model = make_model(case).to(torch.bfloat16)
     cache = DynamicCache(config=model.config)
     assert model(random_tokens(1, 5), past_key_values=cache).logits.dtype == torch.bfloat16
-    dtypes = {name: state.dtype for name, state in cache.layers[0].states.items() if not name.endswith("conv")}
-    assert {dtype for dtype in dtypes.values() if dtype.is_floating_point} == {torch.float32}
+    spec, states = cache.layers[0].spec, cache.layers[0].states
+    dtypes = {state.dtype for name, state in states.items() if spec[name].dtype is not None}
+    assert {dtype for dtype in dtypes if dtype.is_floating_point} == {torch.float32}
 
 
 @every_family

@@ -33,6 +33,13 @@ from hf_memory.modeling.linear_transformer import (
     LinearTransformerForTokenClassification,
     LinearTransformerModel,
 )
+from hf_memory.modeling.rwkv7 import (
+    Rwkv7Config,
+    Rwkv7ForCausalLM,
+    Rwkv7ForSequenceClassification,
+    Rwkv7ForTokenClassification,
+    Rwkv7Model,
+)
 from hf_memory.modeling.titans import (
     TitansConfig,
     TitansForCausalLM,
@@ -69,6 +76,11 @@ __all__ = [
     "LinearTransformerForTokenClassification",
     "LinearTransformerModel",
     "Request",
+    "Rwkv7Config",
+    "Rwkv7ForCausalLM",
+    "Rwkv7ForSequenceClassification",
+    "Rwkv7ForTokenClassification",
+    "Rwkv7Model",
     "Step",
     "TitansConfig",
     "TitansForCausalLM",

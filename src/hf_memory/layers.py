@@ -1,5 +1,7 @@
 """Parts that mixers and blocks share. What transformers has, we take from it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +17,7 @@ __all__ = [
     "ShortConvolution",
     "SwiGLU",
     "places",
+    "token_before",
     "unit_length",
     "wide",
 ]
@@ -93,19 +96,9 @@ class ShortConvolution(nn.Module):
         Returns:
             y [B, T, channels], zero at padding, and the state after x.
         """
-        B, T, channels = x.shape
-        W = self.weight.shape[1]
-        if state is None:
-            state = x.new_zeros(B, W - 1, channels)
-        if attention_mask is not None:
-            x, order = real_tokens_first(x, attention_mask)
-        context = torch.cat([state.to(x.dtype), x], dim=1)  # [B, W - 1 + T, channels]
-        y = self._sums(context, cu_seqlens).to(x.dtype)
-        if attention_mask is None:
-            return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view keeps all of the context alive
-        last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
-        state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
-        return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state
+        return _over_last_tokens(
+            lambda context: self._sums(context, cu_seqlens), self.weight.shape[1], x, state, attention_mask
+        )
 
     def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Over the W - 1 tokens before each and itself, without those before its own packed sequence, in float32.
@@ -124,6 +117,42 @@ class ShortConvolution(nn.Module):
                 past = context[:, W - 1 - w : W - 1 - w + T]
                 y.addcmul_(past if place is None else past.where(place >= w, 0), weight[-1 - w])
         return y if self.bias is None else y + self.bias
+
+
+def token_before(
+    x: Tensor, state: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The token before each of x [B, T, channels] in its sequence, zeros before the first, and the last one of x.
+
+    The arguments and the state [B, 1, channels] are those of a `ShortConvolution` over two tokens.
+    """
+
+    def before(context: Tensor) -> Tensor:
+        past = context[:, :-1]
+        return past if cu_seqlens is None else past.where(places(cu_seqlens, past.shape[1])[:, None] > 0, 0)
+
+    return _over_last_tokens(before, 2, x, state, attention_mask)
+
+
+def _over_last_tokens(
+    f: Callable[[Tensor], Tensor], W: int, x: Tensor, state: Tensor | None, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What f makes of the W - 1 tokens before x and x [B, W - 1 + T, channels], and the last W - 1 after it.
+
+    Padding stands apart: f sees the tokens of each row without it, and its results are zero there.
+    """
+    B, T, channels = x.shape
+    if state is None:
+        state = x.new_zeros(B, W - 1, channels)
+    if attention_mask is not None:
+        x, order = real_tokens_first(x, attention_mask)
+    context = torch.cat([state.to(x.dtype), x], dim=1)
+    y = f(context).to(x.dtype)
+    if attention_mask is None:
+        return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view keeps all of the context alive
+    last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
+    state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
+    return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state
 
 
 def places(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -4,7 +4,7 @@ Contract tests, conversion and the Hub run over FAMILIES: an entry is a family's
 """
 
 from hf_memory.modeling import delta_net as delta
-from hf_memory.modeling import deltaformer, titans
+from hf_memory.modeling import deltaformer, rwkv7, titans
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling.registration import AUTO_CLASSES, Family, register
@@ -40,6 +40,14 @@ FAMILIES = (
         deltaformer.DeltaFormerForSequenceClassification,
         deltaformer.DeltaFormerForTokenClassification,
         growth="token",
+    ),
+    Family(
+        rwkv7.Rwkv7Config,
+        rwkv7.Rwkv7Model,
+        rwkv7.Rwkv7ForCausalLM,
+        rwkv7.Rwkv7ForSequenceClassification,
+        rwkv7.Rwkv7ForTokenClassification,
+        is_student=False,
     ),
     Family(
         titans.TitansConfig,

@@ -20,7 +20,7 @@ from hf_memory.cache import padding_mask
 from hf_memory.feed_forward import FEED_FORWARDS
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
-from hf_memory.modeling.configuration import NORMS, MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubClassMixin
 from hf_memory.modeling.packing import default_positions, packed_boundaries, packed_positions
 
@@ -36,7 +36,7 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
-        self.norms = NORMS[config.norm_placement]
+        self.norms = config.norms(layer_idx)
         self.mixer = config.mixer_class(layer_idx)(config, layer_idx)
         self.has_mlp = config.mlp_types[layer_idx] != "none"
         if self.has_mlp:
@@ -110,10 +110,12 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
 class MemoryModel(MemoryPreTrainedModel):
     """Embedding, layers and the last norm."""
 
+    layer_class: type[MemoryDecoderLayer] = MemoryDecoderLayer
+
     def __init__(self, config: MemoryConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(MemoryDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
@@ -166,20 +168,24 @@ class MemoryModel(MemoryPreTrainedModel):
 
         scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer_type, layer in zip(self.config.layer_types, self.layers):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[layer_type],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                cu_seqlens=cu_seqlens,
-                **kwargs,
-            )
+        hidden_states = self.run_layers(
+            hidden_states,
+            [masks[layer_type] for layer_type in self.config.layer_types],
+            position_embeddings=self.rotary_emb(hidden_states, position_ids),
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
+
+    def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
+        """[B, T, hidden_size] through each layer with its mask."""
+        for layer, mask in zip(self.layers, masks):
+            hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
+        return hidden_states
 
     def _for_all_layers(self, attention_mask: Tensor) -> dict:
         if self.has_memory:
@@ -278,6 +284,11 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Whatever its name: transformers knows by it that its own RWKV-4 has another kind of cache."""
+        return True
 
     def predict(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden_size] after the last layer -> logits [..., vocab_size]."""

@@ -188,6 +188,10 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """What follows the mixer of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
         return ["swiglu" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
 
+    def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
+        """Names of a layer's norms before and after the mixer and the MLP, empty for none."""
+        return NORMS[self.norm_placement]
+
     @property
     def mixer_types(self) -> list[str]:
         """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""

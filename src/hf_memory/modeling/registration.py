@@ -35,6 +35,7 @@ class Family(NamedTuple):
     sequence_classifier: type[PreTrainedModel]
     token_classifier: type[PreTrainedModel]
     growth: Literal["fixed", "token"] = "fixed"  # of its memory with the past
+    is_student: bool = True  # a Transformer can become it: its layers are a mixer and an MLP as in Llama
 
 
 REGISTERED: dict[type[PreTrainedConfig], Family] = {}

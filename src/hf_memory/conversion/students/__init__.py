@@ -14,7 +14,7 @@ from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
 PREFIX = "hf_memory_"
-STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES}
+STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES if family.is_student}
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
 OPEN = (
     "sliding_window",

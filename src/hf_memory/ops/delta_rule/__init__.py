@@ -90,15 +90,15 @@ def delta_rule(
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
-    inputs, forms = [q, k, v, beta, g], FORMS
+    forms, rest = FORMS, [g]
     if a is not None or b is not None:
-        inputs, forms = [q, k, v, beta, *_rank_one(g, a, b, dims, q)], RANK_ONE
-    inputs = without_padding(mask, q, *inputs[1:])
+        forms, rest = RANK_ONE, _rank_one(g, a, b, dims, q)
+    inputs = without_padding(mask, q, k, v, beta, *rest)
     o, state = forms.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None
 
 
-def _rank_one(g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor) -> list[Tensor]:
+def _rank_one(g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor) -> list[Tensor | None]:
     """g of every channel, a and b."""
     if a is None or b is None:
         raise ValueError(f"a and b must be given together, got {'b' if a is None else 'a'} alone")

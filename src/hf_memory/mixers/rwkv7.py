@@ -1,0 +1,193 @@
+"""RWKV-7, "Goose": https://arxiv.org/abs/2503.14456."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State
+from hf_memory.layers import token_before, wide
+from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.ops import delta_rule
+
+STRONGEST_DECAY = math.exp(-0.5)  # of a token, as a logarithm
+MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # what is projected, and how its mix starts
+
+
+class Start(NamedTuple):
+    """Numbers of channels before training: from one to another, and a swing about these within each head."""
+
+    first: float
+    last: float
+    curve: float = 1.0  # power of the place between both
+    swing: float = 0.0
+
+    def of(self, channels: int, head_dim: int) -> Tensor:
+        """[channels]."""
+        place, in_head = torch.linspace(0, 1, channels), torch.linspace(-1, 1, head_dim).repeat(channels // head_dim)
+        return self.first + (self.last - self.first) * place**self.curve + self.swing * in_head * in_head.abs()
+
+
+class Rwkv7Mixer(MemoryMixer):
+    """A whole layer of RWKV-7: time mix and channel mix, each after a layer norm, which share one memory.
+
+    With x the normed token, and m_i = x + x_i (x_before - x) for i of r, w, k, v, a and g, the time mix is
+
+        r, k, v = W_r m_r, W_k m_k, W_v m_v;   after the first layer v <- v + sigmoid(lora_v(m_v)) (v_first - v)
+        w = exp(-e^(-1/2) sigmoid(lora_w(m_w))),   a = sigmoid(lora_a(m_a)),   g = lora_g(m_g)
+        c = k_k k / |k_k k| by head,   k <- (1 + (a - 1) k_a) k
+        S <- (diag(w) - (a c) c^T) S + k v^T;   y = W_o (g (norm(S^T r) + (r^T (r_k k)) v))
+
+    and the channel mix, of what is then normed, W_v relu(W_k m_k)^2. In its input and output the first layer's values
+    [B, T, H * V] come after the hidden states, and the output is what is added to the latter; the first layer makes
+    them, and does not if none are given.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width, channels, layers = config.hidden_size, self.q_proj.out_features, config.num_hidden_layers
+        self.depth = layer_idx / layers
+        self.is_first = layer_idx == config.layer_types.index("memory")
+        self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        for name in MIXES:
+            self.register_parameter(f"x_{name}", nn.Parameter(torch.empty(width)))
+        self.k_k = nn.Parameter(torch.empty(channels))
+        self.k_a = nn.Parameter(torch.empty(channels))
+        self.r_k = nn.Parameter(torch.empty(channels))
+        curve = 1 + (layer_idx / max(1, layers - 1)) ** 0.3
+        self.w_lora = self._low_rank(config.decay_low_rank_dim, torch.tanh, Start(-5.5, 0.5, curve, 2.5))
+        self.a_lora = self._low_rank(config.a_low_rank_dim, None, Start(-0.39, 0.01, swing=0.3))
+        if not self.is_first:
+            self.v_lora = self._low_rank(config.v_low_rank_dim, None, Start(0.93, 0.53))
+        self.g_lora = self._low_rank(config.gate_low_rank_dim, torch.sigmoid, None)
+        self.o_norm = HeadNorm(channels, self.value_dim * config.layer_norm_eps, (self.depth + 1 / layers) ** 0.7)
+        self.post_attention_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mlp = ChannelMix(config, layer_idx)
+
+    def _low_rank(self, rank: int, activation: Callable | None, start: Start | None) -> "LowRank":
+        return LowRank(self.config.hidden_size, rank, self.q_proj.out_features, activation, self.head_dim, start)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """A matrix for each head, and the token before of both mixes."""
+        H, _, _, K, V = config.memory_heads
+        last = State((1, config.hidden_size), None)
+        return {"memory": State((H, K, V)), "time_shift": last, "channel_shift": last}
+
+    def init_own_parameters(self) -> None:
+        """As published: more of the token before in early channels and layers. Matrices start as in all families."""
+        width = self.config.hidden_size
+        place = torch.arange(width) / width
+        for name, power in MIXES.items():
+            init.copy_(getattr(self, f"x_{name}"), 1 - place ** (power * (1 - self.depth)))
+        init.copy_(self.k_k, Start(0.76, 0.66).of(len(self.k_k), self.head_dim))
+        init.constant_(self.k_a, 1.02)
+        init.constant_(self.r_k, -0.04)
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: memory [N, H, K, V], time_shift and channel_shift [B, 1, hidden_size]."""
+        width = self.config.hidden_size
+        x, first_values = hidden_states[..., :width], hidden_states[..., width:]
+        mixed, first_values, states = self.mix_time(self.input_layernorm(x), first_values, context)
+        made, states["channel_shift"] = self.mlp(self.post_attention_layernorm(x + mixed), context)
+        return torch.cat([mixed + made, first_values], dim=-1)[..., : hidden_states.shape[-1]], states
+
+    def mix_time(self, x: Tensor, first_values: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
+        """[B, T, hidden_size] -> the same, values of the first layer, and states."""
+        before, shift = token_before(x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens)
+        x_r, x_w, x_k, x_v, x_a, x_g = (x + getattr(self, f"x_{name}") * (before - x) for name in MIXES)
+        r, k, v = self.q_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        if self.is_first:
+            first_values = v
+        else:
+            v = v + self.v_lora(x_v).sigmoid() * (first_values.to(v.dtype) - v)
+        a = wide(self.a_lora(x_a)).sigmoid()
+        asked = F.normalize(wide(self._by_head(k * self.k_k)), dim=-1)
+        k = (k * (1 + (a - 1) * self.k_a)).to(r.dtype)
+        r, k, v, a = self._by_head(r), self._by_head(k), self._by_head(v.to(r.dtype)), self._by_head(a)
+        o, memory = delta_rule(
+            r,
+            k,
+            v,
+            a.new_ones(a.shape[:3]),
+            -STRONGEST_DECAY * wide(self._by_head(self.w_lora(x_w))).sigmoid(),
+            -asked,
+            a * asked,
+            scale=1.0,
+            mask=context.attention_mask,
+            initial_state=context.states.get("memory"),
+            output_final_state=True,
+            in_place=True,
+            cu_seqlens=context.cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        o = self.o_norm(o) + ((r * self._by_head(self.r_k) * k).sum(-1, keepdim=True) * v).flatten(-2)
+        return self.o_proj((o * self.g_lora(x_g)).to(r.dtype)), first_values, {"memory": memory, "time_shift": shift}
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class ChannelMix(nn.Module):
+    """W_down relu(W_up (x + x_k (x_before - x)))^2."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.power = (1 - layer_idx / config.num_hidden_layers) ** 4
+        self.x_k = nn.Parameter(torch.empty(config.hidden_size))
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def init_own_parameters(self) -> None:
+        """As published."""
+        init.copy_(self.x_k, 1 - (torch.arange(len(self.x_k)) / len(self.x_k)) ** self.power)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """[B, T, hidden_size] -> the same, and the state: the last token."""
+        before, shift = token_before(x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens)
+        return self.down_proj(F.relu(self.up_proj(x + self.x_k * (before - x))).square()), shift
+
+
+class LowRank(nn.Module):
+    """W_up activation(W_down x), and a bias where it is said how it begins."""
+
+    def __init__(self, hidden_size: int, rank: int, channels: int, activation: Callable | None, head_dim: int, start):
+        super().__init__()
+        self.activation, self.head_dim, self.start = activation, head_dim, start
+        self.down_proj = nn.Linear(hidden_size, rank, bias=False)
+        self.up_proj = nn.Linear(rank, channels, bias=False)
+        self.bias = nn.Parameter(torch.empty(channels)) if start else None
+
+    def init_own_parameters(self) -> None:
+        """As published."""
+        if self.bias is not None:
+            init.copy_(self.bias, self.start.of(len(self.bias), self.head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, hidden_size] -> [B, T, channels]."""
+        x = self.down_proj(x)
+        x = self.up_proj(x if self.activation is None else self.activation(x))
+        return x if self.bias is None else x + self.bias
+
+
+class HeadNorm(nn.Module):
+    """Layer norm of each head, with a weight and a bias for each channel of all."""
+
+    def __init__(self, channels: int, eps: float, start: float):
+        super().__init__()
+        self.eps, self.start = eps, start
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def init_own_parameters(self) -> None:
+        """Weights are larger in late layers."""
+        init.constant_(self.weight, self.start)
+        init.zeros_(self.bias)
+
+    def forward(self, o: Tensor) -> Tensor:
+        """[B, T, H, V] -> [B, T, H * V]."""
+        return F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias

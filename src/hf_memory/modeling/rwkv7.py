@@ -1,0 +1,148 @@
+"""RWKV-7, "Goose": https://arxiv.org/abs/2503.14456."""
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from hf_memory.mixers.rwkv7 import Rwkv7Mixer
+from hf_memory.modeling.base import MemoryDecoderLayer, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.configuration import MemoryConfig
+
+RANKS = {  # of low-rank projections, where none is given: factor of the root of hidden_size, rounded to multiples of 32
+    "decay_low_rank_dim": 2.5,
+    "a_low_rank_dim": 2.5,
+    "v_low_rank_dim": 1.7,
+    "gate_low_rank_dim": 5.0,
+}
+
+
+@strict
+class Rwkv7Config(MemoryConfig):
+    """Options of RWKV-7; what is not given follows its paper. Memory layers have no positions and no grouped heads.
+
+    Args:
+        intermediate_size (`int`, defaults to 4096): channels of the channel mix, four times `hidden_size` as published;
+            and of the SwiGLU after attention, where `layer_types` has some.
+        layer_norm_eps (`float`, defaults to 1e-5): of all norms but those of attention layers; times `head_dim` of the
+            norm of each head.
+        decay_low_rank_dim (`int`, *optional*): rank of the decay's projection; the default of ranks grows with
+            `hidden_size`.
+        a_low_rank_dim (`int`, *optional*): of the in-context learning rate's.
+        v_low_rank_dim (`int`, *optional*): of the gate's that draws values to those of the first memory layer.
+        gate_low_rank_dim (`int`, *optional*): of the output gate's.
+    """
+
+    model_type = "hf_memory_rwkv7"
+    mixers = {**MemoryConfig.mixers, "memory": Rwkv7Mixer}
+    base_model_pp_plan = None  # the values of the first layer do not travel from process to process
+    base_model_tp_plan = {
+        **MemoryConfig.base_model_tp_plan,
+        "layers.*.mixer": "local_params",
+        **{f"layers.*.mixer.{name}": "colwise" for name in ("k_k", "k_a", "r_k")},
+        **{f"layers.*.mixer.{x}_lora": "local_params" for x in "wavg"},
+        **{f"layers.*.mixer.{x}_lora.up_proj": "colwise" for x in "wavg"},
+        **{f"layers.*.mixer.{x}_lora.bias": "colwise" for x in "wav"},
+        "layers.*.mixer.o_norm": "local_params",
+        "layers.*.mixer.o_norm.weight": "colwise",
+        "layers.*.mixer.o_norm.bias": "colwise",
+        "layers.*.mixer.mlp.up_proj": "colwise",
+        "layers.*.mixer.mlp.down_proj": "rowwise",
+    }
+
+    intermediate_size: int = 4096
+    layer_norm_eps: float = 1e-5
+    decay_low_rank_dim: int | None = None
+    a_low_rank_dim: int | None = None
+    v_low_rank_dim: int | None = None
+    gate_low_rank_dim: int | None = None
+
+    def __post_init__(self, **kwargs):
+        for name, factor in RANKS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, max(32, 32 * round(factor * self.hidden_size**0.5 / 32)))
+        super().__post_init__(**kwargs)
+
+    @property
+    def memory_heads(self) -> tuple[int, int, int, int, int]:
+        """Each query head has keys and values of its own."""
+        heads, _, _, K, V = self.attention_heads
+        return heads, heads, heads, K, V
+
+    @property
+    def has_memory_qk_norm(self) -> bool:
+        """Keys have unit length where the memory is asked."""
+        return False
+
+    @property
+    def mlp_types(self) -> list[str]:
+        """The channel mix has a state of its own, so it belongs to the mixer."""
+        return ["none" if kind == "memory" else mlp for kind, mlp in zip(self.mixer_types, super().mlp_types)]
+
+    def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
+        """Those of memory layers are the mixer's."""
+        return ("", "", "", "") if self.mixer_types[layer_idx] == "memory" else super().norms(layer_idx)
+
+    def validate_memory(self):
+        """Refuse what memory layers do not have."""
+        for name, only in (("attention_window", None), ("memory_rope", False)):
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} must be {only} for {self.model_type}, got {getattr(self, name)!r}")
+
+
+class Rwkv7DecoderLayer(MemoryDecoderLayer):
+    """A layer that gets and gives the values of the first memory layer [B, T, H * V] beside the hidden states."""
+
+    def forward(self, hidden_states: Tensor, first_values: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+        """Those of attention pass them on."""
+        if not isinstance(self.mixer, Rwkv7Mixer):
+            return super().forward(hidden_states, **kwargs), first_values
+        width = hidden_states.shape[-1]
+        made, _ = self.mixer(torch.cat([hidden_states, first_values], dim=-1), **kwargs)
+        return hidden_states + made[..., :width], made[..., width:]
+
+
+class Rwkv7PreTrainedModel(MemoryPreTrainedModel):
+    """What transformers must know of this family."""
+
+    config: Rwkv7Config
+
+
+class Rwkv7Model(MemoryModel):
+    """RWKV-7 without a head."""
+
+    config: Rwkv7Config
+    layer_class = Rwkv7DecoderLayer
+    _no_split_modules = ["Rwkv7DecoderLayer"]
+
+    def __init__(self, config: Rwkv7Config):
+        super().__init__(config)
+        self.embed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
+        """[B, T, hidden_size] through each layer with its mask."""
+        hidden_states = self.embed_norm(hidden_states)
+        heads, *_, V = self.config.memory_heads
+        first_values = hidden_states.new_zeros(*hidden_states.shape[:2], heads * V)
+        for layer, mask in zip(self.layers, masks):
+            hidden_states, first_values = layer(hidden_states, first_values, attention_mask=mask, **kwargs)
+        return hidden_states
+
+
+class Rwkv7ForCausalLM(MemoryForCausalLM, GenerationMixin):
+    """RWKV-7 that predicts the next token."""
+
+    config: Rwkv7Config
+    model_class = Rwkv7Model
+    _pp_plan = None
+
+
+class Rwkv7ForSequenceClassification(GenericForSequenceClassification, Rwkv7PreTrainedModel):
+    """RWKV-7 that puts a label on a sequence."""
+
+
+class Rwkv7ForTokenClassification(GenericForTokenClassification, Rwkv7PreTrainedModel):
+    """RWKV-7 that puts a label on each token."""
