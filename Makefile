@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo smollm2 test check bench claims engines
+.PHONY: demo smollm2 test check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -25,6 +25,11 @@ check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the documentation as a site, in site/; a broken link is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python docs/draw.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 
 bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/ops.py

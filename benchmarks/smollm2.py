@@ -8,7 +8,7 @@ without memory spends the tokens of transfer on distillation. Of the text a tent
 agreement are of 12 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading
 of 256 tokens after 512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is
 CPU time of one thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
-benchmarks/results/smollm2.{json,png}.
+benchmarks/results/smollm2.{json,png} and the table in docs/results.md.
 """
 
 import json
@@ -47,10 +47,12 @@ from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_g
 from hf_memory.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
+PAGE = ROOT / "docs" / "results.md"
 WORK = ROOT / "runs" / "smollm2"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
+START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
@@ -239,6 +241,26 @@ def said(name: str, row: dict) -> str:
     return "  ".join([f"{name:36}", *(cell.format(value) for cell, value in cells.items())])
 
 
+def table(rows: dict[str, dict]) -> str:
+    """Rows in Markdown."""
+    header = "student|tokens|perplexity / teacher|KL|agreement|recall at 512|at 2,048|cache|time for a token at 8,192"
+    lines = [header, "|".join(["---"] * (header.count("|") + 1))]
+    for name, row in rows.items():
+        timed = row["decoding"].get("8192", {}).get("time / teacher") if "decoding" in row else None
+        cells = (
+            name,
+            f"{row['tokens']:,}",
+            f"{row['perplexity / teacher']:.3f}",
+            f"{row['KL']:.3f}",
+            f"{row['agreement']:.1%}",
+            *(f"{round(row[f'recall kept after {gap}'], 2) + 0.0:.0%}" for gap in BETWEEN),  # + 0.0: -0 is 0
+            f"{row['cache at 8k / teacher']:.1%}",
+            "" if timed is None else f"{timed:.2f}",
+        )
+        lines.append("|".join(cells))
+    return "\n".join(f"| {line.replace('|', ' | ')} |" for line in lines)
+
+
 def draw(rows: dict[str, dict]) -> None:
     """What students lose, by what their cache holds; an arrow leads from a twin without memory to the one with it."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
@@ -268,10 +290,12 @@ def draw(rows: dict[str, dict]) -> None:
 
 
 def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
-    """JSON and picture, with the rows in their order."""
+    """JSON, picture and table, with the rows in their order."""
     rows = {name: rows[name] for name in order if name in rows}
     RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     draw(rows)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    PAGE.write_text(f"{before}{START}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def main() -> None:

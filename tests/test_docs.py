@@ -1,0 +1,76 @@
+"""README and docs: their code runs, their commands parse, their links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hf_memory.cli import load
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*.md"), *ROOT.glob("model_cards/*/README.md")]
+every_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command in its shell blocks, without comments."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", "").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def ours(words: list[str]) -> list[str]:
+    """What follows hf-memory, or nothing."""
+    if words[0] == "hf-memory":
+        return words[1:]
+    return words[words.index("hf_memory.cli") + 1 :] if "hf_memory.cli" in words else []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@every_page
+def test_commands_parse(page, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where the files of recipes are
+    for words in filter(None, map(ours, commands(page))):
+        load(words[0]).make_context(words[0], words[1:])
+
+
+@every_page
+def test_targets_of_make_exist(page):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for words in commands(page):
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_links_lead_to_files(page):
+    for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / link).exists(), link
+
+
+def test_a_run_file_has_the_names_of_flags(tmp_path):
+    (block,) = blocks(ROOT / "docs" / "convert.md", "yaml")
+    (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
+    flags = ["--config", str(tmp_path / "run.yaml"), "--output", "student"]
+    assert load("convert").make_context("convert", flags).params["teacher_bits"] == 8
+
+
+def test_pictures_are_those_of_the_script():
+    names: dict = {"__name__": "draw", "__file__": str(ROOT / "docs" / "draw.py")}
+    exec((ROOT / "docs" / "draw.py").read_text(encoding="utf-8"), names)
+    for picture, content in names["PICTURES"].items():
+        drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text(encoding="utf-8")
+        assert drawn == names["draw"](content)
