@@ -1,6 +1,7 @@
 """Models of other libraries are the same function under our names."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from cases import random_tokens
-from hf_memory.conversion import import_mixer, import_model
+from hf_memory.conversion import import_mixer, import_model, rwkv7_config
 from hf_memory.ops import delta_rule, linear_attention
 
 DELTA_SIZES = {
@@ -197,6 +198,119 @@ def test_logits_equal_the_formulas_of_flash_linear_attention(kind):
     assert (logits - expected).norm() / expected.norm() < 1e-5
 
 
+RWKV7 = {"model_type": "rwkv7", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
+RWKV7 |= {"decay_low_rank_dim": 4, "a_low_rank_dim": 5, "v_low_rank_dim": 6, "gate_low_rank_dim": 7, "norm_eps": 1e-5}
+RWKV7 |= {"hidden_ratio": 2.0, "intermediate_size": None, "attn": None, "hidden_act": "sqrelu", "value_dim": [32] * 3}
+LORAS = {"w": 4, "a": 5, "v": 6, "g": 7}
+
+
+def rwkv7_weights():
+    """Random weights with flash-linear-attention's names and shapes; float32 holds them exactly."""
+    D, H = RWKV7["hidden_size"], RWKV7["head_dim"]
+    norm = {"weight": (D,), "bias": (D,)}
+    attn = {f"{x}_proj.weight": (D, D) for x in "rkvo"} | {f"x_{x}": (1, 1, D) for x in "rwkvag"}
+    attn |= {"k_k": (D,), "k_a": (D,), "r_k": (D // H, H)} | {f"g_norm.{name}": shape for name, shape in norm.items()}
+    for x, rank in LORAS.items():
+        attn |= {f"{x}_lora.lora.0.weight": (rank, D), f"{x}_lora.lora.2.weight": (D, rank)}
+        attn |= {} if x == "g" else {f"{x}_lora.lora.2.bias": (D,)}
+    block = {f"attn.{name}": shape for name, shape in attn.items()}
+    block |= {f"{part}_norm.{name}": shape for part in ("attn", "ffn") for name, shape in norm.items()}
+    block |= {"ffn.x_k": (D,), "ffn.key.weight": (2 * D, D), "ffn.value.weight": (D, 2 * D)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
+    shapes |= {
+        f"{part}.{name}": shape for part in ("model.layers.0.pre_norm", "model.norm") for name, shape in norm.items()
+    }
+    shapes |= {"model.embeddings.weight": (64, D), "lm_head.weight": (64, D)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(*shape, generator=generator) * 0.4 for name, shape in shapes.items()}
+    return {name: x for name, x in weights.items() if "layers.0.attn.v_lora" not in name}
+
+
+def rwkv7_pth(weights):
+    """The same under the names of the .pth files, with low ranks transposed and what the first layer does not use."""
+    parts = {"attn.": "att.", "attn_norm": "ln1", "ffn_norm": "ln2", "pre_norm": "ln0", "r_proj": "receptance"}
+    parts |= {"k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x", "model.layers": "blocks"}
+    parts |= {"model.embeddings": "emb", "model.norm": "ln_out", "lm_head": "head", "_lora.lora.2.bias": "0"}
+    parts |= {"_lora.lora.0.weight": "1", "_lora.lora.2.weight": "2"}
+    renamed = {"blocks.0.att.v1": torch.randn(32, 6)}
+    for name, x in weights.items():
+        y = x.T if re.search("_lora.*weight", name) else x
+        for old, new in parts.items():
+            name = name.replace(old, new)
+        renamed[name] = y.view(1, 1, -1) if re.search(r"\.([wav]0|k_k|k_a|ffn\.x_k)$", name) else y
+    return renamed
+
+
+def rwkv7_old(weights):
+    """The same with the mixes of a layer in one tensor."""
+    others = {name: x for name, x in weights.items() if ".attn.x_" not in name}
+    mixes = {f"model.layers.{i}.attn.x_x": torch.cat([weights[f"model.layers.{i}.attn.x_{x}"][0] for x in "rwkvag"])
+             for i in range(3)}  # fmt: skip
+    return others | mixes
+
+
+def rwkv7_logits(weights, tokens):
+    """https://arxiv.org/abs/2503.14456, section 4 and appendix, one token at a time, of [T] tokens."""
+    w, D, H = {name.removeprefix("model."): x.double() for name, x in weights.items()}, 8, 4
+    before = {(i, part): torch.zeros(32).double() for i in range(3) for part in ("attn", "ffn")}
+    S, logits = [torch.zeros(H, D, D).double() for _ in range(3)], []  # rows are values here, as in the paper
+
+    def layer_norm(x, name):
+        return (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def shifted(x, i, part, mix):
+        return x + (before[i, part] - x) * w[f"layers.{i}.{part}.x_{mix}"].flatten()
+
+    def lora(x, i, name, activation=lambda x: x):
+        base = f"layers.{i}.attn.{name}_lora.lora"
+        return w[f"{base}.2.weight"] @ activation(w[f"{base}.0.weight"] @ x) + w.get(f"{base}.2.bias", 0)
+
+    for token in tokens:
+        x = layer_norm(w["embeddings.weight"][token], "layers.0.pre_norm")
+        for i in range(3):
+            own = {name.removeprefix(f"layers.{i}.attn."): y for name, y in w.items() if f"layers.{i}.attn." in name}
+            y = layer_norm(x, f"layers.{i}.attn_norm")
+            m = {mix: shifted(y, i, "attn", mix) for mix in "rwkvag"}
+            before[i, "attn"] = y
+            r, k, v = (own[f"{name}_proj.weight"] @ m[name] for name in "rkv")
+            if i == 0:
+                first = v
+            else:
+                v = v + (first - v) * lora(m["v"], i, "v").sigmoid()
+            decay = torch.exp(-math.exp(-0.5) * lora(m["w"], i, "w", torch.tanh).sigmoid()).view(H, D)
+            a, g = lora(m["a"], i, "a").sigmoid(), lora(m["g"], i, "g", torch.sigmoid)
+            kappa = (k * own["k_k"]).view(H, D)
+            kappa = kappa / kappa.norm(dim=-1, keepdim=True)
+            k = (k * (1 + (a - 1) * own["k_a"])).view(H, D)
+            r, v, a = r.view(H, D), v.view(H, D), a.view(H, D)
+            o = torch.empty(H, D).double()
+            for h in range(H):
+                S[i][h] = S[i][h] @ (decay[h].diag() - torch.outer(kappa[h], a[h] * kappa[h])) + torch.outer(v[h], k[h])
+                o[h] = S[i][h] @ r[h]
+            o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, correction=0, keepdim=True) + D * 1e-5).sqrt()
+            o = o.flatten() * own["g_norm.weight"] + own["g_norm.bias"]
+            o = o + ((r * k * own["r_k"]).sum(-1, keepdim=True) * v).flatten()
+            x = x + own["o_proj.weight"] @ (o * g)
+            y = layer_norm(x, f"layers.{i}.ffn_norm")
+            m_k = shifted(y, i, "ffn", "k")
+            before[i, "ffn"] = y
+            x = x + w[f"layers.{i}.ffn.value.weight"] @ (w[f"layers.{i}.ffn.key.weight"] @ m_k).relu().square()
+        logits.append(w["lm_head.weight"] @ layer_norm(x, "norm"))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("named", [dict, rwkv7_old, rwkv7_pth], ids=["fla", "old fla", "pth"])
+def test_rwkv7_equals_its_published_equations(named):
+    weights, tokens = rwkv7_weights(), random_tokens(1, 40)
+    theirs = named(weights)
+    config = rwkv7_config(theirs) if named is rwkv7_pth else RWKV7
+    expected = rwkv7_logits(weights, tokens[0])
+    with torch.no_grad():
+        logits = import_model(config, theirs).double()(tokens).logits[0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("kind", "option", "message"),
     [
@@ -204,7 +318,7 @@ def test_logits_equal_the_formulas_of_flash_linear_attention(kind):
         ("linear_attn", {"feature_map": "elementwise_product"}, "feature_map must be 'elu' or"),
         ("delta_net", {"qk_norm": "sum"}, "qk_norm must be 'l2'"),
         ("delta_net", {"attn": {"layers": [1]}}, "attn must be None"),
-        ("delta_net", {"model_type": "rwkv7"}, "model_type must be one of linear_attn, .*got 'rwkv7'"),
+        ("delta_net", {"model_type": "rwkv6"}, "model_type must be one of linear_attn, .*got 'rwkv6'"),
         ("delta_net", {"num_hidden_layers": 1}, "left over"),
         ("delta_net", {"num_hidden_layers": 3}, "missing"),
     ],

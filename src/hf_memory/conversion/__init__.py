@@ -12,7 +12,7 @@ from hf_memory.conversion.convert import Conversion, convert
 from hf_memory.conversion.data import TokenWindows, read_tokens
 from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.folders import check_output, new_folder
-from hf_memory.conversion.other_libraries import import_mixer, import_model
+from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
 from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
@@ -84,6 +84,7 @@ __all__ = [
     "read_tokens",
     "resolve",
     "results_of",
+    "rwkv7_config",
     "save_logits",
     "train",
     "write_model",

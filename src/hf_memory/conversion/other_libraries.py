@@ -1,7 +1,8 @@
 """Memory models of other libraries under our names: their weights give the same function here.
 
-They are `linear_attn`, `retnet`, `gla`, `delta_net` and `gated_deltanet` of flash-linear-attention, Mamba and Mamba-2
-of transformers, and the linear layers of its Qwen3-Next and OLMo-Hybrid. An option that ours do not have is refused.
+They are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet` and `rwkv7` of flash-linear-attention, the last
+also as its authors publish it, Mamba and Mamba-2 of transformers, and the linear layers of its Qwen3-Next and
+OLMo-Hybrid. An option that ours do not have is refused.
 """
 
 import re
@@ -19,6 +20,7 @@ from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 from hf_memory.modeling.linear_transformer import LinearTransformerConfig
+from hf_memory.modeling.rwkv7 import RANKS, Rwkv7Config
 
 Weights = Mapping[str, Tensor]
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
@@ -61,6 +63,33 @@ _TRANSFORMERS_BLOCK = {
     "model.layers.{i}.linear_attn.o_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
     "model.layers.{i}.linear_attn.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
     "model.layers.{i}.linear_attn.{rest}": "model.layers.{i}.mixer.{rest}",
+    "{rest}": "{rest}",
+}
+_RWKV7_PARTS = (  # ours, and those of flash-linear-attention and of .pth files
+    ("mixer.input_layernorm.{rest}", "attn_norm.{rest}", "ln1.{rest}"),
+    ("mixer.post_attention_layernorm.{rest}", "ffn_norm.{rest}", "ln2.{rest}"),
+    ("mixer.q_proj.{rest}", "attn.r_proj.{rest}", "att.receptance.{rest}"),
+    ("mixer.k_proj.{rest}", "attn.k_proj.{rest}", "att.key.{rest}"),
+    ("mixer.v_proj.{rest}", "attn.v_proj.{rest}", "att.value.{rest}"),
+    ("mixer.o_proj.{rest}", "attn.o_proj.{rest}", "att.output.{rest}"),
+    ("mixer.o_norm.{rest}", "attn.g_norm.{rest}", "att.ln_x.{rest}"),
+    *((f"mixer.{x}_lora.bias", f"attn.{x}_lora.lora.2.bias", f"att.{x}0") for x in "wav"),
+    *((f"mixer.{x}_lora.down_proj.weight", f"attn.{x}_lora.lora.0.weight", f"att.{x}1") for x in "wavg"),
+    *((f"mixer.{x}_lora.up_proj.weight", f"attn.{x}_lora.lora.2.weight", f"att.{x}2") for x in "wavg"),
+    ("mixer.{rest}", "attn.{rest}", "att.{rest}"),
+    ("mixer.mlp.up_proj.{rest}", "ffn.key.{rest}", "ffn.key.{rest}"),
+    ("mixer.mlp.down_proj.{rest}", "ffn.value.{rest}", "ffn.value.{rest}"),
+    ("mixer.mlp.{rest}", "ffn.{rest}", "ffn.{rest}"),
+)
+_RWKV7_BLOCK = {
+    "model.embeddings.{rest}": "model.embed_tokens.{rest}",
+    "emb.{rest}": "model.embed_tokens.{rest}",
+    "model.layers.0.pre_norm.{rest}": "model.embed_norm.{rest}",
+    "blocks.0.ln0.{rest}": "model.embed_norm.{rest}",
+    "ln_out.{rest}": "model.norm.{rest}",
+    "head.{rest}": "lm_head.{rest}",
+    **{f"model.layers.{{i}}.{theirs}": f"model.layers.{{i}}.{ours}" for ours, theirs, _ in _RWKV7_PARTS},
+    **{f"blocks.{{i}}.{theirs}": f"model.layers.{{i}}.{ours}" for ours, _, theirs in _RWKV7_PARTS},
     "{rest}": "{rest}",
 }
 
@@ -189,6 +218,43 @@ def _olmo_hybrid(config: dict) -> dict:
     return {**_gated_delta_layers(config), **more}
 
 
+def _rwkv7(config: dict) -> dict:
+    _refuse(config, attn=(None,), norm_first=(True,), norm_bias=(True,), hidden_act=("sqrelu",))
+    width, head_dim = config["hidden_size"], config.get("head_dim") or config["hidden_size"] // config["num_heads"]
+    _refuse(config, value_dim=(None, width, [width] * len(config.get("value_dim") or ())))
+    wide = config.get("intermediate_size") or 32 * -(-int(width * config.get("hidden_ratio", 4)) // 32)
+    ranks = {name: config.get(name) for name in RANKS}
+    options = {"num_attention_heads": width // head_dim, "head_dim": head_dim, "intermediate_size": wide}
+    return {**options, **ranks, "layer_norm_eps": config.get("norm_eps", 1e-5)}
+
+
+def rwkv7_config(weights: Weights) -> dict:
+    """What config.json would say of an RWKV-7 that its authors publish as a .pth file, of its weights by name there."""
+    heads, head_dim = weights["blocks.0.att.r_k"].shape
+    names = {"decay_low_rank_dim": "0.att.w1", "a_low_rank_dim": "0.att.a1", "gate_low_rank_dim": "0.att.g1"}
+    ranks = {name: weights.get(f"blocks.{place}") for name, place in {**names, "v_low_rank_dim": "1.att.v1"}.items()}
+    return {
+        "model_type": "rwkv7",
+        "vocab_size": len(weights["emb.weight"]),
+        "hidden_size": heads * head_dim,
+        "head_dim": head_dim,
+        "num_hidden_layers": 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks.")),
+        "intermediate_size": len(weights["blocks.0.ffn.key.weight"]),
+        **{name: x.shape[1] for name, x in ranks.items() if x is not None},
+    }
+
+
+def _split_rwkv7(config: dict, name: str, x: Tensor) -> Weights:
+    """Vectors have dimensions of one there; .pth files have low ranks transposed, and some that nothing uses."""
+    if name.endswith("attn.x_x"):  # all mixes in one, as in old files
+        return {name.replace("x_x", f"x_{part}"): y for part, y in zip("rwkvag", x.flatten(1))}
+    if re.fullmatch(r"blocks\.0\.att\.v[012]", name):
+        return {}
+    if re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", name):
+        return {name: x.mT}
+    return {name: x if name.endswith(".weight") else x.flatten()}
+
+
 def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
     """There a key head has one gate, here each query head has: the same for the heads of a group."""
     if ".gk_proj.1." not in name or not config.get("num_kv_heads"):
@@ -251,6 +317,7 @@ SOURCES = {
     "gla": Source(GatedLinearAttentionConfig, _gla, _FLA_BLOCK, _split_gla),
     "delta_net": Source(DeltaNetConfig, _delta_net, _FLA_BLOCK),
     "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet, _FLA_BLOCK),
+    "rwkv7": Source(Rwkv7Config, _rwkv7, _RWKV7_BLOCK, _split_rwkv7),
     "mamba": Source(GatedLinearAttentionConfig, _mamba, _TRANSFORMERS_BLOCK, _split_mamba),
     "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _TRANSFORMERS_BLOCK, _split_mamba2),
     "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _TRANSFORMERS_BLOCK, _split_qwen3_next),
@@ -262,7 +329,7 @@ def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights)
     """A model of ours that is the same function as one of another library.
 
     Args:
-        config: what its config.json says, with `model_type` one of SOURCES.
+        config: what its config.json says, with `model_type` one of SOURCES; `rwkv7_config(weights)` for a .pth file.
         weights: its state dict, as safetensors files hold it.
 
     Raises:
