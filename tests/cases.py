@@ -134,6 +134,12 @@ CASES = (
         {**FULL_HYBRID, "memory_rule": "ttt_mlp", "memory_chunk_size": 4},
         has_kernels=False,
     ),
+    Case(
+        "moneta-full",
+        "hf_memory_titans",
+        {**FULL_HYBRID, "memory_rule": "moneta", "memory_chunk_size": 3, "memory_max_lr": 0.1},
+        has_kernels=False,
+    ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case(
         "gated-window",

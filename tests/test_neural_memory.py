@@ -11,8 +11,9 @@ from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.reference import example
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
-PER_TOKEN = ("q", "k", "v", "lr", "momentum", "decay", "mask")
+PER_TOKEN = ("q", "k", "v", "lr", "momentum", "decay", "threshold", "mask")
 TTT = {"residual": True, "norm": True, "bias": True, "momentum": False, "decay": False, "activation": "gelu_tanh"}
+MIRAS = {"residual": True, "norm": True, "momentum": False, "forget_to": "zero", "activation": "gelu"}
 OPTIONS = {
     "titans": {},
     "no momentum": {"momentum": False},
@@ -22,6 +23,9 @@ OPTIONS = {
     "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
     "anchor": {"forget_to": "anchor", "bias": True},
     "ttt": TTT,
+    "moneta": {**MIRAS, "loss": "cubed", "retention": "norm"},
+    "yaad": {**MIRAS, "loss": "huber"},
+    "memora": {**MIRAS, "retention": "softmax", "forget_to": "initial", "momentum": True, "bias": True},
     "all": {**TTT, "momentum": True, "decay": True, "forget_to": "initial"},
 }
 backends = pytest.mark.parametrize("backend", ["reference", "chunk"])
@@ -35,6 +39,7 @@ some_forms = pytest.mark.parametrize(
         {"depth": 2, "chunk_size": 16, **OPTIONS["all"]},
         {"depth": 2, "chunk_size": 4, "forget_to": "anchor"},
         {"depth": 3, "chunk_size": 37, "forget_to": "zero"},
+        {"depth": 2, "chunk_size": 16, **OPTIONS["yaad"]},
     ],
     ids=str,
 )
@@ -363,6 +368,9 @@ BAD = {
     "chunk_size must be a positive integer, got 0": {"chunk_size": 0},
     "activation must be one of silu, gelu, gelu_tanh, got 'relu'": {"activation": "relu"},
     "forget_to must be one of initial, anchor, zero": {"forget_to": "one"},
+    "loss must be one of squared, cubed, huber, got 'log'": {"loss": "log"},
+    "retention must be one of all, norm, softmax, got 'some'": {"retention": "some"},
+    "threshold must be given with loss='huber'": {"loss": "huber"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
     "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASES, make_model, random_tokens
+from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.base import Context
@@ -94,7 +95,42 @@ def ttt(mixer, hidden_states, q, k, v, head):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(("rule", "equations"), [("ttt_linear", ttt), ("ttt_mlp", ttt)])
+def miras(mixer, hidden_states, q, k, v, head):
+    """The same of Moneta, Yaad and Memora; Memora as the paper writes it, with log W and not what is kept of it."""
+    norm, rule = [x[head] for x in mixer.inner_norm()], mixer.config.memory_rule
+    gates = {"lr": mixer.lr_proj, "decay": mixer.decay_proj, "delta": getattr(mixer, "threshold_proj", mixer.lr_proj)}
+    lr, decay, delta = (gate(hidden_states)[0, :, head] for gate in gates.values())
+    lr, a, delta = lr.sigmoid() / 4, 1 - decay.sigmoid(), 8**0.5 * F.softplus(delta)
+
+    def f(x, W):
+        return x + F.layer_norm(F.gelu(x @ W[0]) @ W[1], (8,), *norm, eps=1e-6)
+
+    def by_answer(e, limit):
+        if rule == "moneta":
+            return 3 * torch.tanh(10 * e) * (e**2 + 1e-6)
+        return limit * torch.tanh(10 * e) if rule == "yaad" and e.norm() > limit else e
+
+    def weights_of(kept):
+        if rule == "moneta":
+            return [x / x.norm(p=4) ** 2 for x in kept]
+        return [x.softmax(0) for x in kept] if rule == "memora" else kept
+
+    kept, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    for t in range(len(q)):
+        if t % 4 == 0:
+            A = [w.detach().requires_grad_() for w in weights_of(kept)]
+        said = f(k[t], A)
+        gradients = torch.autograd.grad(said, A, by_answer(said - v[t], delta[t]).detach())
+        before = [x.log_softmax(0) for x in kept] if rule == "memora" else kept
+        kept = [a[t] * x - lr[t] * g for x, g in zip(before, gradients)]
+        outputs.append(f(q[t], weights_of(kept)))
+    return torch.stack(outputs)
+
+
+EQUATIONS = {"ttt_linear": ttt, "ttt_mlp": ttt, "moneta": miras, "yaad": miras, "memora": miras}
+
+
+@pytest.mark.parametrize(("rule", "equations"), EQUATIONS.items())
 def test_a_memory_is_its_papers_equations(rule, equations):
     """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
     mixer = make_model(TITANS[0], **AS_PUBLISHED, memory_rule=rule).model.layers[0].mixer.double()
@@ -104,6 +140,8 @@ def test_a_memory_is_its_papers_equations(rule, equations):
     mixer.output_gate.register_forward_pre_hook(lambda _, inputs: said.append(inputs[0]))
     mixer(x)
     q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
+    if mixer.unit_keys:
+        q, k = unit_length(q), unit_length(k)
     for head in range(4):
         rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
         expected = equations(mixer, x, *(row.detach() for row in rows), head)

@@ -1,5 +1,7 @@
 """Titans' memory, which learns while it reads. https://arxiv.org/abs/2501.00663."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec, repeat_heads
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
 
@@ -61,6 +63,23 @@ class InitialWeights(nn.Module):
             init.normal_(weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5)
             if self.has_bias:
                 init.zeros_(self.get_parameter(f"bias_{i}"))
+
+
+class InnerNorm(nn.Module):
+    """Weight and bias [H, V] of the layer norm inside of each head's memory."""
+
+    def __init__(self, heads: int, value_dim: int):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(heads, value_dim)) for _ in range(2))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """In float32."""
+        return wide(self.weight), wide(self.bias)
+
+    def init_own_parameters(self) -> None:
+        """The plain norm."""
+        init.ones_(self.weight)
+        init.zeros_(self.bias)
 
 
 class NeuralMemoryMixer(MemoryMixer):
@@ -120,7 +139,7 @@ class NeuralMemoryMixer(MemoryMixer):
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
-        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, "initial")
+        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, "initial", "squared", "all")
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
         return self.o_proj(self.output_gate(o, hidden_states))
 
@@ -132,10 +151,11 @@ class NeuralMemoryMixer(MemoryMixer):
             unit_length(q) if self.unit_keys else q,
             unit_length(k) if self.unit_keys else k,
             unit_length(v) if self.config.memory_unit_values else v,
-            *self.gates(hidden_states, context),
-            self.initial_weights(),
+            weights=self.initial_weights(),
             chunk_size=self.config.memory_chunk_size,
-            **self.learning(),
+            activation=self.config.memory_activation,
+            residual=self.config.memory_residual,
+            **self.learning(hidden_states, context),
             mask=context.attention_mask,
             initial_state=_memory_state(context.states),
             output_final_state=True,
@@ -146,16 +166,13 @@ class NeuralMemoryMixer(MemoryMixer):
         own = state._asdict()  # type: ignore[union-attr]
         return (output if real is None else output[:, real]), new_states | own
 
-    def gates(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """lr, log eta and log a [B, T, HV] in float32."""
+    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
+        """What else the op is told: lr, log eta and log a [B, T, HV] in float32, and options of a rule."""
         eta = wide(self.momentum_proj(hidden_states))
         momentum, decay = F.logsigmoid(eta), F.logsigmoid(-wide(self.decay_proj(hidden_states)))
         scale = self.config.memory_max_lr / self.config.memory_chunk_size
-        return scale * wide(self.lr_proj(hidden_states)).sigmoid() * (-eta).sigmoid(), momentum, decay
-
-    def learning(self) -> Learning:
-        """Options of the op."""
-        return {"activation": self.config.memory_activation, "residual": self.config.memory_residual}
+        lr = scale * wide(self.lr_proj(hidden_states)).sigmoid() * (-eta).sigmoid()
+        return {"lr": lr, "momentum": momentum, "decay": decay}
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
         """Persistent tokens before every sequence that begins here, and where the real ones are then."""

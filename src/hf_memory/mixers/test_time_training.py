@@ -1,5 +1,7 @@
 """Test-time training: a layer whose state is a model that takes gradient steps. https://arxiv.org/abs/2407.04620."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -7,28 +9,10 @@ from transformers import initialization as init
 from hf_memory.cache import States
 from hf_memory.layers import places, wide
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
+from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.neural_memory import Learning
 
 LEAST = 1e-4  # of the rates of positions, whose logarithms are taken
-
-
-class InnerNorm(nn.Module):
-    """Weight and bias [H, V] of the layer norm inside of each head's memory."""
-
-    def __init__(self, heads: int, value_dim: int):
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(heads, value_dim)) for _ in range(2))
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """In float32."""
-        return wide(self.weight), wide(self.bias)
-
-    def init_own_parameters(self) -> None:
-        """The plain norm."""
-        init.ones_(self.weight)
-        init.zeros_(self.bias)
 
 
 class TTTMixer(NeuralMemoryMixer):
@@ -70,18 +54,15 @@ class TTTMixer(NeuralMemoryMixer):
             context = context._replace(positions=self._positions(self._places(hidden_states, context)))
         return super().project(hidden_states, context)
 
-    def gates(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """Forgetting the steps since the anchor from tau_{i-1} to tau_i gives all of them the rate tau_i."""
         place, b = self._places(hidden_states, context), self.config.memory_chunk_size
         learned = wide(self.position_rate)
         tau = (1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
         lr = self.config.memory_max_lr / self.head_dim * wide(self.lr_proj(hidden_states)).sigmoid()
-        return lr * tau[place][..., None], None, decay[place][..., None].expand_as(lr)
-
-    def learning(self) -> Learning:
-        """With the norm, and what forgetting leads to."""
-        return {**super().learning(), "norm": self.inner_norm(), "forget_to": "anchor"}
+        gates = {"lr": lr * tau[place][..., None], "momentum": None, "decay": decay[place][..., None].expand_as(lr)}
+        return {**gates, "forget_to": "anchor", "norm": self.inner_norm()}
 
     def _places(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Of tokens in their mini-batches [1 or B, T]."""

@@ -6,6 +6,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
+from hf_memory.mixers.miras import RULES, MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.test_time_training import TTTMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
@@ -17,7 +18,12 @@ VARIANTS = {  # around the memory; "lmm" is the memory alone
     "mag": MemoryAsGateMixer,
     "mal": MemoryAsLayerMixer,
 }
-MEMORIES = {"titans": NeuralMemoryMixer, "ttt_linear": TTTMixer, "ttt_mlp": TTTMixer}
+MEMORIES = {
+    "titans": NeuralMemoryMixer,
+    "ttt_linear": TTTMixer,
+    "ttt_mlp": TTTMixer,
+    **dict.fromkeys(RULES, MirasMixer),
+}
 TITANS = {
     "variant": "mag",
     "memory_depth": 2,
@@ -40,10 +46,19 @@ TTT = {
     "output_gate": "none",
     "num_persistent_tokens": 0,
 }
+MIRAS = {
+    **TITANS,
+    "variant": "lmm",
+    "memory_expansion": 4,
+    "memory_activation": "gelu",
+    "memory_residual": True,
+    "num_persistent_tokens": 0,
+}
 PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
     "titans": TITANS,
     "ttt_linear": {**TTT, "memory_depth": 1, "memory_max_lr": 1.0},
     "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
+    **dict.fromkeys(RULES, MIRAS),
 }
 
 
@@ -52,9 +67,10 @@ class TitansConfig(MemoryHeadsConfig):
     """Options of Titans' mixers, and of other memories that learn at test time.
 
     Args:
-        memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`, or as `"ttt_linear"` or
-            `"ttt_mlp"` (https://arxiv.org/abs/2407.04620). Fields that are left open are then as its paper has them;
-            the defaults below are those of `"titans"`.
+        memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`; `"ttt_linear"` or `"ttt_mlp"`
+            (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173),
+            which form weights for each token and so are slower. Fields that are left open are then as the paper has
+            them; the defaults below are those of `"titans"`.
         variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mac"` (its answers are context
             for attention within segments), `"mag"` (beside attention over `sliding_window` tokens) or `"mal"` (before
             it).

@@ -45,7 +45,8 @@ class Learning(TypedDict, total=False):
 
     where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being the initial weights. M is a matrix,
     or matrices with an activation between them; with `norm` a layer norm follows the last one; with `residual` its
-    input is added to what it says. TTT is a memory with residual and norm, and without momentum and decay.
+    input is added to what it says; with `retention` its weights are R(A) and R(W) in place of A and W. TTT is a memory
+    with residual and norm, and without momentum and decay.
 
     Args:
         activation: between matrices: "silu" (default), "gelu" or its approximation "gelu_tanh".
@@ -54,12 +55,18 @@ class Learning(TypedDict, total=False):
         forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
             come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
             tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
+        loss: "squared" (default), with the gradient e = M(k_t; A) - v_t by what M says; "cubed", sum |e|^3, with the
+            gradient 3 sign(e) e^2; or "huber", with e where |e| <= threshold_t and threshold_t sign(e) where it is
+            longer. tanh(10 e) stands for the sign.
+        retention: "all" (default); "norm", R(W) = W / |W|_4^2 of each matrix; or "softmax" over what enters a channel.
     """
 
     activation: Literal["silu", "gelu", "gelu_tanh"]
     residual: bool
     norm: Norm | None
     forget_to: Literal["initial", "anchor", "zero"] | None
+    loss: Literal["squared", "cubed", "huber"]
+    retention: Literal["all", "norm", "softmax"]
 
 
 def neural_memory(
@@ -72,6 +79,7 @@ def neural_memory(
     weights: tuple[Tensor, ...],
     *,
     chunk_size: int,
+    threshold: Tensor | None = None,
     mask: Tensor | None = None,
     initial_state: NeuralMemoryState | None = None,
     output_final_state: bool = False,
@@ -94,6 +102,7 @@ def neural_memory(
         weights: initial weights, one tensor [HV, d_in, d_out] for each layer. The first d_in is K, the last d_out V.
             If the first has K + 1 rows, all have one more row, which is their bias.
         chunk_size: tokens whose gradients are taken at the same weights.
+        threshold: [B, T, HV], > 0, with loss="huber" alone: how long an error may be before it counts by its sign.
         mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
@@ -109,15 +118,17 @@ def neural_memory(
 
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
-    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay)
+    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay, threshold=threshold)
     rule, norm = _rule(dims, q, weights, chunk_size, **learning)
+    if (rule.loss == "huber") != (threshold is not None):
+        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # the anchor is what would be forgotten
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
     chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
     fresh = initial_state is None
     op = (node if _is_one_node(dims.T, fresh) else form)(chosen, fresh=fresh)
-    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay)
+    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay, threshold)
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
@@ -146,14 +157,18 @@ def _rule(
     residual: bool = False,
     norm: Norm | None = None,
     forget_to: str | None = None,
+    loss: str = "squared",
+    retention: str = "all",
 ) -> tuple[Rule, Norm | None]:
     """What the options come to, once they are checked."""
     bias = _check_weights(weights, dims, q)
     _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
     _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
+    _check_choice("loss", loss, ("squared", "cubed", "huber"))
+    _check_choice("retention", retention, ("all", "norm", "softmax"))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    return Rule(chunk_size, activation, residual, bias, forget_to), norm
+    return Rule(chunk_size, activation, residual, bias, forget_to, loss, retention), norm
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
@@ -164,6 +179,8 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
     network = len(weights) > 1 or b > 1
     reasons = (
         (norm is not None, "norm must be None"),
+        (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),
+        (rule.retention != "all", f"retention must be 'all', got {rule.retention!r}"),
         (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),
         (network and rule.bias, "weights must be without bias"),
         (network and rule.forget_to == "anchor", "forget_to must be 'initial' or 'zero', got 'anchor'"),

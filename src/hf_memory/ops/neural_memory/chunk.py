@@ -6,9 +6,11 @@ Over a run of tokens from weights W and momentum S, whatever their gradients g_j
     P = L(a) L(eta) diag(lr),   beta_t = a_1 ... a_t,   c_t = sum_i L(a)_ti eta_1 ... eta_i
 
 These coefficients are small, and made for all chunks at once. `dual` does the rest for gradients taken at the anchor,
-`exact` for a matrix whose gradients are taken at every token. Source: https://arxiv.org/abs/2501.00663, section 3.2.
+`exact` for a matrix whose gradients are taken at every token, and `each_token` for all that is not linear in gradients.
+Source: https://arxiv.org/abs/2501.00663, section 3.2.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.neural_memory import dual, exact
+from hf_memory.ops.neural_memory import dual, each_token, exact
 from hf_memory.ops.neural_memory.network import NeuralMemoryState, enter, leave
 
 EXACT_CHUNK = 64
@@ -52,6 +54,7 @@ def neural_memory(
     lr,
     momentum,
     decay,
+    threshold,
     mask,
     *,
     initial_state: NeuralMemoryState,
@@ -63,10 +66,10 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference; `forms` walk the chunks: of gradients at every token, and at the anchor."""
     B, T, HV = v.shape[:3]
-    is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None
+    is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None and rule.is_sum
     layout = _layout(initial_state.phase, mask, T, rule.chunk_size, fresh, is_exact)
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    q, k, v, lr, momentum, decay = (_arrange(x, layout) for x in (q, k, v, lr, momentum, decay))
+    q, k, v, lr, momentum, decay, threshold = (_arrange(x, layout) for x in (q, k, v, lr, momentum, decay, threshold))
     coefficients = _coefficients(lr, momentum, decay, _real(mask, layout, B, T, q))
     state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
@@ -75,7 +78,8 @@ def neural_memory(
     else:
         per_row = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
         closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
-        o, state = forms[1](q, k, v, coefficients, closed, state, initial, per_row, rule)
+        walk = forms[1] if rule.is_sum else partial(each_token.run, threshold)
+        o, state = walk(q, k, v, coefficients, closed, state, initial, per_row, rule)
     W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
     return _restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
 

@@ -69,14 +69,14 @@ class _Pass(torch.autograd.Function):
         M, has_anchor, outputs, kept = tuple(m.clone() for m in M), bool(A), [], []
         ctx.rule, ctx.closed, ctx.L, ctx.size = rule, closed, L, max(1, isqrt(len(rows.q)))
         for n, row in enumerate(_each(rows)):
-            A = _pick(closed[n], _weights(M, I), A)
+            A = pick(closed[n], _weights(M, I), A)
             if n % ctx.size == 0:
                 kept += [*(m.clone() for m in M), *(A if closed[n] is not True else [None] * L)]
             chunk = Chunk(rule, row, norm, M, A, I)
             outputs.append(chunk.read())
             A = () if closed[n + 1] is True else chunk.anchor_after()
             chunk.write(M)
-        A = _pick(closed[-1], _weights(M, I), A)
+        A = pick(closed[-1], _weights(M, I), A)
         ctx.save_for_backward(*tensors, *kept)
         return torch.stack(outputs), *M, *(tuple(x.clone() for x in A) if has_anchor else ())
 
@@ -110,7 +110,7 @@ def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -
             A = () if ctx.closed[n] is True else chunks[-1].anchor_after()
             M = tuple(m.clone() for m in M)
             chunks[-1].write(M)
-            A = _pick(ctx.closed[n], _weights(M, I), A)
+            A = pick(ctx.closed[n], _weights(M, I), A)
         row: Any = (None if x is None else x[n] for x in rows)
         chunks.append(Chunk(ctx.rule, Rows(*row), norm, M, A or _weights(M, I), I))
         chunks[-1].read()
@@ -140,7 +140,7 @@ def _weights(M: Stacks, I: Layers) -> Layers:
     return tuple(m[:, : initial.shape[1]] for m, initial in zip(M, I))
 
 
-def _pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
+def pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
     """The anchor: the weights where a chunk of the memory begins, else as it was."""
     if isinstance(closed, bool):
         return W if closed else A
@@ -148,7 +148,7 @@ def _pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
 
 
 def _unpick(closed: bool | Tensor, dM: list, dA: list) -> list:
-    """The gradient of A before `_pick` from that of what was picked, None for zero; that of W is added to dM."""
+    """The gradient of A before `pick` from that of what was picked, None for zero; that of W is added to dM."""
     if closed is False:
         return dA
     for m, a in zip(dM, dA):

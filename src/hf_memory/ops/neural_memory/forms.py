@@ -42,6 +42,7 @@ def _node(
     lr: Tensor,
     momentum: Tensor | None,
     decay: Tensor | None,
+    threshold: Tensor | None,
     mask: Tensor | None,
     state: list[Tensor],
     weights: list[Tensor],
@@ -51,19 +52,21 @@ def _node(
     residual: bool,
     bias: bool,
     forget_to: str,
+    loss: str,
+    retention: str,
     backend: str,
     fresh: bool,
 ) -> list[Tensor]:
     o, (*layers, phase) = form(backend, fresh=fresh)(
-        *(q, k, v, lr, momentum, decay, mask),
+        *(q, k, v, lr, momentum, decay, threshold, mask),
         initial_state=NeuralMemoryState(*state),
         weights=tuple(weights),
         norm=tuple(norm) or None,
-        rule=Rule(chunk_size, activation, residual, bias, forget_to),
+        rule=Rule(chunk_size, activation, residual, bias, forget_to, loss, retention),
     )
     return [o, *layers, phase.clone()]  # which may be the one that was given
 
 
 @_node.register_fake
-def _(q, k, v, lr, momentum, decay, mask, state, *others):
+def _(q, k, v, lr, momentum, decay, threshold, mask, state, *others):
     return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, state)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NORM_EPS = 1e-6
+STEEPNESS = 10.0  # of the tanh that stands for a sign
 Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
 
 
@@ -25,6 +26,13 @@ class Rule(NamedTuple):
     residual: bool
     bias: bool
     forget_to: str  # where forgetting leads: "initial", "anchor" or "zero"
+    loss: str  # "squared", "cubed" or "huber"
+    retention: str  # what weights are of what is kept: "all", "norm" or "softmax"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether weights are sums of gradients, and these are linear in errors."""
+        return self.loss == "squared" and self.retention == "all"
 
 
 class NeuralMemoryState(NamedTuple):
@@ -59,9 +67,27 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     return output(z, x, rule, norm)
 
 
-def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
+def retained(kept: Tensor, rule: Rule) -> Tensor:
+    """The weights [..., d_in, d_out] of a layer, of what the memory keeps of it."""
+    if rule.retention == "norm":
+        return kept / ((kept**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt()
+    return kept.softmax(-2) if rule.retention == "softmax" else kept
+
+
+def pull(e: Tensor, threshold: Tensor | None, rule: Rule) -> Tensor:
+    """Gradient of the loss with respect to what the memory says, from its error e [..., V] and thresholds [...]."""
+    sign = torch.tanh(STEEPNESS * e)
+    if rule.loss == "cubed":
+        return 3 * sign * (e.square() + NORM_EPS)
+    if threshold is None:
+        return e
+    size, threshold = (e.square().sum(-1, keepdim=True) + NORM_EPS).sqrt(), threshold[..., None]
+    return torch.where(size <= threshold, e, threshold * sign)
+
+
+def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
-    e = output(z, k, rule, norm) - v
+    e = pull(output(z, k, rule, norm) - v, threshold, rule)
     if norm is None:
         return e
     e, centered = e * norm[0], z - z.mean(-1, keepdim=True)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.neural_memory.network import NeuralMemoryState, Norm, Rule, enter, leave, network
+from hf_memory.ops.neural_memory.network import NeuralMemoryState, Norm, Rule, enter, leave, network, pull, retained
 
 Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
@@ -23,6 +23,7 @@ def neural_memory(
     lr: Tensor,
     momentum: Tensor | None,
     decay: Tensor | None,
+    threshold: Tensor | None,
     mask: Tensor | None,
     *,
     initial_state: NeuralMemoryState,
@@ -40,26 +41,32 @@ def neural_memory(
         a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
         real = None if mask is None else mask[:, t, None, None, None]
         A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
-        step = _gradient(A, k[:, t], v[:, t], rule, norm)
+        limit = None if threshold is None else threshold[:, t, :, None]
+        step = _gradient(_retained(A, rule), k[:, t], v[:, t], limit, rule, norm)
         step = tuple(-lr[:, t, :, None, None] * g for g in step)
         if eta is not None:
             step = tuple(eta * s + g for s, g in zip(S, step))
             S = _where(real, step, S)
         W = _where(real, tuple(w + s for w, s in zip(_forget(W, weights, A, a, rule), step)), W)
-        o = network(q[:, t], W, rule, norm)
+        o = network(q[:, t], _retained(W, rule), rule, norm)
         outputs.append((o if real is None else o * real)[:, :, 0])
         phase = (phase + (1 if mask is None else mask[:, t])) % rule.chunk_size
     A = () if rule.chunk_size == 1 else _keep(phase.bool()[:, None, None, None], A, W)
     return torch.stack(outputs, dim=1), leave(W, S, A, phase, weights)
 
 
-def _gradient(weights: Layers, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None) -> Layers:
+def _gradient(weights: Layers, k: Tensor, v: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
     """Of the loss of one token: k [B, H, 1, K], v [B, H, 1, V]."""
+    by_answer = pull(network(k, weights, rule, norm) - v, threshold, rule)  # which need not be a gradient itself
 
-    def loss(weights: Layers) -> Tensor:
-        return 0.5 * (network(k, weights, rule, norm) - v).square().sum()
+    def linear_loss(weights: Layers) -> Tensor:
+        return (by_answer * network(k, weights, rule, norm)).sum()
 
-    return grad(loss)(weights)
+    return grad(linear_loss)(weights)
+
+
+def _retained(layers: Layers, rule: Rule) -> Layers:
+    return tuple(retained(x, rule) for x in layers)
 
 
 def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule) -> Layers:
@@ -115,6 +122,7 @@ def example(
         "momentum": F.logsigmoid(random(B, T, HV)).to(wide) if momentum else None,
         "decay": F.logsigmoid(random(B, T, HV) + 3).to(wide) if decay else None,
         "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
+        "threshold": random(B, T, HV).exp().to(wide) if options.get("loss") == "huber" else None,
         "mask": torch.ones(B, T, dtype=torch.bool),
     }
     if norm:

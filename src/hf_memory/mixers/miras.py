@@ -1,0 +1,58 @@
+"""Miras' memories: other losses and other ways to retain. https://arxiv.org/abs/2504.13173."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.layers import wide
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
+from hf_memory.ops.neural_memory import Learning
+
+RULES: dict[str, Learning] = {
+    "moneta": {"loss": "cubed", "retention": "norm"},
+    "yaad": {"loss": "huber"},
+    "memora": {"retention": "softmax"},
+}
+
+
+class MirasMixer(NeuralMemoryMixer):
+    """Moneta, Yaad and Memora, whose memory is f(x; W) = x + LN(gelu(x W_1) W_2).
+
+    With e = f(k_t; W) - v_t, and gradients g_t by the weights W at the start of a chunk (section 5.4):
+
+        Moneta   A_t = a_t A_{t-1} - lr_t g_t,   g_t of sum |e|^3,   W_t = A_t / |A_t|_4^2 of each matrix
+        Yaad     W_t = a_t W_{t-1} - lr_t g_t,   g_t of 1/2 |e|^2 where |e| <= delta_t, else of delta_t sum |e_i|
+        Memora   W_t = softmax(a_t log W_{t-1} - lr_t g_t),   g_t of 1/2 |e|^2
+        o_t = f(q_t; W_t)
+
+    Memora's softmax is over the weights that enter a channel. As it drops constants, A_t as in Moneta serves as log
+    W_t, and W_t = softmax(A_t) for every token, not only for the first one of a chunk. tanh(10 e) stands for the sign
+    of e, as in the paper's remark. Gates are numbers of a head where the paper's are of a channel. Source:
+    https://arxiv.org/abs/2504.13173, equations 24 to 27, with p = 3 and q = 4.
+    """
+
+    has_momentum = False
+
+    def make_gates(self, width: int, heads: int) -> None:
+        """Those of Titans without momentum, Yaad's threshold, and the norm."""
+        self.lr_proj, self.decay_proj = Gate(width, heads, 0.0), Gate(width, heads, -6.0)
+        if self.config.memory_rule == "yaad":
+            self.threshold_proj = Gate(width, heads, 0.0)
+        self.inner_norm = InnerNorm(heads, self.value_dim)
+
+    def init_own_parameters(self) -> None:
+        """Memora's logarithms must differ, or all that enters a channel has one weight."""
+        super().init_own_parameters()
+        for logarithms in self.initial_weights.parameters() if self.config.memory_rule == "memora" else ():
+            init.normal_(logarithms)
+
+    def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
+        """A threshold of sqrt(V) is an error of one in each channel."""
+        lr = self.config.memory_max_lr / self.config.memory_chunk_size * wide(self.lr_proj(hidden_states)).sigmoid()
+        gates = {"lr": lr, "momentum": None, "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states)))}
+        if self.config.memory_rule == "yaad":
+            gates["threshold"] = self.value_dim**0.5 * F.softplus(wide(self.threshold_proj(hidden_states)))
+        return {**gates, **RULES[self.config.memory_rule], "forget_to": "zero", "norm": self.inner_norm()}
