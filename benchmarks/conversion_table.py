@@ -174,18 +174,19 @@ def models(teacher, training: Tensor, new: Tensor) -> dict[str, Callable[[], tup
 def draw(rows: dict[str, dict]) -> None:
     """Perplexity as a ratio to the control, recall as a part of the teacher's, and perplexity on new text."""
     names = [name for name in rows if name not in ("teacher", "control")][::-1]
+    plt.style.use("tableau-colorblind10")
     figure, axes = plt.subplots(1, 3, figsize=(14, 0.3 * len(names) + 1), layout="constrained", sharey=True)
-    colours = ["C1" if "kept" in name else "C0" for name in names]
     for axis, column, base, label in (
         (axes[0], "perplexity", rows["control"], "held-out perplexity, ratio to the control"),
         (axes[1], "recall", rows["teacher"], "recall over 64 tokens, ratio to the teacher"),
         (axes[2], "perplexity_on_new_text", rows["control"], "perplexity on new text, ratio to the control"),
     ):
-        axis.barh(names, [rows[name][column] / base[column] for name in names], color=colours)
+        for kept, colour in ((False, "C0"), (True, "C1")):
+            shown = [name for name in names if ("kept" in name) == kept]
+            axis.plot([rows[name][column] / base[column] for name in shown], shown, "o", color=colour)
         axis.axvline(1, color="gray", linestyle="--")
+        axis.grid(axis="y", alpha=0.3)
         axis.set_xlabel(label)
-    axes[0].set_xlim(0.8)
-    axes[2].set_xlim(0.6)
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
 

@@ -38,6 +38,11 @@ RESULTS = Path(__file__).parent / "results" / ("decode" if DEVICE.type == "cpu" 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 CONTEXTS, BATCHES, PROMPT = (16, 1024), (1, 8), 1024
 LONG = (1024, 4096, 16384, 32768)
+NAMED = {
+    "linear": "Linear Transformer",
+    "hybrid": "attention in every fourth layer",
+    "window, heads": "windows, 1/10 of heads full",
+}
 SHAPE = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -189,15 +194,22 @@ def shares(model: PreTrainedModel) -> dict[str, float]:
 
 def draw(rows: dict[int, dict], file: Path) -> None:
     """Milliseconds a token and bytes of the cache over the context."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    plt.style.use("tableau-colorblind10")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for name in next(iter(rows.values())):
-        style = {"marker": "o", "label": name, "linestyle": "--" if name == "Llama" else "-"}
+        style = {"marker": "o", "label": NAMED.get(name, name)}
+        style |= {"linestyle": "--", "color": "black"} if name == "Llama" else {}
         axes[0].plot(LONG, [rows[n][name]["ms"] for n in LONG], **style)
         axes[1].plot(LONG, [rows[n][name]["cache_bytes"] / 1e6 for n in LONG], **style)
-    for axis, label in zip(axes, ("milliseconds a token", "cache, MB")):
-        axis.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=label)
-        axis.set_xticks(LONG, LONG)
-    axes[0].legend()
+    axes[0].set(title="time for the next token", ylabel="milliseconds, one CPU core", ylim=(0, None))
+    axes[1].set(title="size of the cache", yscale="log")
+    axes[1].set_yticks([5, 50, 500], ["5 MB", "50 MB", "500 MB"])
+    for axis in axes:
+        axis.set(xscale="log", xlabel="tokens read before")
+        axis.set_xticks(LONG, [f"{n:,}" for n in LONG])
+        axis.minorticks_off()
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize="small")
     figure.savefig(file, dpi=120)
 
 

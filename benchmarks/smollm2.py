@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import yaml
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -52,6 +53,15 @@ WORK = ROOT / "runs" / "smollm2"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
+KEPT = {  # what keeps everything, in words
+    "heads:1/11": "8 of 90 heads full",
+    "heads:1/10": "9 of 90 heads full",
+    "heads:1/22": "4 of 90 heads full",
+    "heads:1/30": "3 of 90 heads full",
+    "none": "no head full",
+    "1/4": "every fourth layer full",
+    RETRIEVE: "7 layers that retrieve full",
+}
 START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
@@ -266,11 +276,11 @@ def draw(rows: dict[str, dict]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
     columns = {
         "KL from the teacher": lambda row: row["KL"],
-        "recall kept after 512 tokens": lambda row: row["recall kept after 512"],
-        "recall kept after 2,048 tokens": lambda row: row["recall kept after 2048"],
+        "recall after 512 tokens / teacher's": lambda row: row["recall kept after 512"],
+        "recall after 2,048 tokens / teacher's": lambda row: row["recall kept after 2048"],
     }
     kept = {row["recipe"]["keep"]: None for row in rows.values()}
-    colours = dict(zip(kept, plt.get_cmap("tab10").colors))
+    colours = dict(zip(kept, plt.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"]))
     for axis, (label, value) in zip(axes, columns.items()):
         for name, row in rows.items():
             x, y = row["cache at 8k / teacher"], value(row)
@@ -281,9 +291,14 @@ def draw(rows: dict[str, dict]) -> None:
         axis.set(xlabel="cache at 8,192 tokens / teacher's", title=label, xscale="log")
         axis.set_xticks([0.02, 0.05, 0.1, 0.25], ["2 %", "5 %", "10 %", "25 %"], minor=False)
         axis.xaxis.set_minor_formatter("")
+        axis.grid(alpha=0.3)
     axes[0].set(yscale="log")
-    named = {f"keeps {keep}": axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
-    kinds = {"with memory": "o", "without": "x"}
+    axes[0].set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
+    axes[0].yaxis.set_minor_formatter("")
+    for axis in axes[1:]:
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+    named = {KEPT.get(keep, keep): axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
+    kinds = {"with a memory": "o", "without": "x"}
     named |= {label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()}
     figure.legend(list(named.values()), list(named), loc="outside right center", fontsize="small")
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
