@@ -18,6 +18,7 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
 }
+PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim": 8, "product_key_top_k": 3}
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
@@ -156,6 +157,11 @@ CASES = (
             "full_attention_heads": [[], [0]],
             "full_attention_window": 5,
         },
+    ),
+    Case(
+        "retention-memory-layers",
+        "hf_memory_gated",
+        {"gate": "retention", "mlp_types": ["mlp_and_memory", "memory"], **PRODUCT_KEYS},
     ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
     Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import PRODUCT_KEYS
 from hf_memory import conversion
 from hf_memory.cli.progress import Lines
 from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, results_of
@@ -62,6 +63,7 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
         ("gemma2", "titans", {"sliding_window": 16}, False),  # more than every second layer of the teacher
         ("gemma2", "deltaformer", {}, True),
         ("llama", "deltaformer", {"beta_activation": "sigmoid"}, False),
+        ("llama", "deltaformer", {"mlp_types": 2 * ["mlp_and_memory"], **PRODUCT_KEYS}, True),  # memories are silent
     ],
 )
 @torch.no_grad()
@@ -103,6 +105,7 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
         ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since memories alone"),
         ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
+        ({"options": {"sparse_memory_gradients": True}}, "sparse_memory_gradients must be False in a conversion"),
         ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that starts as its teacher"),
     ],
 )

@@ -308,6 +308,10 @@ BAD_CONFIGS = [
     ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "num_attention_heads"),
     ({"head_dim": 7}, "head_dim"),
     ({"mixer_backend": "cuda"}, "mixer_backend"),
+    ({"mlp_types": ["memory"]}, "mlp_types"),
+    ({"mlp_types": ["mlp", "experts"]}, "mlp_types"),
+    ({"product_key_dim": 7}, "product_key_dim"),
+    ({"product_key_top_k": 1025}, "product_key_top_k"),
     ({"hidden_size": "wide"}, "hidden_size"),
 ]
 

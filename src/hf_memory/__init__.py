@@ -4,6 +4,7 @@ Importing this package registers every family with transformers' Auto classes.
 """
 
 from hf_memory.export import export_model
+from hf_memory.feed_forward import parameter_groups
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.delta_net import (
     DeltaNetConfig,
@@ -90,5 +91,6 @@ __all__ = [
     "export_model",
     "generate_stream",
     "load_memory",
+    "parameter_groups",
     "save_memory",
 ]

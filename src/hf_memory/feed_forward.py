@@ -2,8 +2,105 @@
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
 
 from hf_memory.layers import SwiGLU
+from hf_memory.ops.product_keys import best_slots
 
-FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {"swiglu": SwiGLU}
+ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> sums: what a model's `MemoryValues` does
+
+
+class MemoryValues(nn.EmbeddingBag):
+    """A table with a value for each slot, that all memory layers of a model share."""
+
+    def __init__(self, config):
+        sparse = config.sparse_memory_gradients
+        super().__init__(config.num_product_keys**2, config.hidden_size, mode="sum", sparse=sparse)
+
+    @property
+    def new_part(self) -> nn.Module:
+        """It learns at the pace of memories."""
+        return self
+
+    def init_own_parameters(self) -> None:
+        """Values of unit length."""
+        init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+    def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        """Sums [B, T, hidden_size] of the values in slots [B, T, n], times weights [B, T, n]."""
+        weights = weights.flatten(0, 1).to(self.weight.dtype)
+        return super().forward(slots.flatten(0, 1), per_sample_weights=weights).unflatten(0, slots.shape[:2])
+
+
+class ProductKeyMemory(nn.Module):
+    """W_o (y silu(W_g x)), y = sum over heads and their best slots i of softmax(q . k)_i v_i, q = W_q x.
+
+    Memory+ of https://arxiv.org/abs/2412.09764; product keys are of https://arxiv.org/abs/1907.05242. Time grows with
+    the root of the number of slots. It has no state: what it knows was learned in training.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        heads, K, width = config.product_key_heads, config.product_key_dim, config.hidden_size
+        self.top_k = config.product_key_top_k
+        self.q_proj = nn.Linear(width, heads * K, bias=False)
+        self.keys = nn.Parameter(torch.empty(2, heads, config.num_product_keys, K // 2))
+        self.g_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    @property
+    def new_part(self) -> nn.Module:
+        """All: no Transformer has it."""
+        return self
+
+    def init_own_parameters(self) -> None:
+        """Keys uniform, with variance 2 / (3 K)."""
+        bound = self.keys.shape[-1] ** -0.5
+        init.uniform_(self.keys, -bound, bound)
+
+    def start_open(self, half_life: int) -> None:
+        """Silent: a student begins as if it were not there."""
+        self.o_proj.weight.zero_()
+
+    def forward(self, hidden_states: Tensor, read_values: ReadValues) -> Tensor:
+        """[B, T, hidden_size] -> the same."""
+        q = self.q_proj(hidden_states).unflatten(-1, (self.keys.shape[1], -1))
+        scores, slots = best_slots(q, self.keys.to(q.dtype), self.top_k)
+        weights = scores.softmax(-1, dtype=torch.float32)
+        y = read_values(slots.flatten(-2), weights.flatten(-2)).to(hidden_states.dtype)
+        return self.o_proj(y * F.silu(self.g_proj(hidden_states)))
+
+
+class SwiGLUAndMemory(SwiGLU):
+    """The sum of both."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.memory = ProductKeyMemory(config)
+
+    def forward(self, hidden_states: Tensor, read_values: ReadValues) -> Tensor:  # type: ignore[override]
+        """[B, T, hidden_size] -> the same."""
+        return super().forward(hidden_states) + self.memory(hidden_states, read_values)
+
+
+FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": SwiGLU,
+    "memory": ProductKeyMemory,
+    "mlp_and_memory": SwiGLUAndMemory,
+}
+WITH_MEMORY = ("memory", "mlp_and_memory")  # are given `ReadValues` too
+
+
+def parameter_groups(model: nn.Module, values_learning_rate: float = 1e-3) -> list[dict]:
+    """Parameters for an optimizer, the values of memory layers last, with a learning rate and no weight decay.
+
+    `Trainer(model, arguments, optimizers=(torch.optim.AdamW(parameter_groups(model), lr=3e-4), None))` takes them. With
+    `sparse_memory_gradients` the last group is for `torch.optim.SparseAdam`, in a training loop that does not clip
+    gradients: neither AdamW nor the Trainer can read sparse ones.
+    """
+    values = {x for module in model.modules() if isinstance(module, MemoryValues) for x in module.parameters()}
+    others = [x for x in model.parameters() if x not in values]
+    return [{"params": others}, {"params": list(values), "lr": values_learning_rate, "weight_decay": 0.0}]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_memory.cache import padding_mask
-from hf_memory.feed_forward import FEED_FORWARDS
+from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.configuration import MemoryConfig
@@ -38,21 +39,23 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.norms = config.norms(layer_idx)
         self.mixer = config.mixer_class(layer_idx)(config, layer_idx)
-        self.has_mlp = config.mlp_types[layer_idx] != "none"
+        kind = config.feed_forwards[layer_idx]
+        self.has_mlp, self.reads_values = kind != "none", kind in WITH_MEMORY
         if self.has_mlp:
-            self.mlp = FEED_FORWARDS[config.mlp_types[layer_idx]](config)
+            self.mlp = FEED_FORWARDS[kind](config)
         for name in self.norms if self.has_mlp else self.norms[:2]:
             if name:
                 self.add_module(name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
-    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        """[B, T, hidden_size] -> the same; the rest is the mixer's."""
+    def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
+        """[B, T, hidden_size] -> the same; `read_values` is a memory's after the mixer, and the rest is the mixer's."""
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed, _ = self.mixer(self._norm(before_mixer, hidden_states), **kwargs)
         hidden_states = hidden_states + self._norm(after_mixer, mixed)
         if not self.has_mlp:
             return hidden_states
-        made = self.mlp(self._norm(before_mlp, hidden_states))
+        reads = (read_values,) if self.reads_values else ()
+        made = self.mlp(self._norm(before_mlp, hidden_states), *reads)
         return hidden_states + self._norm(after_mlp, made)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -116,6 +119,7 @@ class MemoryModel(MemoryPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.memory_values: Any = MemoryValues(config) if set(WITH_MEMORY) & set(config.feed_forwards) else None
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
@@ -175,6 +179,7 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
             cu_seqlens=cu_seqlens,
+            read_values=self._read_values,
             **kwargs,
         )
         return BaseModelOutputWithPast(
@@ -186,6 +191,10 @@ class MemoryModel(MemoryPreTrainedModel):
         for layer, mask in zip(self.layers, masks):
             hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
         return hidden_states
+
+    def _read_values(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """What layers are given: where weights may be elsewhere, accelerate moves modules among arguments."""
+        return self.memory_values(slots, weights)
 
     def _for_all_layers(self, attention_mask: Tensor) -> dict:
         if self.has_memory:

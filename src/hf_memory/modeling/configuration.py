@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from hf_memory.cache import Spec
+from hf_memory.feed_forward import FEED_FORWARDS
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.hub import HubConfigMixin
@@ -66,6 +67,15 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window. Its own options
             are then these and the family's; most options of a memory alone are not used beside a window.
         num_memory_slots (`int`, defaults to 64): slots of this memory for each key-value head.
+        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"memory"` (product keys in
+            its place), `"mlp_and_memory"` (the sum of both) or `"none"`. Default: MLPs, or none with an
+            `intermediate_size` of 0. A memory's values are one table for all layers.
+        num_product_keys (`int`, defaults to 1024): half keys of each kind and head; its square is the number of slots.
+        product_key_heads (`int`, defaults to 4): queries of a token.
+        product_key_dim (`int`, defaults to 512): channels of a query.
+        product_key_top_k (`int`, defaults to 32): slots that a query reads.
+        sparse_memory_gradients (`bool`, defaults to `False`): whether the gradient of the values is a sparse tensor, so
+            that a step of training takes no time for slots that nobody read; see `parameter_groups`.
         mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
             `"triton"`. Results differ by rounding only.
     """
@@ -127,6 +137,12 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     full_attention_window: int | None = None
     window_memory: bool = True
     num_memory_slots: int = 64
+    mlp_types: list[str] | None = None
+    num_product_keys: int = 1024
+    product_key_heads: int = 4
+    product_key_dim: int = 512
+    product_key_top_k: int = 32
+    sparse_memory_gradients: bool = False
     mixer_backend: str = "auto"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -184,9 +200,9 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         return length if sees_all else None
 
     @property
-    def mlp_types(self) -> list[str]:
+    def feed_forwards(self) -> list[str]:
         """What follows the mixer of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
-        return ["swiglu" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
+        return self.mlp_types or ["mlp" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """Names of a layer's norms before and after the mixer and the MLP, empty for none."""
@@ -235,6 +251,29 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"full_attention_heads must list heads from 0 to {self.num_key_value_heads - 1} for each of "
                 f"{self.num_hidden_layers} layers, got {heads}"
+            )
+
+    def validate_mlp_types(self):
+        """Check what follows the mixers."""
+        given = self.mlp_types or self.feed_forwards
+        if len(given) != self.num_hidden_layers:
+            raise ValueError(
+                f"mlp_types must name one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {len(given)} names"
+            )
+        for name in given:
+            check_word("mlp_types", name, (*FEED_FORWARDS, "none"))
+        if given != self.feed_forwards:
+            raise ValueError(f"mlp_types must be {self.feed_forwards} for {self.model_type}, got {given}")
+        if self.product_key_dim % 2 or min(self.product_key_dim, self.product_key_heads) < 1:
+            raise ValueError(
+                f"product_key_dim must be even and at least 2, and product_key_heads at least 1, "
+                f"got {self.product_key_dim} and {self.product_key_heads}"
+            )
+        if not 1 <= self.product_key_top_k <= self.num_product_keys:
+            raise ValueError(
+                f"product_key_top_k must be from 1 to num_product_keys={self.num_product_keys}, "
+                f"got {self.product_key_top_k}"
             )
 
     def validate_architecture(self):

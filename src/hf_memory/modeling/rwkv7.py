@@ -76,9 +76,9 @@ class Rwkv7Config(MemoryConfig):
         return False
 
     @property
-    def mlp_types(self) -> list[str]:
+    def feed_forwards(self) -> list[str]:
         """The channel mix has a state of its own, so it belongs to the mixer."""
-        return ["none" if kind == "memory" else mlp for kind, mlp in zip(self.mixer_types, super().mlp_types)]
+        return ["none" if kind == "memory" else mlp for kind, mlp in zip(self.mixer_types, super().feed_forwards)]
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """Those of memory layers are the mixer's."""

@@ -122,6 +122,8 @@ def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
         raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}")
     if "layer_types" in options:
         raise ValueError("options must leave layer_types to keep, which says which layers keep their attention")
+    if options.get("sparse_memory_gradients"):
+        raise ValueError("sparse_memory_gradients must be False in a conversion, whose optimizer is AdamW, got True")
     taken = sorted(name for name in options if name in shared and name not in OPEN and options[name] != shared[name])
     if taken:
         raise ValueError(f"options must leave {' and '.join(taken)} as the teacher has it, got {options[taken[0]]!r}")

@@ -22,7 +22,9 @@ NAMES = {
     "model.norm.{rest}": "model.norm.{rest}",
     "lm_head.{rest}": "lm_head.{rest}",
 }
-NEW_WEIGHTS = re.compile(r"model\.layers\.\d+\.mixer\.")  # where a student may have weights that no teacher has
+NEW_WEIGHTS = re.compile(  # where a student may have weights that no teacher has
+    r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values)\."
+)
 
 
 class CarriedWeights(NamedTuple):
@@ -53,13 +55,13 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str,
     """Copy every tensor of a teacher into the student's tensor of the same meaning.
 
     Args:
-        student: has the teacher's sizes; its mixers may have tensors that the teacher lacks, and these are left alone.
+        student: has the teacher's sizes; mixers and memory layers may have tensors that the teacher lacks, left alone.
         teacher: a causal language model of a type in TEACHERS.
         drop: regular expressions for whole names of the teacher's tensors that the student does without, beside norms
             of queries and keys where its memories have none.
 
     Raises:
-        ValueError: if a tensor has no place or another shape, or the student has a new one outside its mixers.
+        ValueError: if a tensor has no place or another shape, or the student has a new one elsewhere.
     """
     source, target = teacher.state_dict(), student.state_dict()
     patterns = (*drop, *_norms_without_place(student))
