@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hf_memory.ops import OPS, LinearState, linear_attention, selective_scan
+from hf_memory.ops import OPS, LinearState, delta_rule, linear_attention, log_linear_attention, selective_scan
 
+log_linear_example = next(op.example for op in OPS if op.op is log_linear_attention)
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
 FORMS = [
@@ -377,7 +378,7 @@ def test_bad_input_is_refused_by_name(op, variant, message):
 @every_form
 def test_a_gate_of_the_wrong_shape_is_refused(op, variant):
     arguments = op.example(T=20, **variant)
-    for name in {"beta", "g", "a", "b", "lr", "momentum", "decay"} & set(arguments) | {"mask"}:
+    for name in {"beta", "g", "a", "b", "lr", "momentum", "decay", "level_weights"} & set(arguments) | {"mask"}:
         with pytest.raises(ValueError, match=f"^{name} must have shape"):
             op.op(**{**arguments, name: torch.zeros(2, 3)})
 
@@ -491,3 +492,44 @@ def test_orthonormal_keys_return_their_values():
     q = torch.eye(6, dtype=torch.float64)[None, :, None]
     v = random(1, 6, 1, 5)
     torch.testing.assert_close(linear_attention(q, q, v, scale=1.0)[0], v, **EXACT)
+
+
+def with_and_without_beta(decay, T):
+    """Arguments of log-linear attention, the op that it is without levels, and that op's arguments."""
+    for delta, op in ((False, linear_attention), (True, delta_rule)):
+        arguments = log_linear_example(T=T, K=6, V=5, HV=4, dtype=torch.float64, decay=decay, delta=delta)
+        del arguments["initial_state"]
+        yield arguments, op, {n: x for n, x in arguments.items() if n != "level_weights"}
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_levels_that_weigh_one_are_none(decay):
+    for arguments, op, same in with_and_without_beta(decay, 150):
+        weights = torch.ones_like(arguments["level_weights"])
+        o, state = log_linear_attention(**{**arguments, "level_weights": weights}, output_final_state=True)
+        expected, memory = op(**same, output_final_state=True)
+        assert_equal((o, state.levels.sum(1)), (expected, memory))
+
+
+def blocks_before(t):
+    """The level of each token up to t: its own, then blocks from the right of as many tokens as ones of t stand for."""
+    levels, end = [0], t
+    while end:
+        size = end & -end
+        levels, end = [size.bit_length()] * size + levels, end - size
+    return levels
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar"])
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_log_linear_attention_equals_its_matrix_form(decay, backend):
+    T = 75
+    levels = torch.tensor([blocks_before(t) + [0] * (T - 1 - t) for t in range(T)])
+    for arguments, op, same in with_and_without_beta(decay, T):
+        columns = torch.eye(T, dtype=torch.float64)[None, :, None].expand(2, T, 4, T)
+        W = op(**{**same, "v": columns})[0]  # [B, T, HV, T]
+        H = arguments["level_weights"].gather(-1, levels[None, :, None].expand(2, T, 4, T))
+        o, state = log_linear_attention(**arguments, backend=backend, output_final_state=True)
+        assert_equal(o, torch.einsum("bths,bshv->bthv", W * H, arguments["v"]))
+        held = state.levels.flatten(2).any(-1)
+        assert (held == torch.tensor([T >> level & 1 for level in range(8)]).bool()).all()

@@ -9,6 +9,8 @@ from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
 from hf_memory.ops.deltaformer import reference as _deltaformer
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
+from hf_memory.ops.log_linear_attention import LogLinearState, log_linear_attention
+from hf_memory.ops.log_linear_attention import reference as _log_linear_attention
 from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
 from hf_memory.ops.selective_scan import reference as _selective_scan
@@ -19,11 +21,13 @@ __all__ = [
     "DeltaFormerState",
     "Learning",
     "LinearState",
+    "LogLinearState",
     "NeuralMemoryState",
     "Op",
     "delta_rule",
     "deltaformer",
     "linear_attention",
+    "log_linear_attention",
     "neural_memory",
     "selective_scan",
 ]
@@ -64,6 +68,19 @@ OPS = (
         gates=("g",),
         is_linear=True,
         kernels="scalar 64 bf",
+    ),
+    Op(
+        "log_linear_attention",
+        log_linear_attention,
+        _log_linear_attention.example,
+        (
+            {"decay": "scalar"},
+            {"decay": "scalar", "delta": True},
+            {"decay": "none", "levels": 3},
+            {"decay": "vector", "delta": True, "levels": 3},
+        ),
+        gates=("g",),
+        growth="log",
     ),
     Op(
         "deltaformer",

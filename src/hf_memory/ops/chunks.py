@@ -8,6 +8,7 @@ is added up over chunks stay float32.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,7 @@ def chunk_size(T: int, largest: int) -> int:
     return min(largest, max(BLOCK, 1 << (T - 1).bit_length()))
 
 
-def in_segments(
-    op: Callable, C: int, S: Tensor, q: Tensor, *others: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None, scale: float) -> tuple[Tensor, Any]:
     """Run `op(C, S, q, *others, scale)` over segments of tokens, from state to state, and join their outputs.
 
     Args:
@@ -35,7 +34,7 @@ def in_segments(
         C: tokens of a chunk.
         S: state before the first token.
         q: [B, T, H, K].
-        *others: [B, T, H, ...] each, or None.
+        *others: [B, T, ...] each, or None.
         scale: passed on.
 
     Returns:

@@ -48,7 +48,7 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     B, _, H, _ = v.shape
     q, k, v, beta = (split_chunks(x, C) for x in (scale * q, k, v, beta))  # [NC, B * H, C, ...]
-    P, A, q_in, k_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
+    P, A, q_in, k_in, k_out, decay = decayed(q, k, None if g is None else split_chunks(g, C))
     o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, None, S.flatten(0, 1))
     return joined_chunks(o, B), S.unflatten(0, (B, H))
 
@@ -93,7 +93,7 @@ def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
     return F.pad(rows, (0, 0, tokens, -tokens))
 
 
-def _decayed(q: Tensor, k: Tensor, g: Tensor | None):
+def decayed(q: Tensor, k: Tensor, g: Tensor | None):
     """P, A without beta, and the rows that meet the state: q and k on the way in, k on the way out, and its decay.
 
     A is never made of rounded products: where keys are alike, its inverse makes much of them.

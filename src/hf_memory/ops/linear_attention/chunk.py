@@ -51,7 +51,7 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     B, _, H, _ = v.shape
     q, k, v = (split_chunks(x, C) for x in (scale * q, k, v))  # [NC, B * H, C, ...]
-    A, q_in, k_out, decay = _decayed(q, k, None if g is None else split_chunks(g, C))
+    A, q_in, k_out, decay = decayed(q, k, None if g is None else split_chunks(g, C))
     outputs, S = [], S.flatten(0, 1)
     decays = [None] * len(v) if decay is None else decay.unbind()
     for own, q_n, k_n, v_n, decay_n in zip((A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
@@ -60,7 +60,7 @@ def _segment(
     return joined_chunks(torch.stack(outputs), B), S.unflatten(0, (B, H))
 
 
-def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """A, the rows that meet the state (q on the way in, k on the way out), and the decay of the state."""
     if g is None:
         return (q @ k.mT).tril(), q, k, None

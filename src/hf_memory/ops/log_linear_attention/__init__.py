@@ -1,0 +1,102 @@
+"""Log-linear attention: a memory for each of log2 T blocks of the past, additive or of the delta rule."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.contract import (
+    Backend,
+    Dims,
+    check_gate,
+    check_inputs,
+    check_tensor,
+    choose_backend,
+    per_sequence,
+    without_padding,
+)
+from hf_memory.ops.log_linear_attention import chunk, reference
+from hf_memory.ops.log_linear_attention.reference import LogLinearState
+
+
+def log_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    beta: Tensor | None = None,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    initial_state: LogLinearState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Any]:
+    """Linear attention or the delta rule with a memory for each block of the past, in which a token weighs each block.
+
+    Token t sees itself at level 0, and the t tokens before it in blocks, the largest first, as the ones of t written in
+    base two: at level l the block of 2^(l - 1) tokens. Level L has all that is further back. With W_ts the weight that
+    `linear_attention`, or with beta `delta_rule`, gives to the value of token s at t:
+
+        o_t = sum_{s <= t} level_weights_t[level of s at t] W_ts v_s
+
+    So one everywhere is that op. A memory of the delta rule corrects each of its blocks by what that block recalls.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T, H, K]; of unit length with beta.
+        v: values [B, T, HV, V], HV a multiple of H.
+        level_weights: of each level [B, T, HV, L + 1], the token's own first.
+        beta: write strength [B, T, HV] of the delta rule; None means an additive memory.
+        g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
+            [B, T, HV, K]; None means no decay.
+        scale: factor of q, default K ** -0.5.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, has no place in a
+            block, and whose output is zero. None means no padding.
+        initial_state: of L levels; default: an empty memory.
+        output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        cu_seqlens: boundaries [N + 1] of sequences packed into one row.
+        backend: "reference", "chunk" or "auto", which is chunk: there are no kernels.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of q, and the final state or None.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Source: https://arxiv.org/abs/2506.04761.
+    """
+    dims = check_inputs(q, k, v, cu_seqlens)
+    if level_weights.ndim != 4 or level_weights.shape[:3] != v.shape[:3] or level_weights.shape[3] < 2:
+        wanted = f"{(*v.shape[:3], 'L + 1')} with L >= 1"
+        raise ValueError(f"level_weights must have shape {wanted}, got {tuple(level_weights.shape)}")
+    if beta is not None:
+        check_gate("beta", beta, dims, like=q, vector=False)
+    if g is not None:
+        check_gate("g", g, dims, like=q, vector=True)
+    state = _initial_state(initial_state, dims, level_weights.shape[3] - 1, q)
+    inputs = without_padding(mask, q, k, v, level_weights, beta, g)
+    backend = choose_backend(backend, q, "log-linear attention has none")
+    op = reference.log_linear_attention
+    if backend == "chunk" and (dims.T > 1 or cu_seqlens is not None):
+        op = partial(chunk.log_linear_attention, is_empty=initial_state is None)
+    counted = None if mask is None else mask.long()
+    scale = dims.K**-0.5 if scale is None else scale
+    o, state = per_sequence(op, cu_seqlens, *inputs, counted, initial_state=state, scale=scale)
+    return o, state if output_final_state else None
+
+
+def _initial_state(state: LogLinearState | None, dims: Dims, L: int, q: Tensor) -> LogLinearState:
+    """The state as given, or empty; float32 unless q is float64."""
+    shape = (dims.N, L, dims.HV, dims.K, dims.V)
+    if state is None:
+        levels = q.new_zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        return LogLinearState(levels, q.new_zeros(dims.N, dtype=torch.long))
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(f"initial_state must be a LogLinearState, got {type(state).__name__}")
+    check_tensor("initial_state.levels", state[0], shape, like=q)
+    check_tensor("initial_state.num_tokens", state[1], (dims.N,), like=q)
+    return LogLinearState(state[0].to(torch.promote_types(q.dtype, torch.float32)), state[1])

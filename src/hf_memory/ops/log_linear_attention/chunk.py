@@ -1,0 +1,161 @@
+"""Log-linear attention in PyTorch, parallel inside chunks: O(T log T), and never T x T.
+
+A chunk of the op without levels is linear in its values and in the state before it:
+
+    O = W V + Q S,   S <- e^b S - K^T (E S) + K^T V         (no E without beta)
+
+With levels a weight of W is multiplied by that of the level between its two tokens. There is an S for each level, and a
+token reads each as being at the level that it has by then. For a block of level l after n tokens, at position t >= n:
+
+    max(l, level_between(t, n))
+
+Where all rows begin with nothing and have no padding, the levels that hold anything are known without asking a tensor,
+and there are half as many.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.chunks import chunk_size, in_segments, joined_chunks, split_chunks, unit_lower_inverse
+from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.delta_rule.chunk import decayed as decayed_delta
+from hf_memory.ops.linear_attention.chunk import decayed
+from hf_memory.ops.log_linear_attention.reference import LogLinearState, level_between
+
+CHUNK = 64
+
+
+class Past(NamedTuple):
+    """The levels that may hold anything."""
+
+    S: Tensor  # [B * H, number of them, K, V]
+    held: list[int]
+    num_tokens: int | None  # of every row, where that is known
+
+
+class Chunks(NamedTuple):
+    """The letters of the module's docstring for each chunk [NC, B * H, C, ...]."""
+
+    W: Tensor  # [..., C, C]
+    q: Tensor
+    k: Tensor
+    erase: Tensor | None  # E
+    decay: Tensor | None  # [..., K or 1, 1]
+
+
+@in_float32
+def log_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    counted: Tensor | None,
+    *,
+    initial_state: LogLinearState,
+    scale: float,
+    is_empty: bool = False,
+) -> tuple[Tensor, LogLinearState]:
+    """Same function as the reference, for an `initial_state` that `is_empty` or not."""
+    (B, T, H), L = v.shape[:3], level_weights.shape[-1] - 1
+    q, k = repeat_heads(q, H), repeat_heads(k, H)
+    known = 0 if is_empty and counted is None else None
+    n = initial_state.num_tokens[:, None]
+    ends = n + (torch.arange(1, T + 1, device=q.device) if counted is None else counted.cumsum(1))
+    starts = torch.cat([n, ends[:, :-1]], dim=1)
+    held = _held(known, L)
+    S = initial_state.levels.transpose(1, 2).flatten(0, 1)
+    past = Past(S[:, : len(held)], held, known)
+    beta = None if beta is None else beta[..., None]
+    C = chunk_size(T, CHUNK)
+    o, past = in_segments(_segment, C, past, q, k, v, level_weights, beta, g, starts, ends, scale=scale)
+    levels = torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
+    return o, LogLinearState(levels.transpose(1, 2).contiguous(), ends[:, -1])
+
+
+def _held(num_tokens: int | None, L: int) -> list[int]:
+    """Levels 1 to L that hold any of so many tokens."""
+    if num_tokens is None:
+        return list(range(1, L + 1))
+    return [level for level in range(1, L) if num_tokens >> level - 1 & 1] + [L] * (num_tokens >> L - 1 > 0)
+
+
+def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale: float) -> tuple[Tensor, Past]:
+    (B, T), L = v.shape[:2], weights.shape[-1] - 1
+    tokens = torch.arange(-(-T // C) * C, device=q.device).clamp(max=T - 1).view(-1, C)
+    position, after = starts[:, tokens].transpose(0, 1), ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
+    q, k, v, weights = (split_chunks(x, C) for x in (scale * q, k, v, weights))  # [NC, B * H, C, ...]
+    beta, g = (None if x is None else split_chunks(x, C) for x in (beta, g))
+    chunks = _additive(q, k, g) if beta is None else _delta(q, k, beta, g)
+    between = level_between(position[..., None], position[..., None, :], L)
+    own, outputs = (chunks.W * _at_levels(weights, between)) @ v, []
+    for n in range(len(v)):
+        chunk = Chunks._make(None if x is None else x[n] for x in chunks)
+        read = torch.maximum(_levels(past.held, q), level_between(position[n], position[n, :, :1], L)[..., None])
+        outputs.append(own[n] + _wide(chunk.q, _at_levels(weights[n], read)) @ past.S.flatten(1, 2))
+        past = _after(past, chunk, v[n], position[n], after[n], min(C, T - n * C), L)
+    return joined_chunks(torch.stack(outputs), B), past
+
+
+def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int) -> Past:
+    """Blocks and tokens of a chunk at the levels that they have after it: position [B, C], after [B, 1]."""
+    before, later = past.num_tokens, None
+    held = written = _held(None, L)
+    if before is not None:
+        later = before + num_tokens
+        held = _held(later, L)
+        written = [level for level in held if level <= (before ^ later).bit_length()]
+    blocks = torch.maximum(_levels(past.held, v), level_between(after, position[:, :1], L))
+    S = _passed(chunk, past.S)
+    S = (_one_hot(blocks, held, v).mT @ S.flatten(2)).unflatten(-1, S.shape[2:])
+    new = _wide(chunk.k, _one_hot(level_between(after, position, L), written, v)).mT @ v
+    new = new.unflatten(1, (len(written), -1))
+    return Past(S + F.pad(new, (0, 0, 0, 0, 0, len(held) - len(written))), held, later)
+
+
+def _additive(q: Tensor, k: Tensor, g: Tensor | None) -> Chunks:
+    W, q_in, k_out, decay = decayed(q, k, g)
+    return Chunks(W, q_in, k_out, None, decay)
+
+
+def _delta(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None) -> Chunks:
+    """With X = M (V - K S) of the delta rule's chunk form: what is recalled goes where values do."""
+    P, A, q_in, k_in, k_out, decay = decayed_delta(q, k, g)
+    M = unit_lower_inverse(beta * A) * beta.mT
+    W = P @ M
+    return Chunks(W, q_in - W @ k_in, M.mT @ k_out, k_in, decay)
+
+
+def _at_levels(weights: Tensor, levels: Tensor) -> Tensor:
+    """Of weights [..., B * H, C, L + 1] those at levels [..., B, C, n]."""
+    B, H = levels.shape[-3], weights.shape[-3] // levels.shape[-3]
+    index = levels[..., None, :, :].expand(*levels.shape[:-2], H, *levels.shape[-2:])
+    return weights.unflatten(-3, (B, H)).gather(-1, index).flatten(-4, -3)
+
+
+def _wide(x: Tensor, weights: Tensor) -> Tensor:
+    """[..., C, K] -> [..., C, n * K], once for each of the weights [..., C, n]."""
+    return (weights[..., None] * x[..., None, :]).flatten(-2)
+
+
+def _passed(chunk: Chunks, S: Tensor) -> Tensor:
+    """What a chunk leaves of each level [B * H, held, K, V]."""
+    if chunk.erase is not None:
+        eye = torch.eye(S.shape[-2], dtype=S.dtype, device=S.device)
+        kept = (eye if chunk.decay is None else chunk.decay * eye) - chunk.k.mT @ chunk.erase
+        return kept[:, None] @ S
+    return S if chunk.decay is None else chunk.decay[:, None] * S
+
+
+def _levels(held: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(held, device=like.device, dtype=torch.long)
+
+
+def _one_hot(levels: Tensor, held: list[int], v: Tensor) -> Tensor:
+    """Which of those held each of the levels [B, n] is, for all heads: [B * H, n, held]."""
+    found = levels[..., None] == _levels(held, levels)
+    return found.to(v.dtype).repeat_interleave(len(v) // len(levels), dim=0)

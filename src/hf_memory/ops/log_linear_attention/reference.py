@@ -1,0 +1,102 @@
+"""The definition of log-linear attention, one token at a time. The chunk form is tested against it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.contract import in_float32, repeat_heads
+
+
+class LogLinearState(NamedTuple):
+    """A memory for each block of tokens, blocks being as long as the ones in their number written in base two."""
+
+    levels: Tensor  # [N, L, HV, K, V]: at l - 1 the block of level l, 2^(l - 1) tokens, or nothing
+    num_tokens: Tensor  # [N] int64
+
+
+def level_between(a: Tensor, b: Tensor, L: int) -> Tensor:
+    """The level at which the token of position a reads that of b: bits up to the highest that differs, at most L."""
+    return torch.bucketize((a ^ b).contiguous(), 2 ** torch.arange(L, device=a.device), right=True)
+
+
+@in_float32
+def log_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    counted: Tensor | None,
+    *,
+    initial_state: LogLinearState,
+    scale: float,
+) -> tuple[Tensor, LogLinearState]:
+    """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then blocks join."""
+    S, n = initial_state  # [B, L, HV, K, V], [B]
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    outputs = []
+    for t in range(q.shape[1]):
+        if g is not None:
+            decay = g[:, t].exp() if g.ndim == 4 else g[:, t, :, None].exp()  # [B, HV, K or 1]
+            S = decay[:, None, ..., None] * S
+        write = k[:, t]
+        if beta is not None:
+            write = beta[:, t, :, None] * write
+            recalled = torch.einsum("blhkv,bhk->blhv", S, k[:, t])
+            S = S - torch.einsum("bhk,blhv->blhkv", write, recalled)
+        S = torch.cat([torch.einsum("bhk,bhv->bhkv", write, v[:, t])[:, None], S], dim=1)  # levels 0 to L
+        outputs.append(torch.einsum("bhl,blhkv,bhk->bhv", level_weights[:, t], S, q[:, t]))
+        after = n + (1 if counted is None else counted[:, t])
+        S, n = _joined(S, level_between(after, n, S.shape[1] - 1)), after
+    return scale * torch.stack(outputs, dim=1), LogLinearState(S, n)
+
+
+def _joined(S: Tensor, level: Tensor) -> Tensor:
+    """Levels 1 to L, with all up to `level` [B] in it, as a binary counter carries; padding joins nothing."""
+    level = level.view(-1, *(1 for _ in S.shape[1:]))
+    levels = torch.arange(S.shape[1], device=S.device).view(1, -1, *(1 for _ in S.shape[2:]))
+    joined = S.where(levels <= level, 0).sum(1, keepdim=True)
+    return torch.where(levels == level, joined, S.where(levels > level, 0))[:, 1:]
+
+
+def example(
+    *,
+    B: int = 2,
+    T: int = 65,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 16,
+    V: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    decay: str = "none",
+    delta: bool = False,
+    levels: int = 8,
+) -> dict:
+    """Valid random arguments; `decay` is "none", "scalar" or "vector", with `delta` there is a beta."""
+    generator = torch.Generator().manual_seed(seed)
+    HV = HV or H
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    arguments = {
+        "q": random(B, T, H, K).to(dtype),
+        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
+        "v": random(B, T, HV, V).to(dtype),
+        "level_weights": F.softplus(random(B, T, HV, levels + 1)).to(wide),
+    }
+    if delta:
+        arguments["beta"] = 2 * random(B, T, HV).sigmoid().to(wide)
+    if decay != "none":
+        shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
+        arguments["g"] = F.logsigmoid(random(*shape) + 1).to(wide)
+    arguments = {name: x.to(device) for name, x in arguments.items()}
+    num_tokens = 13 - 7 * torch.arange(B, device=device) % 16  # of each row its own
+    state = LogLinearState(random(B, levels, HV, K, V).to(device, wide), num_tokens)
+    return {**arguments, "initial_state": state}
