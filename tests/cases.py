@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_memory
+from hf_memory.mixers.levels import LevelWeights
 
 SIZES = {
     "vocab_size": 64,
@@ -166,6 +167,18 @@ CASES = (
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
     Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    Case(
+        "log-linear-mamba2",
+        "hf_memory_gated",
+        {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16, "levels": "log"},
+        has_kernels=False,
+    ),
+    Case(
+        "log-linear-gated-deltanet",
+        "hf_memory_deltanet",
+        {"gate": "scalar", "levels": "log", "max_position_embeddings": 8},
+        has_kernels=False,
+    ),
 )
 
 CASE = {case.name: case for case in CASES}
@@ -189,7 +202,11 @@ def make_config(case: Case, **options):
 def make_model(case: Case, **options):
     """A random model in eval mode, the same at every call."""
     torch.manual_seed(0)
-    return family_of(case).causal_lm(make_config(case, **options)).eval()
+    model = family_of(case).causal_lm(make_config(case, **options)).eval()
+    for module in model.modules():
+        if isinstance(module, LevelWeights):  # where all weigh one, as they do at first, a wrong level would not show
+            torch.nn.init.normal_(module.proj.weight, std=0.3)
+    return model
 
 
 def kinds_of_layers(case: Case) -> set:

@@ -49,7 +49,7 @@ def test_parts_leave_the_states_of_the_whole(case):
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_what_stands_at_padding_reaches_nothing(case, side):
-    real, mask = slice(4, T) if side == "left" else slice(T - 4), torch.ones(2, T, dtype=torch.bool)
+    real, mask = slice(3, T) if side == "left" else slice(T - 3), torch.ones(2, T, dtype=torch.bool)
     mask[1] = False
     mask[1, real] = True
     tokens = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(0))

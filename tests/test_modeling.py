@@ -19,6 +19,7 @@ from transformers import (
 
 import hf_memory
 from cases import (
+    CASE,
     CASES,
     every_case,
     every_family,
@@ -31,6 +32,7 @@ from cases import (
     random_tokens,
 )
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.levels import LevelsMixer
 
 
 def assert_close(logits, expected, tolerance=5e-5):
@@ -408,3 +410,31 @@ def test_plans_name_what_a_model_has(case):
     assert set(model.tp_plan) <= {re.sub(r"\.\d+\.", ".*.", name) for name in names}
     assert len(model.tp_plan) > 8
     assert model._keep_in_fp32_modules_strict == WIDE & {part for name in names for part in name.split(".")}
+
+
+LEVELS = [
+    case for case in CASES if any(isinstance(layer.mixer, LevelsMixer) for layer in make_model(case).model.layers)
+]
+
+
+@pytest.mark.parametrize("case", LEVELS, ids=[case.name for case in LEVELS])
+@torch.no_grad()
+def test_a_trained_model_becomes_log_linear_without_change(case, tmp_path):
+    """With every gate: blocks whose weights have not learned weigh one; with others the model is another."""
+    model, tokens = make_model(case, levels="one"), random_tokens(2, 11)
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, levels="log", output_loading_info=True)
+    assert {name.split(".level_weights.")[1] for name in info["missing_keys"]} == {"proj.weight", "proj.bias"}
+    assert_close(loaded(tokens).logits, expected)
+    learned, cache = make_model(case, levels="log"), DynamicCache(config=loaded.config)
+    full = learned(tokens).logits
+    assert (full - expected).abs().max() > 0.1 * expected.abs().max()
+    parts = [learned(part, past_key_values=cache).logits for part in tokens.split((3, 1, 7), dim=1)]
+    assert_close(torch.cat(parts, 1), full)
+
+
+@pytest.mark.parametrize("options", [{"attention_window": 4}, {"gate": "mamba"}], ids=str)
+def test_levels_are_refused_where_a_memory_has_none(options):
+    with pytest.raises(Exception, match="levels must be 'one'"):
+        make_config(CASE["gla"], levels="log", **options)

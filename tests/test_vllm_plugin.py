@@ -19,7 +19,7 @@ SLOTS = torch.tensor([4, 1, 2])
 
 def has_no_place(case):
     """Something grows with the text, or layers keep different states."""
-    return case.model_type == "hf_memory_deltaformer" or "full_attention_heads" in case.options
+    return case.model_type == "hf_memory_deltaformer" or {"full_attention_heads", "levels"} & case.options.keys()
 
 
 SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(make_config(case))]
@@ -72,7 +72,7 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    fault = "pages of one size" if "full_attention_window" in case.options else r"layer \d of \w+ keeps [\w ]+ of every"
+    fault = "pages of one size" if "full_attention_window" in case.options else r"layer \d of \w+ keeps [\w ]+, which"
     with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
         check(make_config(case))
 

@@ -30,17 +30,20 @@ Inputs = dict[str, Tensor]  # of a mixer by name, each [B, T, ...]
 class State:
     """What a mixer keeps of each sequence under one name: a row of a tensor whose first dimension is the batch."""
 
-    shape: tuple[int, ...]  # of a row; with growth "token", what each token adds to it
+    shape: tuple[int, ...]  # of a row; of each of its places where it grows
     dtype: torch.dtype | None = torch.float32  # None: the model's
     growth: Growth = "fixed"
     at_most: int | None = None  # tokens, where it stops growing
     absent: int = 0  # what stands where a row of a batch has no token
 
+    def places(self, num_tokens: int) -> tuple[int, ...]:
+        """How many a row has after so many tokens; none where it does not grow."""
+        tokens = num_tokens if self.at_most is None else min(num_tokens, self.at_most)
+        return {"fixed": (), "log": (tokens.bit_length(),), "token": (tokens,)}[self.growth]
+
     def nbytes(self, num_tokens: int, dtype: torch.dtype) -> int:
         """Of a sequence of so many tokens in a model of a dtype."""
-        tokens = num_tokens if self.at_most is None else min(num_tokens, self.at_most)
-        times = {"fixed": 1, "log": num_tokens.bit_length(), "token": tokens}[self.growth]
-        return times * math.prod(self.shape) * (self.dtype or dtype).itemsize
+        return math.prod((*self.places(num_tokens), *self.shape)) * (self.dtype or dtype).itemsize
 
 
 Spec = dict[str, State]
@@ -93,14 +96,17 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.is_behind = False  # the states are those before the last stretch, and its inputs must be read again
         self.device: torch.device | None = None
 
-    def read(self) -> dict[str, Tensor]:
-        """The states by name; empty before the first write and after a reset, which means an empty memory."""
-        return self.states if self.is_initialized else {}
+    def read(self, num_tokens: int = 0) -> States:
+        """The states by name, with room for so many tokens more.
+
+        Empty before the first write and after a reset, which means an empty memory.
+        """
+        return self._with_room(self.states, self.seen_tokens + num_tokens) if self.is_initialized else {}
 
     def write(self, num_tokens: int, states: States, spec: Spec) -> None:
         """Take over the states of a mixer that has read `num_tokens` more tokens."""
-        self._store(states)
         self.spec = spec
+        self._store(states)
         self.seen_tokens += num_tokens
         self.is_initialized = True
 
@@ -121,6 +127,15 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 old.copy_(state)
             else:
                 self.states[name] = state
+
+    def _with_room(self, states: States, num_tokens: int) -> States:
+        """With places for so many tokens where a state grows with their logarithm: what is new there is empty."""
+        roomy = {}
+        for name, x in states.items():
+            state = self.spec[name]
+            if state.growth == "log" and (missing := state.places(num_tokens)[0] - x.shape[1]) > 0:
+                roomy[name] = F.pad(x, (*(0, 0) * len(state.shape), 0, missing))
+        return states | roomy
 
     @property
     def batch_size(self) -> int:
@@ -155,13 +170,19 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def join(self, other: "MemoryLayer", length: int) -> None:
         """Take in another's rows. All have a length then: what grows with the text is padded on the left."""
-        states = {name: self._joined(name, x, other.states[name]) for name, x in self.states.items()}
-        self.fill(states, length)
+        ours, theirs = (layer._with_room(layer.states, length) for layer in (self, other))
+        self.fill({name: self._joined(name, x, theirs[name]) for name, x in ours.items()}, length)
 
     def keep_last(self, length: int) -> None:
-        """Drop all but the last tokens of what grows with the text."""
-        growing = {name: x[:, -length:] for name, x in self.states.items() if self.spec[name].growth == "token"}
-        self.fill(self.states | growing, length)
+        """Drop all but the last tokens of what grows with the text, and places that so many tokens leave empty."""
+        states = dict(self.states)
+        for name, x in self.states.items():
+            state = self.spec[name]
+            if state.growth == "token":
+                states[name] = x[:, -length:]
+            elif state.growth == "log":
+                states[name] = x[:, : state.places(length)[0]]
+        self.fill(states, length)
 
     def _joined(self, name: str, *both: Tensor) -> Tensor:
         state = self.spec[name]
@@ -243,7 +264,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Let a mixer read again, after some states, what `crop` has kept."""
         states = self.read()
         for inputs in self.recorded[-1].inputs:
-            states = read(inputs, states)
+            states = read(inputs, self._with_room(states, self.seen_tokens))
         self._store(states)
         self.is_initialized, self.is_behind, self.recorded = bool(states), False, []
         if self.record_past:
@@ -285,11 +306,15 @@ class StaticMemoryLayer(MemoryLayer):
         self.seen_tokens = torch.zeros((), dtype=torch.long)
 
     def _store(self, states: States) -> None:
-        super()._store(states)
+        super()._store(self._with_room(states, 0))
         if not self.is_initialized and not torch.compiler.is_compiling():
             self.seen_tokens = self.seen_tokens.to(next(iter(states.values())).device)
             for tensor in (self.seen_tokens, *self.states.values()):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _with_room(self, states: States, num_tokens: int) -> States:
+        """With all places that there may ever be, so that no shape changes."""
+        return super()._with_room(states, torch.iinfo(torch.long).max)
 
     def reset(self) -> None:
         """Forget everything; the tensors stay where they are."""

@@ -24,6 +24,7 @@ REASONS = {  # why other values of a field are in the way
     "attention_output_bias": "memory layers have no biases there",
     "use_qk_norm": "attention has no q/k norm there",
     "gate": "the memory decays in this way there",
+    "levels": "a head has one memory there",
 }
 
 

@@ -190,8 +190,9 @@ class MemoryMixer(Projections):
         return torch.cat([before, self._read_on(kept, context.of(slice(early, T), {}), layer)], dim=1)
 
     def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
-        output, states = self.mix(hidden_states, context._replace(states=layer.read()))
-        layer.write(hidden_states.shape[1], states, self.spec)
+        T = hidden_states.shape[1]
+        output, states = self.mix(hidden_states, context._replace(states=layer.read(T)))
+        layer.write(T, states, self.spec)
         if layer.record_past:
             layer.record(_inputs(hidden_states, context))
         return output

@@ -3,12 +3,12 @@
 from torch import Tensor, nn
 
 from hf_memory.layers import unit_length
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.base import Context, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
-from hf_memory.ops import delta_rule
+from hf_memory.mixers.levels import LevelsMixer
 
 
-class DeltaNetMixer(MemoryMixer):
+class DeltaNetMixer(LevelsMixer):
     """S <- e^g S;   S <- S + beta k (v - S^T k)^T, with keys and queries of unit length.
 
     https://arxiv.org/abs/2406.06484 without decay, https://arxiv.org/abs/2412.06464 with one by head,
@@ -36,17 +36,6 @@ class DeltaNetMixer(MemoryMixer):
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
         beta = self.largest_beta * self.b_proj(hidden_states).float().sigmoid()
-        o, new_states["memory"] = delta_rule(
-            unit_length(q),
-            unit_length(k),
-            v,
-            beta,
-            self.decay(hidden_states)[0] if self.decays else None,
-            mask=context.attention_mask,
-            initial_state=context.states.get("memory"),
-            output_final_state=True,
-            in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
-        )
-        return self.o_proj(self.output_gate(o, hidden_states)), new_states
+        g = self.decay(hidden_states)[0] if self.decays else None
+        o, memory = self.remember(hidden_states, context, unit_length(q), unit_length(k), v, g, beta)
+        return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory

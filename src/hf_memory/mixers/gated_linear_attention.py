@@ -6,12 +6,12 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.base import Context, OutputGate, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
-from hf_memory.ops import linear_attention
+from hf_memory.mixers.levels import LevelsMixer
 
 
-class GatedLinearAttentionMixer(MemoryMixer):
+class GatedLinearAttentionMixer(LevelsMixer):
     """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
 
     has_silu = False
@@ -37,22 +37,11 @@ class GatedLinearAttentionMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        o, new_states["memory"] = linear_attention(
-            q,
-            k,
-            v,
-            self.decay(hidden_states),
-            mask=context.attention_mask,
-            initial_state=context.states.get("memory"),
-            output_final_state=True,
-            in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
-        )
-        return self.o_proj(self.output_gate(o, hidden_states)), new_states
+        o, memory = self.remember(hidden_states, context, q, k, v, self.decay(hidden_states))
+        return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
-class Mamba2Mixer(MemoryMixer):
+class Mamba2Mixer(LevelsMixer):
     """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and x past the memory through D.
 
     https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels that share a key.
@@ -85,18 +74,6 @@ class Mamba2Mixer(MemoryMixer):
         """States: memory [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)
         g, steps = self.decay(hidden_states)
-        o, new_states["memory"] = linear_attention(
-            q,
-            k,
-            (x * steps[..., None]).to(x.dtype),
-            g,
-            scale=1.0,
-            mask=context.attention_mask,
-            initial_state=context.states.get("memory"),
-            output_final_state=True,
-            in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
-        )
+        o, memory = self.remember(hidden_states, context, q, k, (x * steps[..., None]).to(x.dtype), g, scale=1.0)
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
-        return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states
+        return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states | memory

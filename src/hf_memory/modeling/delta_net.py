@@ -8,13 +8,13 @@ from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
-from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+from hf_memory.modeling.memory_heads import LevelsConfig
 
 GATES = ("none", "scalar", "vector")
 
 
 @strict
-class DeltaNetConfig(MemoryHeadsConfig):
+class DeltaNetConfig(LevelsConfig):
     """Options of the delta rule mixer; what is not given follows the paper of the gate.
 
     Args:
@@ -26,7 +26,7 @@ class DeltaNetConfig(MemoryHeadsConfig):
     """
 
     model_type = "hf_memory_deltanet"
-    mixers = {**MemoryHeadsConfig.mixers, "memory": DeltaNetMixer}
+    mixers = {**LevelsConfig.mixers, "memory": DeltaNetMixer}
     far_memory = DeltaSlots
 
     gate: str = "none"

@@ -11,14 +11,14 @@ from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, M
 from hf_memory.mixers.mamba import MambaMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import check_word
-from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+from hf_memory.modeling.memory_heads import LevelsConfig
 
 GATES = ("retention", "scalar", "vector", "mamba2")  # of memories that a Transformer's projections fit
 MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer, "mamba2": Mamba2Mixer}
 
 
 @strict
-class GatedLinearAttentionConfig(MemoryHeadsConfig):
+class GatedLinearAttentionConfig(LevelsConfig):
     """Options of the gated linear attention mixer; what is not given follows the paper of the gate.
 
     Args:
@@ -44,7 +44,7 @@ class GatedLinearAttentionConfig(MemoryHeadsConfig):
     @property
     def mixers(self) -> dict:
         """The class of each layer type."""
-        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate]}
+        return {**LevelsConfig.mixers, "memory": MIXERS[self.gate]}
 
     def __post_init__(self, **kwargs):
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads

@@ -2,6 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
+from hf_memory.mixers.levels import LevelsMixer
 from hf_memory.modeling.configuration import MemoryConfig, check_word
 
 
@@ -74,3 +75,29 @@ class MemoryHeadsConfig(MemoryConfig):
                 f"linear_key_head_dim must be head_dim={self.head_dim} when memory_rope rotates it, got {key_dim}"
             )
         check_word("output_gate", self.output_gate, ("silu", "sigmoid", "none"))
+
+
+@strict
+class LevelsConfig(MemoryHeadsConfig):
+    """Blocks of the past that have a memory of their own.
+
+    Args:
+        levels (`str`, defaults to `"one"`): a memory of all the past, or with `"log"` one for each of log2 T blocks of
+            it, which a token weighs: log-linear attention (https://arxiv.org/abs/2506.04761), without kernels. At first
+            all weigh one, as without levels. Blocks are of up to `max_position_embeddings` tokens.
+    """
+
+    base_model_tp_plan = {**MemoryHeadsConfig.base_model_tp_plan, "layers.*.mixer.level_weights.proj": "colwise"}
+
+    levels: str = "one"
+
+    @property
+    def num_levels(self) -> int:
+        """Blocks of the past that have a memory, at most."""
+        return max(1, (self.max_position_embeddings - 1).bit_length())
+
+    def validate_levels(self):
+        """Check that the memory can have levels."""
+        check_word("levels", self.levels, ("one", "log"))
+        if self.levels == "log" and (self.attention_window or not issubclass(self.mixers["memory"], LevelsMixer)):
+            raise ValueError("levels must be 'one' beside attention_window and with gate='mamba', got 'log'")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer, memory_layer
+from hf_memory.cache import MemoryLayer, Spec, memory_layer
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.serving.rows import check_layers, held
@@ -99,7 +99,7 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
         own = {n.removeprefix(f"{i}."): x for n, x in tensors.items() if n.startswith(f"{i}.")}
         if not isinstance(layer, MemoryLayer) and own["keys"].shape[-2] != held(layer, tokens_seen):
             raise ValueError(f"{path} must have the keys of {tokens_seen} tokens, got {own['keys'].shape[-2]}")
-        _fill(layer, own, tokens_seen)
+        _fill(layer, own, tokens_seen, model.config.state_specs[i])
     return cache
 
 
@@ -194,8 +194,9 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
     return both
 
 
-def _fill(layer, tensors: dict[str, Tensor], tokens_seen: int) -> None:
+def _fill(layer, tensors: dict[str, Tensor], tokens_seen: int, spec: Spec) -> None:
     if isinstance(layer, MemoryLayer):
+        layer.spec = spec
         layer.fill(tensors, tokens_seen)
         return
     layer.lazy_initialization(tensors["keys"], tensors["values"])

@@ -23,7 +23,7 @@ def check(config: MemoryConfig) -> None:
         if growing and config.mixer_class(i) is not AttentionMixer:
             raise ValueError(
                 "vLLM has a place for states of fixed size, and for keys and values of attention alone: layer "
-                f"{i} of {config.model_type} keeps {' and '.join(growing)} of every token. {ELSEWHERE}"
+                f"{i} of {config.model_type} keeps {' and '.join(growing)}, which grows with the text. {ELSEWHERE}"
             )
     kept = [config.state_specs[i] for i in memory_layers(config)]
     if any(spec != kept[0] for spec in kept):

@@ -74,7 +74,8 @@ def log_linear_attention(
     C = chunk_size(T, CHUNK)
     o, past = in_segments(_segment, C, past, q, k, v, level_weights, beta, g, starts, ends, scale=scale)
     levels = torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
-    return o, LogLinearState(levels.transpose(1, 2).contiguous(), ends[:, -1])
+    num_tokens = initial_state.num_tokens + (T if counted is None else counted.sum(1))
+    return o, LogLinearState(levels.transpose(1, 2).contiguous(), num_tokens)
 
 
 def _held(num_tokens: int | None, L: int) -> list[int]:

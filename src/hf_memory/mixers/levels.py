@@ -1,0 +1,82 @@
+"""A memory for all of the past, or one for each of log2 T blocks of it, by the config's `levels`."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State
+from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
+
+ONE = math.log(math.e - 1)  # softplus of it is one
+
+
+class LevelWeights(nn.Module):
+    """How much a token reads of each block of its past: softplus(W x + b + log(e - 1)), one everywhere at first."""
+
+    def __init__(self, hidden_size: int, heads: int, levels: int):
+        super().__init__()
+        self.levels = levels
+        self.proj = nn.Linear(hidden_size, heads * (levels + 1))
+
+    def init_own_parameters(self) -> None:
+        """So that the memory is at first what it is without levels."""
+        init.zeros_(self.proj.weight)
+        init.zeros_(self.proj.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, hidden_size] -> [B, T, HV, L + 1] in float32."""
+        return F.softplus(self.proj(hidden_states).float() + ONE).unflatten(-1, (-1, self.levels + 1))
+
+
+class LevelsMixer(MemoryMixer):
+    """A mixer whose memory is additive or of the delta rule, and may have levels."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.has_levels = config.levels == "log"
+        if self.has_levels:
+            self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """With levels, a matrix of each head for each of them, and the tokens read so far, which are their places."""
+        spec = super().state_spec(config, layer_idx)
+        if config.levels == "one":
+            return spec
+        memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
+        return spec | {"memory": memory, "num_tokens": State((), torch.long)}
+
+    def remember(
+        self,
+        hidden_states: Tensor,
+        context: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        beta: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, States]:
+        """o [B, T, HV, V] and the memory after the tokens; the arguments are those of the ops."""
+        options = {
+            "scale": scale,
+            "mask": context.attention_mask,
+            "output_final_state": True,
+            "cu_seqlens": context.cu_seqlens,
+            "backend": self.config.mixer_backend,
+        }
+        memory = context.states.get("memory")
+        if self.has_levels:
+            past = None if memory is None else LogLinearState(memory, context.states["num_tokens"])
+            (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
+            weights = self.level_weights(hidden_states)[..., : levels + 1]
+            o, after = log_linear_attention(q, k, v, weights, beta, g, initial_state=past, **options)
+            return o, {"memory": after.levels, "num_tokens": after.num_tokens}
+        options |= {"initial_state": memory, "in_place": True}
+        o, memory = linear_attention(q, k, v, g, **options) if beta is None else delta_rule(q, k, v, beta, g, **options)
+        return o, {"memory": memory}
