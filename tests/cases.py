@@ -164,6 +164,7 @@ CASES = (
         "hf_memory_gated",
         {"gate": "retention", "mlp_types": ["mlp_and_memory", "memory"], **PRODUCT_KEYS},
     ),
+    Case("mosaic-full", "hf_memory_mosaic", {**FULL_HYBRID, "intermediate_size": 7}),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
     Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import CASES, make_config, make_model
+from cases import CASES, family_of, make_config, make_model
 from hf_memory.integrations.vllm import ModelConfig
 from hf_memory.integrations.vllm.states import Pages, check, memory_layers, readings
 
@@ -19,7 +19,7 @@ SLOTS = torch.tensor([4, 1, 2])
 
 def has_no_place(case):
     """Something grows with the text, or layers keep different states."""
-    return case.model_type == "hf_memory_deltaformer" or {"full_attention_heads", "levels"} & case.options.keys()
+    return family_of(case).growth == "token" or {"full_attention_heads", "levels"} & case.options.keys()
 
 
 SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(make_config(case))]

@@ -34,6 +34,13 @@ from hf_memory.modeling.linear_transformer import (
     LinearTransformerForTokenClassification,
     LinearTransformerModel,
 )
+from hf_memory.modeling.memory_mosaic import (
+    MemoryMosaicConfig,
+    MemoryMosaicForCausalLM,
+    MemoryMosaicForSequenceClassification,
+    MemoryMosaicForTokenClassification,
+    MemoryMosaicModel,
+)
 from hf_memory.modeling.rwkv7 import (
     Rwkv7Config,
     Rwkv7ForCausalLM,
@@ -76,6 +83,11 @@ __all__ = [
     "LinearTransformerForSequenceClassification",
     "LinearTransformerForTokenClassification",
     "LinearTransformerModel",
+    "MemoryMosaicConfig",
+    "MemoryMosaicForCausalLM",
+    "MemoryMosaicForSequenceClassification",
+    "MemoryMosaicForTokenClassification",
+    "MemoryMosaicModel",
     "Request",
     "Rwkv7Config",
     "Rwkv7ForCausalLM",

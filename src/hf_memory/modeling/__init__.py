@@ -7,6 +7,7 @@ from hf_memory.modeling import delta_net as delta
 from hf_memory.modeling import deltaformer, rwkv7, titans
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
+from hf_memory.modeling import memory_mosaic as mosaic
 from hf_memory.modeling.registration import AUTO_CLASSES, Family, register
 
 __all__ = ["AUTO_CLASSES", "FAMILIES", "Family"]
@@ -40,6 +41,15 @@ FAMILIES = (
         deltaformer.DeltaFormerForSequenceClassification,
         deltaformer.DeltaFormerForTokenClassification,
         growth="token",
+    ),
+    Family(
+        mosaic.MemoryMosaicConfig,
+        mosaic.MemoryMosaicModel,
+        mosaic.MemoryMosaicForCausalLM,
+        mosaic.MemoryMosaicForSequenceClassification,
+        mosaic.MemoryMosaicForTokenClassification,
+        growth="token",
+        is_student=False,
     ),
     Family(
         rwkv7.Rwkv7Config,

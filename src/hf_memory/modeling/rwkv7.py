@@ -8,7 +8,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.rwkv7 import Rwkv7Mixer
 from hf_memory.modeling.base import MemoryDecoderLayer, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 RANKS = {  # of low-rank projections, where none is given: factor of the root of hidden_size, rounded to multiples of 32
     "decay_low_rank_dim": 2.5,
@@ -19,7 +19,7 @@ RANKS = {  # of low-rank projections, where none is given: factor of the root of
 
 
 @strict
-class Rwkv7Config(MemoryConfig):
+class Rwkv7Config(WholeLayersConfig):
     """Options of RWKV-7; what is not given follows its paper. Memory layers have no positions and no grouped heads.
 
     Args:
@@ -35,10 +35,10 @@ class Rwkv7Config(MemoryConfig):
     """
 
     model_type = "hf_memory_rwkv7"
-    mixers = {**MemoryConfig.mixers, "memory": Rwkv7Mixer}
+    mixers = {**WholeLayersConfig.mixers, "memory": Rwkv7Mixer}
     base_model_pp_plan = None  # the values of the first layer do not travel from process to process
     base_model_tp_plan = {
-        **MemoryConfig.base_model_tp_plan,
+        **WholeLayersConfig.base_model_tp_plan,
         "layers.*.mixer": "local_params",
         **{f"layers.*.mixer.{name}": "colwise" for name in ("k_k", "k_a", "r_k")},
         **{f"layers.*.mixer.{x}_lora": "local_params" for x in "wavg"},
@@ -63,32 +63,6 @@ class Rwkv7Config(MemoryConfig):
             if getattr(self, name) is None:
                 setattr(self, name, max(32, 32 * round(factor * self.hidden_size**0.5 / 32)))
         super().__post_init__(**kwargs)
-
-    @property
-    def memory_heads(self) -> tuple[int, int, int, int, int]:
-        """Each query head has keys and values of its own."""
-        heads, _, _, K, V = self.attention_heads
-        return heads, heads, heads, K, V
-
-    @property
-    def has_memory_qk_norm(self) -> bool:
-        """Keys have unit length where the memory is asked."""
-        return False
-
-    @property
-    def feed_forwards(self) -> list[str]:
-        """The channel mix has a state of its own, so it belongs to the mixer."""
-        return ["none" if kind == "memory" else mlp for kind, mlp in zip(self.mixer_types, super().feed_forwards)]
-
-    def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
-        """Those of memory layers are the mixer's."""
-        return ("", "", "", "") if self.mixer_types[layer_idx] == "memory" else super().norms(layer_idx)
-
-    def validate_memory(self):
-        """Refuse what memory layers do not have."""
-        for name, only in (("attention_window", None), ("memory_rope", False)):
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} must be {only} for {self.model_type}, got {getattr(self, name)!r}")
 
 
 class Rwkv7DecoderLayer(MemoryDecoderLayer):

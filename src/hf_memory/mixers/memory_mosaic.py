@@ -1,0 +1,163 @@
+"""Memory Mosaics, networks of associative memories: https://arxiv.org/abs/2405.06394."""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.layers import RMSNorm, token_before, unit_length
+from hf_memory.mixers.attention_blocks import Columns, full_attention
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.ops import linear_attention
+from hf_memory.ops.masks import Mask, Tokens, count, packed
+
+completed = Mask(lambda q, k: (k <= q) & (k > 0))  # the first token of a sequence completes no pair
+
+
+class MemoryMosaicMixer(MemoryMixer):
+    """A whole layer: a contextual memory of what was read, then a persistent one of what was learned, normed first.
+
+        n_t = e^(-|r|) n_{t-1} + W_k x_t,   k_t = e^a n_t / |n_t|
+        m_i = c W_v x_i + (1 - c) W_v x_{i+1},   v_i = e^b m_i / |m_i|
+        y_t = W_o sum_{i<t} softmax_i(k_t . k_i) v_i
+
+    Keys are leaky averages; values peek one token ahead, so that the pair (k_i, v_i) is complete when token i + 1
+    comes. The persistent memory has learned pairs in the place of these, and a query made as k_t. The cache has at each
+    token the pair that it completes.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        heads, width = self.num_output_heads, config.hidden_size
+        self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.key_average = LeakyAverage(config, heads)
+        self.value_average = PeekingAverage(heads)
+        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.query_average = LeakyAverage(config, heads)
+        self.persistent = PersistentMemory(heads, config.intermediate_size, self.head_dim)
+        self.persistent_o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix`."""
+        heads, _, _, D, _ = config.memory_heads
+        average, pair = State((heads, 1, D)), State((heads, D), None, "token")
+        spec = {"key_average": average, "query_average": average, "count": State((), torch.long)}
+        spec |= {"last": State((1, 2 * heads * D), None), "keys": pair, "values": pair}
+        return spec | {"positions": State((), torch.int32, "token", absent=-1)}
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: `key_average` and `query_average` [B, H, 1, D]; `count` [B] tokens read; key and value of the last
+        token, which is no pair yet, `last` [B, 1, 2 H D]; and of complete pairs, one at each token but the first of a
+        sequence, `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
+        recalled, states = self._recall(self.input_layernorm(hidden_states), context)
+        x = self.post_attention_layernorm(hidden_states + recalled)
+        q, states["query_average"] = self.query_average(self._heads(self.q_proj(x)), "query_average", context)
+        return recalled + self.persistent_o_proj(self.persistent(q).flatten(2)), states
+
+    def _recall(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
+        """What the contextual memory says, and its states."""
+        v, states = self.v_proj(x), {}
+        k, states["key_average"] = self.key_average(self._heads(self.k_proj(x)), "key_average", context)
+        before, states["last"] = token_before(
+            torch.cat([k.flatten(2), v], -1), context.states.get("last"), context.attention_mask, context.cu_seqlens
+        )
+        key, value = (self._heads(y) for y in before.chunk(2, -1))
+        tokens, states["count"] = _places(x, context)
+        position = tokens.position.expand(len(x), -1)
+        new = {"keys": key, "values": self.value_average(value, self._heads(v)), "positions": position.int()}
+        if context.states:
+            new = {name: torch.cat([context.states[name].to(y.dtype), y], 1) for name, y in new.items()}
+        past = Columns(Tokens(new["positions"], tokens.sequence), new["keys"], new["values"], completed)
+        o = full_attention(k, tokens, past, scaling=1.0, softcap=None)
+        o = o * (position > 0)[..., None, None]
+        return self.o_proj(o.flatten(2)), states | new
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class LeakyAverage(nn.Module):
+    """k_t = e^scale n_t / |n_t|,   n_t = e^(-|rate|) n_{t-1} + x_t, by head."""
+
+    def __init__(self, config, heads: int):
+        super().__init__()
+        self.config = config
+        self.rate = nn.Parameter(torch.empty(heads))
+        self.scale = nn.Parameter(torch.empty(heads))
+
+    def init_own_parameters(self) -> None:
+        """As published: from long averages to short ones."""
+        init.copy_(self.rate, torch.linspace(0.5, 5.0, len(self.rate)))
+        init.ones_(self.scale)
+
+    def forward(self, x: Tensor, name: str, context: Context) -> tuple[Tensor, Tensor]:
+        """[B, T, H, D] -> the same, and the state [N, H, 1, D] that `context` has under this name."""
+        ones = x.new_ones(*x.shape[:2], 1, 1)
+        n, state = linear_attention(
+            ones,
+            ones,
+            x,
+            -self.rate.float().abs().expand(x.shape[:3]),
+            scale=1.0,
+            mask=context.attention_mask,
+            initial_state=context.states.get(name),
+            output_final_state=True,
+            cu_seqlens=context.cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        return unit_length(n) * self.scale.exp()[:, None].to(x.dtype), state
+
+
+class PeekingAverage(nn.Module):
+    """v = e^scale m / |m|,   m = share x + (1 - share) x_next, by head."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.share = nn.Parameter(torch.empty(heads))
+        self.scale = nn.Parameter(torch.empty(heads))
+
+    def init_own_parameters(self) -> None:
+        """As published."""
+        init.uniform_(self.share, 0.0, 1.0)
+        init.constant_(self.scale, -0.5)
+
+    def forward(self, x: Tensor, x_next: Tensor) -> Tensor:
+        """[B, T, H, D] -> the same."""
+        m = torch.lerp(x_next, x, self.share[:, None].to(x.dtype))
+        return unit_length(m) * self.scale.exp()[:, None].to(x.dtype)
+
+
+class PersistentMemory(nn.Module):
+    """e^scale sum_i softmax_i(q . k_i) v_i over learned pairs of each head."""
+
+    def __init__(self, heads: int, pairs: int, head_dim: int):
+        super().__init__()
+        self.keys = nn.Parameter(torch.empty(heads, pairs, head_dim))
+        self.values = nn.Parameter(torch.empty(heads, pairs, head_dim))
+        self.scale = nn.Parameter(torch.empty(heads))
+
+    def init_own_parameters(self) -> None:
+        """Pairs of unit length."""
+        for x in (self.keys, self.values):
+            init.normal_(x, std=x.shape[-1] ** -0.5)
+        init.constant_(self.scale, -0.5)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """[B, T, H, D] -> the same."""
+        scores = torch.einsum("bthd,hnd->bthn", q, self.keys.to(q.dtype))
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        o = torch.einsum("bthn,hnd->bthd", weights, self.values.to(q.dtype))
+        return o * self.scale.exp()[:, None].to(q.dtype)
+
+
+def _places(x: Tensor, context: Context) -> tuple[Tokens, Tensor]:
+    """Which token of its sequence each of [B, T, ...] is, and how many were read then, [B]."""
+    (B, T), mask = x.shape[:2], context.attention_mask
+    before = context.states["count"] if context.states else torch.zeros(B, dtype=torch.long, device=x.device)
+    if context.cu_seqlens is not None:
+        return packed(context.cu_seqlens, T), before
+    if mask is None:
+        return Tokens(before[:, None] + torch.arange(T, device=x.device)), before + T
+    place = count(mask)
+    return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)

@@ -1,0 +1,63 @@
+"""Memory Mosaics: https://arxiv.org/abs/2405.06394."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from hf_memory.mixers.memory_mosaic import MemoryMosaicMixer
+from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.whole_layers import WholeLayersConfig
+
+
+@strict
+class MemoryMosaicConfig(WholeLayersConfig):
+    """A Memory Mosaic has no options of its own.
+
+    Args:
+        intermediate_size (`int`, defaults to 2816): pairs of the persistent memory of each head; and channels of the
+            SwiGLU after attention, where `layer_types` has some.
+    """
+
+    model_type = "hf_memory_mosaic"
+    mixers = {**WholeLayersConfig.mixers, "memory": MemoryMosaicMixer}
+    base_model_tp_plan = {
+        **WholeLayersConfig.base_model_tp_plan,
+        **{f"layers.*.mixer.{x}_average": "local_params" for x in ("key", "query", "value")},
+        **{f"layers.*.mixer.{x}_average.{name}": "colwise" for x in ("key", "query") for name in ("rate", "scale")},
+        **{f"layers.*.mixer.value_average.{name}": "colwise" for name in ("share", "scale")},
+        "layers.*.mixer.persistent": "local_params",
+        **{f"layers.*.mixer.persistent.{name}": "colwise" for name in ("keys", "values", "scale")},
+        "layers.*.mixer.persistent_o_proj": "rowwise",
+    }
+
+    def validate_persistent(self):
+        """Check the size of the persistent memory."""
+        if self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
+
+
+class MemoryMosaicPreTrainedModel(MemoryPreTrainedModel):
+    """What transformers must know of this family."""
+
+    config: MemoryMosaicConfig
+
+
+class MemoryMosaicModel(MemoryModel):
+    """A Memory Mosaic without a head."""
+
+    config: MemoryMosaicConfig
+
+
+class MemoryMosaicForCausalLM(MemoryForCausalLM, GenerationMixin):
+    """A Memory Mosaic that predicts the next token."""
+
+    config: MemoryMosaicConfig
+    model_class = MemoryMosaicModel
+
+
+class MemoryMosaicForSequenceClassification(GenericForSequenceClassification, MemoryMosaicPreTrainedModel):
+    """A Memory Mosaic that puts a label on a sequence."""
+
+
+class MemoryMosaicForTokenClassification(GenericForTokenClassification, MemoryMosaicPreTrainedModel):
+    """A Memory Mosaic that puts a label on each token."""
