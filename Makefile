@@ -35,6 +35,7 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/titans.py speed
 	$(BIN)/python benchmarks/deltaformer_memory.py
+	$(BIN)/python benchmarks/log_linear.py
 	$(BIN)/python benchmarks/decode.py
 
 claims: $(INSTALLED)  ## does each memory do what its paper claims? Says first how long it takes; goes on where it was stopped
