@@ -42,7 +42,7 @@ def _chunk(rows: list, W: Layers, S: Layers, A: Layers, initial: Layers, norm: N
         if S:
             w = w + c[..., None] * S[layer][:, None]
         layers.append(w - torch.einsum("ntj,njio->ntio", P, g))
-    per_token = None if norm is None else tuple(x[:, None] for x in norm)
+    per_token = None if norm is None else (norm[0][:, None], norm[1][:, None])
     o = network(q[:, :, None], tuple(retained(w, rule) for w in layers), rule, per_token)[:, :, 0]
     S = tuple(H * s - torch.einsum("nj,njio->nio", m[..., 0], g) for s, g in zip(S, gradients))
     return o, tuple(w[:, -1] for w in layers), S
