@@ -54,7 +54,7 @@ def test_other_seeds_have_the_rate_that_was_best(module):
     ("name", "options"),
     [
         ("parity", {"model": "DeltaNet, [-1, 1]", "lr": 0.01, "seed": 0, "length": 4, "steps": 2}),
-        ("recall", {"model": "attention", "lr": 0.01, "seed": 0, "steps": 1}),
+        ("recall", {"model": "softmax attention", "lr": 0.01, "seed": 0, "steps": 1}),
         ("cost", {"model": "GLA", "tokens": 32}),
     ],
 )

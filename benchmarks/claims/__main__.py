@@ -36,7 +36,8 @@ def main() -> None:
         rows = claim.go_on()
         print(f"{claim.name}: {': '.join(claim.verdict(rows))}", flush=True)
         write_page()
-    write_page()
+    if not chosen:
+        write_page()
 
 
 def write_page() -> None:

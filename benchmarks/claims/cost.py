@@ -5,8 +5,8 @@ and what it keeps, and the time of a further token, do not depend on T (Katharop
 https://arxiv.org/abs/2006.16236; every family's paper says so of its own).
 
 **Setting.** One layer of width 64 with one head; one sequence of 2,048 to 16,384 tokens, the best of three of CPU time
-for reading it, of 16 tokens after it for writing, and bytes of the cache. The exponent is the slope of the logarithms
-from 4,096 tokens on. Log-linear attention is not part of this package.
+for reading it and for writing its last 16 tokens one by one, and bytes of the cache. The exponent is the slope of the
+logarithms from 4,096 tokens on. Log-linear attention is not part of this package.
 
 **Expected.** Exponents of time: 1 for memories, towards 2 for attention and DeltaFormer (projections and the
 feed-forward layer are linear); of bytes: 0 and 1.
@@ -18,10 +18,9 @@ from statistics import linear_regression
 
 import torch
 from matplotlib import colormaps
-from transformers import DynamicCache
 
 from claim import Claim, Rows
-from hf_memory.cache import state_bytes
+from hf_memory.evaluation.efficiency import reading_and_writing
 from learning import MODELS, make
 
 LENGTHS, NEW = (2048, 4096, 8192, 16384), 16
@@ -42,26 +41,13 @@ def plan(rows: Rows):
     return ({"model": model, "tokens": tokens} for tokens in LENGTHS for model in MODELS)
 
 
-@torch.no_grad()
 def measure(*, model: str, tokens: int) -> dict:
     """Seconds of CPU time and bytes of one sequence."""
     torch.manual_seed(0)
     reader = make(model, SIZES).eval()
-    text = torch.randint(SIZES["vocab_size"], (1, tokens))
-    reading, writing, size = zip(*(costs(reader, text) for _ in range(3)))
-    return {"read": min(reading), "write": min(writing), "bytes": size[0]}
-
-
-def costs(model, text: torch.Tensor) -> tuple[float, float, int]:
-    """Seconds of reading a text and of a token after it, and bytes of what is kept of it."""
-    cache = DynamicCache(config=model.config)
-    past = {"cache_params" if model.config.model_type == "mamba2" else "past_key_values": cache, "use_cache": True}
-    start = time.process_time()
-    model(text, **past, logits_to_keep=1)
-    read, size = time.process_time(), state_bytes(cache)
-    for _ in range(NEW):
-        model(text[:, :1], **past)
-    return read - start, (time.process_time() - read) / NEW, size
+    runs = (reading_and_writing(reader, tokens, NEW, clock=time.process_time) for _ in range(3))
+    size, reading, writing = map(max, zip(*runs))  # tokens a second
+    return {"read": (tokens - NEW) / reading, "write": 1 / writing, "bytes": size}
 
 
 def exponent(rows: Rows, model: str, key: str) -> float:

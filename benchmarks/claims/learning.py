@@ -1,7 +1,7 @@
 """Small models by name, and one way to train them on a task that makes its own data."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import mean
 
 import torch
@@ -66,6 +66,12 @@ def learn(model: PreTrainedModel, batch: Batch, *, lr: float, steps: int, rows: 
             if curve[-1]["accuracy"] >= solved:
                 break
     return {"steps": step, "accuracy": curve[-1]["accuracy"], "seconds": time.process_time() - start, "curve": curve}
+
+
+def in_turn(batches: Iterable[Batch]) -> Batch:
+    """A kind of rows for every step: a curriculum, or a mixture."""
+    kinds = iter(batches)
+    return lambda rows, generator: next(kinds)(rows, generator)
 
 
 def loss_and_accuracy(model: PreTrainedModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, float]:

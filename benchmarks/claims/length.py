@@ -1,14 +1,15 @@
-"""Trained at 512 bytes, read at 8,192.
+"""Trained at 256 bytes, read at 8,192.
 
 **Claim.** A recurrent memory without positions goes on past the length it was trained at; attention with rotary
 positions does not (Press et al., https://arxiv.org/abs/2108.12409), and without positions it does so a little longer
 (Kazemnejad et al., https://arxiv.org/abs/2305.19466).
 
-**Setting.** Two layers of width 64, 600 steps of 8 rows of 512 bytes of Python's language reference, learning rate
-0.005, three seeds. Then the loss on 8 held-out passages of 8,192 bytes, by position. Log-linear attention is not part
-of this package.
+**Setting.** Two layers of width 64, 200 steps of 4 rows of 256 bytes of Python's language reference, learning rate
+0.005, three seeds, one for models below the first five. Then the loss on 4 held-out passages of 8,192 bytes, by
+position. Trained that shortly, models know little more than the last words, so this shows who breaks, not who makes
+use of a long text. Log-linear attention is not part of this package.
 
-**Expected.** For memories the loss beyond 512 stays at or below that of the last trained positions; for attention with
+**Expected.** For memories the loss beyond 256 stays at or below that of the last trained positions; for attention with
 rotary positions it rises; without it rises less.
 """
 
@@ -22,29 +23,31 @@ from claim import Claim, Rows
 from learning import learn, make
 from text import SIZES, passages
 
-LENGTH, FAR, SEEDS, STEPS = 512, 8192, 3, 600
-EDGES = (0, 256, 512, 1024, 2048, 4096, 8192)
+LENGTH, FAR, PASSAGES, SEEDS, STEPS = 256, 8192, 4, 3, 200
+EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 NOPE = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
 MODELS = {
     "attention, RoPE": ("softmax attention", {}),
     "attention, no positions": ("linear attention", NOPE),
-    "Gated DeltaNet": ("Gated DeltaNet", {}),
-    "DeltaNet": ("DeltaNet", {}),
-    "KDA": ("KDA", {}),
     "linear attention": ("linear attention", {}),
+    "DeltaNet": ("DeltaNet", {}),
+    "Gated DeltaNet": ("Gated DeltaNet", {}),
+    "Titans": ("Titans", {}),
+    "DeltaFormer, RoPE": ("DeltaFormer", {}),
     "linear attention, RoPE": ("linear attention", {"memory_rope": True}),
+    "KDA": ("KDA", {}),
     "GLA": ("GLA", {}),
     "retention": ("retention", {}),
     "Mamba-2": ("Mamba-2", {}),
     "transformers' Mamba-2": ("transformers' Mamba-2", {}),
-    "DeltaFormer, RoPE": ("DeltaFormer", {}),
-    "Titans": ("Titans", {}),
 }
+DECISIVE = tuple(MODELS)[:5]
 
 
 def plan(rows: Rows):
     """Every model once before any has a second seed."""
-    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS)
+    models = [MODELS, *[DECISIVE] * (SEEDS - 1)]
+    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in models[seed])
 
 
 def measure(*, model: str, seed: int, steps: int) -> dict:
@@ -52,7 +55,7 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
     torch.manual_seed(seed)
     name, options = MODELS[model]
     learner = make(name, {**SIZES, "max_position_embeddings": FAR}, **options)
-    found = learn(learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=8, seed=seed, solved=2)
+    found = learn(learner, partial(passages, LENGTH), lr=5e-3, steps=steps, rows=4, seed=seed, solved=2)
     return found | {"nats": nats(learner)}
 
 
@@ -60,7 +63,7 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
 def nats(model) -> list[float]:
     """By position, of the same held-out passages for every model."""
     model.eval()
-    tokens, targets = passages(FAR, 8, torch.Generator().manual_seed(10_000), held_out=True)
+    tokens, targets = passages(FAR, PASSAGES, torch.Generator().manual_seed(10_000), held_out=True)
     logits = (model(row[None], use_cache=False).logits[0] for row in tokens)
     losses = torch.stack([F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, targets)]).mean(0)
     return [losses[low:high].mean().item() for low, high in zip(EDGES, EDGES[1:])]
@@ -116,4 +119,4 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return "reproduced", f"{said}, memories without positions at most {most:.2f}"
 
 
-CLAIM = Claim("length", "Beyond the trained length", __doc__, 100, plan, measure, table, draw, verdict)
+CLAIM = Claim("length", "Beyond the trained length", __doc__, 15, plan, measure, table, draw, verdict, DECISIVE)

@@ -5,94 +5,127 @@ pairs exceed its key size; the delta rule keeps them (https://arxiv.org/abs/2406
 https://arxiv.org/abs/2510.26692) or not; DeltaFormer is as attention (https://arxiv.org/abs/2505.19488); Titans with a
 deep memory are better than with a linear one of the same heads (https://arxiv.org/abs/2501.00663).
 
-**Setting.** Width 64, two heads of 32 channels, vocabulary 256. The first layer is attention over two tokens, so that a
-value can see its key (Zoology has short convolutions for this); the second is what the name says. Transformers' Llama
-and Mamba-2 have two layers of their own. After the pairs keys follow, each with a filler after it, and the loss of
-their values is taken there alone. A run is a curriculum: (tokens, pairs) = (64, 4), (128, 8), (256, 16), each until
-99.5 % are right or for at most 3,000 steps of 4,096 tokens. Learning rates 0.003 and 0.01, three seeds at the better
-one. Trained models are then asked for 4 to 64 pairs in 256 tokens.
+**Setting.** One layer of width 64 with one head of 32 channels, vocabulary 256. Before it a convolution over two
+tokens, the same for every model, shows a value its key (as in Zoology); the layers' own convolutions are off. After the
+pairs keys follow, each with a filler after it, and the loss of their values is taken there alone. Every step has 4,096
+tokens of one kind of rows: (tokens, pairs) = (32, 4), (64, 4) or (64, 16) in the first two fifths, then also (256, 16)
+and (256, 64), as Zoology's later runs mix them. 500 steps; 300 for attention and DeltaFormer, 800 for KDA
+and Titans. Learning rate 0.01, and 0.005 where that is below 0.99; three seeds at the better one for the models of the
+claim and linear attention, one at 0.01 for the others. Trained models are asked for 4 to 96 pairs in 256 tokens.
 
 **Expected.** At (256, 16) 0.99 for attention, DeltaFormer, DeltaNet, Gated DeltaNet and KDA; linear attention below 0.5
 where pairs exceed its key size.
+
+**What decides.** The start of a gate. Gated DeltaNet's only head draws its half life, which is up to 693 tokens in its
+paper's start, so one of many heads remembers: with seed 0 it is 1.3 tokens, and nothing is learned in 800 steps, as one
+row shows. In the others it starts with 256. KDA draws one for each of 32 channels and needs no help.
 """
 
 from functools import partial
+from random import Random
 from statistics import mean
 
 import torch
+from torch import Tensor, nn
 
 from claim import Claim, Rows, best_runs, spread, sweep
-from learning import IGNORED, accuracy, learn, make
+from hf_memory.layers import ShortConvolution
+from learning import IGNORED, accuracy, in_turn, learn, make
 
-KEY_SIZE, VOCABULARY, RATES, SEEDS = 32, 256, (1e-2, 3e-3), 3
-STAGES, TOKENS, STEPS = ((64, 4), (128, 8), (256, 16)), 4096, 3000
-ASKED = (4, 8, 16, 32, 64)
+KEY_SIZE, VOCABULARY, RATES, SEEDS = 32, 256, (1e-2, 5e-3), 3
+SHORT, LONG, TOKENS = ((32, 4), (64, 4), (64, 16)), ((256, 16), (256, 64)), 4096
+ASKED = (4, 8, 16, 32, 64, 96)
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
     "head_dim": KEY_SIZE,
     "initializer_range": 64**-0.5,
-    "tie_word_embeddings": True,
 }
-HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 2}
+MEMORY = {"linear_key_head_dim": KEY_SIZE, "linear_conv_kernel_dim": 0}
+DRAWN, HALF_LIFE = "Gated DeltaNet, drawn start", 256
 MODELS = {
-    "DeltaNet": HYBRID,
-    "linear attention": HYBRID,
-    "attention": {**HYBRID, "layer_types": ["sliding_attention", "full_attention"]},
-    "Gated DeltaNet": HYBRID,
-    "KDA": HYBRID,
-    "DeltaFormer": HYBRID,
-    "GLA": HYBRID,
-    "Mamba-2": HYBRID,
-    "retention": HYBRID,
-    "Titans": HYBRID,
-    "Titans, linear": HYBRID,
     "softmax attention": {},
+    "DeltaFormer": {},
+    "DeltaNet": MEMORY,
+    "linear attention": {},
+    "Gated DeltaNet": MEMORY,
+    "KDA": MEMORY,
+    DRAWN: MEMORY,
+    "Titans": MEMORY,
+    "Titans, linear": MEMORY,
+    "GLA": MEMORY,
+    "Mamba-2": MEMORY,
+    "retention": MEMORY,
     "transformers' Mamba-2": {},
 }
-NAMED = ("DeltaNet", "attention", "Gated DeltaNet", "KDA", "DeltaFormer")
+NAMED = ("softmax attention", "DeltaFormer", "DeltaNet", "Gated DeltaNet", "KDA")
 DECISIVE = (*NAMED, "linear attention")
+STEPS = {"softmax attention": 300, "DeltaFormer": 300, **dict.fromkeys(("KDA", "Titans", DRAWN), 800)}
 
 
-def questions(length: int, pairs: int, rows: int, generator: torch.Generator):
-    """Pairs, then keys with a filler after each; the value of a key is its target."""
-    half, rest = VOCABULARY // 2, length - 2 * pairs
+class WithTheTokenBefore(nn.Sequential):
+    """Embeddings, each channel mixed with that of the token before."""
+
+    def __init__(self, embeddings: nn.Embedding):
+        convolution = ShortConvolution(embeddings.embedding_dim, 2)
+        convolution.init_own_parameters()
+        super().__init__(embeddings, convolution)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, width]."""
+        return super().forward(tokens)[0]
+
+
+def questions(length: int, pairs: int, tokens: int, generator: torch.Generator):
+    """Pairs, then keys with a filler after each; the value of a key is its target. Rows of so many tokens in all."""
+    rows, half, rest = tokens // length, VOCABULARY // 2, length - 2 * pairs
     keys = 1 + torch.rand(rows, half - 1, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(half, VOCABULARY, (rows, pairs), generator=generator)
     asked = torch.randint(pairs, (rows, rest), generator=generator)
     asks = (torch.arange(rest) % 2 == 0).expand(rows, -1)
-    tokens = torch.cat([torch.stack([keys, values], 2).flatten(1), keys.gather(1, asked) * asks], 1)
-    targets = torch.full_like(tokens, IGNORED)
+    row = torch.cat([torch.stack([keys, values], 2).flatten(1), keys.gather(1, asked) * asks], 1)
+    targets = torch.full_like(row, IGNORED)
     targets[:, 2 * pairs :] = values.gather(1, asked).where(asks, torch.tensor(IGNORED))
-    return tokens, targets
+    return row, targets
+
+
+def kinds(steps: int, seed: int):
+    """Rows of every step: short ones alone in the first two fifths."""
+    choose = Random(seed).choice
+    return (partial(questions, *choose(SHORT if 5 * i < 2 * steps else SHORT + LONG)) for i in range(steps))
 
 
 def plan(rows: Rows):
-    """Every model with every rate, then three seeds with the best."""
-    return sweep(MODELS, RATES, SEEDS, rows, steps=STEPS)
+    """Every model with the first rate; the decisive with the other where that falls short, and three seeds."""
+    for model in MODELS:
+        setting = {"steps": STEPS.get(model, 500)}
+        first = {"model": model, "lr": RATES[0], "seed": 0, **setting}
+        falls_short = any(first.items() <= row.items() and row["accuracy"] < 0.99 for row in rows)
+        decisive = model in DECISIVE
+        yield from sweep(
+            [model], RATES if decisive and falls_short else RATES[:1], SEEDS if decisive else 1, rows, **setting
+        )
 
 
 def measure(*, model: str, lr: float, seed: int, steps: int) -> dict:
-    """Train one through the curriculum, then ask for more pairs."""
+    """Train one, then ask for few pairs and for many."""
     torch.manual_seed(seed)
-    learner = make("linear attention" if model == "attention" else model, SIZES, **MODELS[model])
-    found = {"seconds": 0.0, "stages": []}
-    for length, pairs in STAGES:
-        task = partial(questions, length, pairs)
-        learner.train()
-        stage = learn(learner, task, lr=lr, steps=steps, rows=TOKENS // length, seed=seed, solved=0.995)
-        found["seconds"] += stage["seconds"]
-        found["stages"].append([length, pairs, stage["steps"], accuracy(learner, task, rows=64)])
-    found["asked"] = [accuracy(learner, partial(questions, 256, pairs), rows=64) for pairs in ASKED]
-    return found | {"accuracy": found["stages"][-1][-1]}
+    learner = make(model.split(", drawn")[0], SIZES, **MODELS[model])
+    if model == "Gated DeltaNet":
+        with torch.no_grad():
+            learner.model.layers[0].mixer.decay.start_open(HALF_LIFE)
+    learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
+    found = learn(learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    asked = [accuracy(learner, partial(questions, 256, pairs), rows=64 * 256) for pairs in ASKED]
+    return found | {"asked": asked, "accuracy": asked[ASKED.index(16)]}
 
 
-def by_pairs(runs: Rows) -> list[float]:
+def by_pairs(runs: Rows) -> dict[int, float]:
     """Means over seeds."""
-    return [mean(values) for values in zip(*(row["asked"] for row in runs))]
+    return {n: mean(values) for n, values in zip(ASKED, zip(*(row["asked"] for row in runs)))}
 
 
 def table(rows: Rows) -> Rows:
@@ -100,12 +133,7 @@ def table(rows: Rows) -> Rows:
     return [
         {
             "model": model,
-            **{
-                f"({t}, {n})": f"{mean(row['stages'][i][-1] for row in runs):.3f}"
-                for i, (t, n) in enumerate(STAGES[:-1])
-            },
-            "(256, 16)": spread(runs, "accuracy"),
-            **{f"{n} pairs": f"{x:.2f}" for n, x in zip(ASKED[3:], by_pairs(runs)[3:])},
+            **{f"{n} pairs": spread(runs, "accuracy") if n == 16 else f"{x:.2f}" for n, x in by_pairs(runs).items()},
             "rate": runs[0]["lr"],
             "seeds": len(runs),
         }
@@ -115,10 +143,11 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Accuracy over pairs / key size."""
-    figure.set_size_inches(6.5, 4)
+    figure.set_size_inches(7, 4.2)
     axes = figure.subplots()
     for model, runs in best_runs(rows).items():
-        axes.plot([n / KEY_SIZE for n in ASKED], by_pairs(runs), marker="o", label=f"{model} ({len(runs)})")
+        style = "o-" if model in NAMED else "s--"
+        axes.plot([n / KEY_SIZE for n in ASKED], by_pairs(runs).values(), style, label=f"{model} ({len(runs)})")
     axes.axvline(1, color="gray", linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="pairs / key size, in 256 tokens", ylabel="accuracy (seeds)", ylim=(0, 1.02))
@@ -129,11 +158,11 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Those that should recall do, and linear attention does not."""
     found = best_runs(rows)
     low = {m: min(row["accuracy"] for row in found[m]) for m in NAMED}
-    beyond = by_pairs(found["linear attention"])[-1]
-    said = ", ".join(f"{m} {x:.3f}" for m, x in low.items()) + f"; linear attention at 64 pairs {beyond:.2f}"
-    if min(low.values()) < 0.99 or beyond > 0.5:
-        return "differently", f"worst of three seeds: {said}"
-    return "reproduced", f"worst of three seeds: {said}"
+    beyond = by_pairs(found["linear attention"])[64]
+    said = "16 pairs, worst of three seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in low.items())
+    said += f"; 64 pairs, twice the key size: linear attention {beyond:.2f}"
+    said += f", DeltaNet {by_pairs(found['DeltaNet'])[64]:.2f}"
+    return ("differently" if min(low.values()) < 0.99 or beyond > 0.5 else "reproduced"), said
 
 
-CLAIM = Claim("recall", "Associative recall", __doc__, 500, plan, measure, table, draw, verdict, DECISIVE)
+CLAIM = Claim("recall", "Associative recall", __doc__, 30, plan, measure, table, draw, verdict, DECISIVE)

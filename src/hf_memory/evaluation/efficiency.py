@@ -1,7 +1,7 @@
 """What a model's past costs: bytes of its cache, tokens a second."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -33,8 +33,34 @@ def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_toke
 
 
 def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    sizes, *speeds = zip(*(_reading_and_writing(model, context, new_tokens) for _ in range(3)))
+    sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(3)))
     return Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds))
+
+
+@torch.no_grad()
+def reading_and_writing(
+    model: PreTrainedModel, context: int, new_tokens: int, *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[int, float, float]:
+    """Bytes of the cache in the end, tokens a second of a prefill, and those of greedy decoding after it.
+
+    Args:
+        model: any causal model of transformers.
+        context: tokens in all.
+        new_tokens: how many of them are written one by one.
+        clock: seconds: `time.perf_counter`, or `time.process_time` where other programs take the cores.
+    """
+    new_tokens = min(new_tokens, context - 1)
+    prompt = context - new_tokens  # some models have positions for `context` tokens and no more
+    input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
+    cache, past = _past(model)
+    start = clock()
+    token = model(input_ids, **past, logits_to_keep=1).logits.argmax(-1)
+    token.cpu()  # wait for the device
+    read = clock()
+    for _ in range(new_tokens):
+        token = model(token, **past).logits.argmax(-1)
+    token.cpu()
+    return state_bytes(cache), prompt / (read - start), new_tokens / (clock() - read)
 
 
 @torch.no_grad()
@@ -99,20 +125,3 @@ def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 def head_dim(config: PreTrainedConfig) -> int:
     """Channels of a head of attention; not every config says."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-@torch.no_grad()
-def _reading_and_writing(model: PreTrainedModel, context: int, new_tokens: int) -> tuple[int, float, float]:
-    """Bytes of the cache in the end, tokens a second of a prefill, and those of greedy decoding after it."""
-    new_tokens = min(new_tokens, context - 1)
-    prompt = context - new_tokens  # some models have positions for `context` tokens and no more
-    input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
-    cache, past = _past(model)
-    start = time.perf_counter()
-    token = model(input_ids, **past, logits_to_keep=1).logits.argmax(-1)
-    token.cpu()  # wait for the device
-    read = time.perf_counter()
-    for _ in range(new_tokens):
-        token = model(token, **past).logits.argmax(-1)
-    token.cpu()
-    return state_bytes(cache), prompt / (read - start), new_tokens / (time.perf_counter() - read)
