@@ -31,7 +31,7 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
     if not rows:
         return "not run yet", f"about {claim.minutes:g} minutes of one core"
     pending = claim.pending(rows)
-    if pending and (not claim.decisive or any(what["model"] in claim.decisive for what in pending)):
+    if pending and (not claim.decisive or any(what.get("model") in claim.decisive for what in pending)):
         return "under way", f"{len(rows)} runs are finished, at least {len(pending)} are left"
     if pending:
         verdict, why = claim.verdict(rows)

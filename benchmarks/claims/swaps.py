@@ -14,6 +14,10 @@ the end 16 swaps; accuracy at the last eighth of 16 swaps and of 64, which is 4 
 
 **Expected.** Untrained, linear and round are exact up to 128 symbols, round alone for 256. Trained, DeltaFormer
 follows with a linear or a softmax write, a Transformer is at chance, 0.2.
+
+**Where it falls short.** By the curriculum the softmax write is right at about 0.92 of all places of 8 swaps and 0.73
+of 16 when each stage ends, and still gets better, but slowly: it follows the first swaps, not yet a rule for any
+number. Whether more steps would teach it that was not tried.
 """
 
 import itertools
@@ -37,6 +41,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+SOFTMAX = "DeltaFormer, softmax write"
 STAGES = ((2, 60), (4, 150), (8, 250), (16, 340))  # swaps, steps
 FREE = {"no_rope_layers": [0, 0]}
 MODELS = {
@@ -44,7 +49,7 @@ MODELS = {
         "DeltaFormer",
         {"use_qk_norm": False, "write_kernel": "linear", "beta_activation": "identity"},
     ),
-    "DeltaFormer, softmax write": ("DeltaFormer", {}),
+    SOFTMAX: ("DeltaFormer", {}),
     "Transformer": ("linear attention", {"layer_types": ["full_attention"] * 2}),
 }
 
@@ -171,15 +176,17 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Untrained as the theorem says; trained, both writes follow and a Transformer does not."""
     exact = all(untrained(rows, kernel, n) == 1 for kernel in ("linear", "round") for n in SYMBOLS[:2])
     beyond = {kernel: untrained(rows, kernel, 256) for kernel in KERNELS}
-    staged = [runs_of(rows, model, len(STAGES)) for model in MODELS]
-    linear, softmax, plain = ([row["accuracy"] for row in runs] for runs in staged)
-    farther = [min(row["longer"] for row in runs) for runs in staged]
-    said = f"256 symbols untrained: {', '.join(f'{k} {x:.2f}' for k, x in beyond.items())}; 16 swaps by curriculum: "
-    said += f"linear write {min(linear):.2f}, softmax write {min(softmax):.2f}, Transformer {max(plain):.2f}; "
-    said += "64 swaps: " + ", ".join(f"{x:.2f}" for x in farther)
+    linear, softmax, plain = ([row["accuracy"] for row in runs_of(rows, model)] for model in MODELS)
+    staged = {model: runs for model in MODELS if (runs := runs_of(rows, model, len(STAGES)))}
+    said = f"256 symbols untrained: {', '.join(f'{k} {x:.2f}' for k, x in beyond.items())}; 32 swaps at once: "
+    said += f"linear write {min(linear):.2f}, softmax write {max(softmax):.2f}, Transformer {max(plain):.2f}; "
+    said += "by curriculum, worst seeds of 16 swaps and of 64: " + ", ".join(
+        f"{model} {min(row['accuracy'] for row in runs):.2f} and {min(row['longer'] for row in runs):.2f}"
+        for model, runs in staged.items()
+    )
     holds = exact and beyond["round"] == 1 and max(beyond["linear"], beyond["relu"]) < 0.5
-    holds = holds and min(*linear, *softmax, *farther[:2]) > 0.99 and max(plain) < 0.3
+    holds = holds and min(*linear, *(row["accuracy"] for row in staged[SOFTMAX])) > 0.99 and max(plain) < 0.3
     return ("reproduced" if holds else "differently"), said
 
 
-CLAIM = Claim("swaps", "Swaps", __doc__, 40, plan, measure, table, draw, verdict)
+CLAIM = Claim("swaps", "Swaps", __doc__, 40, plan, measure, table, draw, verdict, (SOFTMAX,))
