@@ -137,9 +137,9 @@ CASES = (
         has_kernels=False,
     ),
     Case(
-        "moneta-full",
+        "atlas-full",
         "hf_memory_titans",
-        {**FULL_HYBRID, "memory_rule": "moneta", "memory_chunk_size": 3, "memory_max_lr": 0.1},
+        {**FULL_HYBRID, "memory_rule": "atlas", "memory_chunk_size": 3, "memory_window": 3, "memory_max_lr": 0.02},
         has_kernels=False,
     ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),

@@ -11,7 +11,20 @@ from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.reference import example
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
-PER_TOKEN = ("q", "k", "v", "lr", "momentum", "decay", "threshold", "mask")
+PER_TOKEN = (
+    "q",
+    "k",
+    "v",
+    "lr",
+    "momentum",
+    "decay",
+    "threshold",
+    "muon_lr",
+    "earlier_k",
+    "earlier_v",
+    "earlier_lr",
+    "mask",
+)
 TTT = {"residual": True, "norm": True, "bias": True, "momentum": False, "decay": False, "activation": "gelu_tanh"}
 MIRAS = {"residual": True, "norm": True, "momentum": False, "forget_to": "zero", "activation": "gelu"}
 OPTIONS = {
@@ -26,6 +39,8 @@ OPTIONS = {
     "moneta": {**MIRAS, "loss": "cubed", "retention": "norm"},
     "yaad": {**MIRAS, "loss": "huber"},
     "memora": {**MIRAS, "retention": "softmax", "forget_to": "initial", "momentum": True, "bias": True},
+    "atlas": {"muon": True, "earlier": 2, "activation": "gelu", "forget_to": "zero"},
+    "omega": {"earlier": 1, "bias": True, "momentum": False},
     "all": {**TTT, "momentum": True, "decay": True, "forget_to": "initial"},
 }
 backends = pytest.mark.parametrize("backend", ["reference", "chunk"])
@@ -40,6 +55,7 @@ some_forms = pytest.mark.parametrize(
         {"depth": 2, "chunk_size": 4, "forget_to": "anchor"},
         {"depth": 3, "chunk_size": 37, "forget_to": "zero"},
         {"depth": 2, "chunk_size": 16, **OPTIONS["yaad"]},
+        {"depth": 2, "chunk_size": 4, **OPTIONS["atlas"]},
     ],
     ids=str,
 )
@@ -321,7 +337,10 @@ def test_grouped_values_equal_repeated_heads(form):
     if form.get("residual") is None:
         form = {**form, "V": 3}
     arguments = make(20, H=2, HV=4, **form)
-    repeated = {**arguments, **{n: arguments[n].repeat_interleave(2, 2) for n in "qk"}}
+    repeated = {
+        **arguments,
+        **{n: arguments[n].repeat_interleave(2, 2) for n in ("q", "k", "earlier_k") if arguments[n] is not None},
+    }
     assert_equal(neural_memory(**arguments)[0], neural_memory(**repeated)[0])
 
 
@@ -371,6 +390,9 @@ BAD = {
     "loss must be one of squared, cubed, huber, got 'log'": {"loss": "log"},
     "retention must be one of all, norm, softmax, got 'some'": {"retention": "some"},
     "threshold must be given with loss='huber'": {"loss": "huber"},
+    "momentum must be given with muon_lr": {"muon_lr": torch.zeros(2, 9, 2), "momentum": None, "initial_state": None},
+    "earlier_k must have shape": {"earlier_k": torch.zeros(2, 9, 2)},
+    "earlier_k, earlier_v and earlier_lr must be given together": {"earlier_k": torch.zeros(2, 9, 1, 3, 4)},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
     "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},

@@ -9,6 +9,7 @@ from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.base import Context
+from hf_memory.modeling.titans import PRESETS
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
 AS_PUBLISHED = dict.fromkeys(("variant", "memory_rope", "num_persistent_tokens"))  # what a paper leaves to its preset
@@ -127,13 +128,45 @@ def miras(mixer, hidden_states, q, k, v, head):
     return torch.stack(outputs)
 
 
-EQUATIONS = {"ttt_linear": ttt, "ttt_mlp": ttt, "moneta": miras, "yaad": miras, "memora": miras}
+def atlas(mixer, hidden_states, q, k, v, head):
+    """The same of ATLAS, with windows of 3 tokens, from the features that the mixer makes."""
+    gates = (mixer.token_proj, mixer.lr_proj, mixer.momentum_proj, mixer.decay_proj)
+    gamma, lr, eta, forget = (gate(hidden_states)[0, :, head].sigmoid() for gate in gates)
+
+    def f(x, W):
+        return F.gelu(x @ W[0]) @ W[1]
+
+    def newton_schulz(x):
+        transposed = x.shape[0] > x.shape[1]
+        x = (x.T if transposed else x) / x.norm()
+        for _ in range(5):
+            A = x @ x.T
+            x = 3.4445 * x + (-4.7750 * A + 2.0315 * A @ A) @ x
+        return x.T if transposed else x
+
+    W, outputs = [w[head].detach() for w in mixer.initial_weights()], []
+    S = [torch.zeros_like(w) for w in W]
+    for t in range(len(q)):
+        if t % 4 == 0:
+            A = [w.detach().requires_grad_() for w in W]
+        loss = sum(gamma[i].detach() * (f(k[i], A) - v[i]).square().sum() / 2 for i in range(max(0, t - 2), t + 1))
+        S = [eta[t] * s - g for s, g in zip(S, torch.autograd.grad(loss, A))]
+        W = [(1 - forget[t]) * w + lr[t] / 4 * newton_schulz(s) for w, s in zip(W, S)]
+        outputs.append(f(q[t], W))
+    return torch.stack(outputs)
+
+
+EQUATIONS = {"ttt_linear": ttt, "ttt_mlp": ttt, "moneta": miras, "yaad": miras, "memora": miras, "atlas": atlas}
+
+
+def test_every_rule_has_its_equations():
+    assert {"titans", *EQUATIONS} == set(PRESETS)
 
 
 @pytest.mark.parametrize(("rule", "equations"), EQUATIONS.items())
 def test_a_memory_is_its_papers_equations(rule, equations):
     """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
-    mixer = make_model(TITANS[0], **AS_PUBLISHED, memory_rule=rule).model.layers[0].mixer.double()
+    mixer = make_model(TITANS[0], **AS_PUBLISHED, memory_rule=rule, memory_window=3).model.layers[0].mixer.double()
     x, said = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
     for parameter in mixer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()

@@ -16,6 +16,7 @@ __all__ = [
     "RotaryEmbedding",
     "ShortConvolution",
     "SwiGLU",
+    "last_tokens",
     "places",
     "token_before",
     "unit_length",
@@ -153,6 +154,26 @@ def _over_last_tokens(
     last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
     state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
     return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state
+
+
+def last_tokens(
+    x: Tensor, W: int, state: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The W tokens [B, T, W, channels] up to each of x [B, T, channels], zero before a sequence begins; and the state.
+
+    Args as `ShortConvolution` has them; the present token is the last one.
+    """
+    B, T, channels = x.shape
+    state = x.new_zeros(B, W - 1, channels) if state is None else state.to(x.dtype)
+    mask = x.new_ones(B, T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    x, order = real_tokens_first(x, mask)
+    context = torch.cat([state, x], dim=1)
+    windows = torch.stack([context[:, w : w + T] for w in range(W)], dim=2)
+    if cu_seqlens is not None:
+        age = torch.arange(W - 1, -1, -1, device=x.device)
+        windows = windows.where((places(cu_seqlens, T)[:, None] >= age)[..., None], 0)
+    last = mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)
+    return in_their_places(windows, order), context.gather(1, last[..., None].expand(-1, -1, channels))
 
 
 def places(cu_seqlens: Tensor, T: int) -> Tensor:

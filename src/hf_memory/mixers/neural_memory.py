@@ -27,12 +27,6 @@ class Gate(nn.Linear):
         init.constant_(self.bias, self.start)
 
 
-def layer_sizes(config) -> list[int]:
-    """Channels that enter the first matrix of a memory, and that leave each."""
-    *_, K, V = config.memory_heads
-    return [K, *[config.memory_expansion * K] * (config.memory_depth - 1), V]
-
-
 class InitialWeights(nn.Module):
     """Matrices [H, d_in, d_out] of a memory that has read nothing; the last says little at first.
 
@@ -98,7 +92,7 @@ class NeuralMemoryMixer(MemoryMixer):
         self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
         heads, width = self.num_output_heads, config.hidden_size
         self.make_gates(width, heads)
-        self.initial_weights = InitialWeights(heads, layer_sizes(config), self.has_bias)
+        self.initial_weights = InitialWeights(heads, self.layer_sizes(config), self.has_bias)
         if self.num_persistent:
             self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
         self.output_gate = OutputGate(width, heads, self.value_dim, config)
@@ -112,11 +106,22 @@ class NeuralMemoryMixer(MemoryMixer):
         if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
 
+    @staticmethod
+    def input_size(head_dim: int) -> int:
+        """Channels of a query as the memory is asked it."""
+        return head_dim
+
+    @classmethod
+    def layer_sizes(cls, config) -> list[int]:
+        """Channels that enter the first matrix of the memory, and that leave each."""
+        *_, K, V = config.memory_heads
+        return [cls.input_size(K), *[config.memory_expansion * K] * (config.memory_depth - 1), V]
+
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, where the chunk began, and how many tokens the chunk has."""
         query_heads, _, value_heads, *_ = config.memory_heads
-        heads, sizes = max(query_heads, value_heads), layer_sizes(config)
+        heads, sizes = max(query_heads, value_heads), cls.layer_sizes(config)
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in zip(sizes, sizes[1:]))
         has = {"weights": True, "momentum": cls.has_momentum, "anchor": config.memory_chunk_size > 1}
         spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
@@ -139,7 +144,9 @@ class NeuralMemoryMixer(MemoryMixer):
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
-        rule = Rule(1, self.config.memory_activation, self.config.memory_residual, False, "initial", "squared", "all")
+        rule = Rule(
+            1, self.config.memory_activation, self.config.memory_residual, False, "initial", "squared", "all", False, 1
+        )
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
         return self.o_proj(self.output_gate(o, hidden_states))
 
@@ -147,24 +154,34 @@ class NeuralMemoryMixer(MemoryMixer):
         """States: weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
         hidden_states, context, real = self._after_persistent(hidden_states, context)
         q, k, v, new_states = self.project(hidden_states, context)
-        o, state = neural_memory(
+        o, memory = self.learn(
             unit_length(q) if self.unit_keys else q,
             unit_length(k) if self.unit_keys else k,
             unit_length(v) if self.config.memory_unit_values else v,
+            self.learning(hidden_states, context),
+            context,
+        )
+        output = self.o_proj(self.output_gate(o, hidden_states))
+        return (output if real is None else output[:, real]), new_states | memory
+
+    def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
+        """o [B, T, HV, V] and the memory's states, of what `learning` says."""
+        o, state = neural_memory(
+            q,
+            k,
+            v,
             weights=self.initial_weights(),
             chunk_size=self.config.memory_chunk_size,
             activation=self.config.memory_activation,
             residual=self.config.memory_residual,
-            **self.learning(hidden_states, context),
+            **learning,
             mask=context.attention_mask,
             initial_state=_memory_state(context.states),
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.config.mixer_backend,
         )
-        output = self.o_proj(self.output_gate(o, hidden_states))
-        own = state._asdict()  # type: ignore[union-attr]
-        return (output if real is None else output[:, real]), new_states | own
+        return o, state._asdict()  # type: ignore[union-attr]
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """What else the op is told: lr, log eta and log a [B, T, HV] in float32, and options of a rule."""

@@ -4,6 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_memory.mixers.atlas import AtlasMixer
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.miras import RULES, MirasMixer
@@ -23,6 +24,7 @@ MEMORIES = {
     "ttt_linear": TTTMixer,
     "ttt_mlp": TTTMixer,
     **dict.fromkeys(RULES, MirasMixer),
+    "atlas": AtlasMixer,
 }
 TITANS = {
     "variant": "mag",
@@ -59,6 +61,7 @@ PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
     "ttt_linear": {**TTT, "memory_depth": 1, "memory_max_lr": 1.0},
     "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
     **dict.fromkeys(RULES, MIRAS),
+    "atlas": {**MIRAS, "memory_residual": False},
 }
 
 
@@ -68,9 +71,9 @@ class TitansConfig(MemoryHeadsConfig):
 
     Args:
         memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`; `"ttt_linear"` or `"ttt_mlp"`
-            (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173),
-            which form weights for each token and so are slower. Fields that are left open are then as the paper has
-            them; the defaults below are those of `"titans"`.
+            (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173);
+            or `"atlas"` (https://arxiv.org/abs/2505.23735). The last four form weights for each token, and are slower
+            for it. Fields that are left open are as the paper has them; the defaults below are those of `"titans"`.
         variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mac"` (its answers are context
             for attention within segments), `"mag"` (beside attention over `sliding_window` tokens) or `"mal"` (before
             it).
@@ -86,6 +89,7 @@ class TitansConfig(MemoryHeadsConfig):
         memory_unit_values (`bool`, defaults to `False`): give values unit length, as queries and keys have. With long
             ones a memory of more than one matrix takes steps that its inner learning rate was not made for, and may
             diverge; students of a Transformer, whose values may be of any length, set it.
+        memory_window (`int`, defaults to 8): tokens that ATLAS' memory learns at each token.
         memory_max_lr (`float`, defaults to 1.0): the inner learning rate at an open gate, of a chunk.
         memory_gate (`str`, defaults to `"multiply"`): how MAG joins both: `"multiply"` or `"add"`.
         segment_length (`int`, defaults to 128): tokens of a segment of MAC.
@@ -104,6 +108,7 @@ class TitansConfig(MemoryHeadsConfig):
     memory_rope: bool | None = None
     memory_chunk_size: int | None = None
     memory_unit_values: bool = False
+    memory_window: int = 8
     memory_max_lr: float | None = None
     memory_gate: str = "multiply"
     segment_length: int = 128
@@ -149,7 +154,7 @@ class TitansConfig(MemoryHeadsConfig):
         check_word("variant", self.variant, ("lmm", *(VARIANTS if self.memory_rule == "titans" else contextless)))
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
-        for name in ("memory_depth", "memory_expansion", "memory_chunk_size", "segment_length"):
+        for name in ("memory_depth", "memory_expansion", "memory_chunk_size", "memory_window", "segment_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.memory_residual and self.linear_key_head_dim != self.linear_value_head_dim:

@@ -1,10 +1,10 @@
 """The neural memory: a matrix or a small network that learns keys and values by gradient descent while it reads.
 
-Titans, and with other options the delta rules, linear attention and TTT.
+Titans, and with other options the delta rules, linear attention, TTT, Miras' memories and ATLAS.
 
 There are kernels for a matrix with chunk_size=1, and for two matrices without bias and norm that forget to initial
-weights or zero. They take chunks of up to 64 tokens with heads of up to 64 channels, 16 with 128; in
-float32 32 with 16 channels, 16 with 64.
+weights or zero; both learn one pair a token by its squared error. They take chunks of up to 64 tokens with heads of up
+to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
 """
 
 from typing import Any, Literal, TypedDict, Unpack
@@ -80,6 +80,10 @@ def neural_memory(
     *,
     chunk_size: int,
     threshold: Tensor | None = None,
+    muon_lr: Tensor | None = None,
+    earlier_k: Tensor | None = None,
+    earlier_v: Tensor | None = None,
+    earlier_lr: Tensor | None = None,
     mask: Tensor | None = None,
     initial_state: NeuralMemoryState | None = None,
     output_final_state: bool = False,
@@ -103,6 +107,11 @@ def neural_memory(
             If the first has K + 1 rows, all have one more row, which is their bias.
         chunk_size: tokens whose gradients are taken at the same weights.
         threshold: [B, T, HV], > 0, with loss="huber" alone: how long an error may be before it counts by its sign.
+        muon_lr: [B, T, HV], >= 0: W becomes a_t W + muon_lr_t NS(S), where NS are the five Newton-Schulz steps of Muon;
+            with momentum alone.
+        earlier_k: keys [B, T, H, c, K] of pairs that a token learns beside its own, as ATLAS does the c before it.
+        earlier_v: their values [B, T, HV, c, V].
+        earlier_lr: their rates [B, T, HV, c].
         mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
         initial_state: what an earlier call returned; default: `weights` that have read nothing.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
@@ -118,17 +127,22 @@ def neural_memory(
 
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
-    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay, threshold=threshold)
-    rule, norm = _rule(dims, q, weights, chunk_size, **learning)
+    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr)
+    window = _check_earlier(dims, q, earlier_k, earlier_v, earlier_lr)
+    rule, norm = _rule(dims, q, weights, chunk_size, muon_lr is not None, window, **learning)
     if (rule.loss == "huber") != (threshold is not None):
         raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
+    if rule.muon and momentum is None:
+        raise ValueError("momentum must be given with muon_lr, got None")
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # the anchor is what would be forgotten
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
     chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
     fresh = initial_state is None
     op = (node if _is_one_node(dims.T, fresh) else form)(chosen, fresh=fresh)
-    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay, threshold)
+    rows: Any = without_padding(
+        mask, q, k, v, lr, momentum, decay, threshold, muon_lr, earlier_k, earlier_v, earlier_lr
+    )
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
@@ -147,11 +161,28 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **ga
     return dims
 
 
+def _check_earlier(dims: Dims, q: Tensor, *earlier: Tensor | None) -> int:
+    """How many pairs a token learns."""
+    k, *_ = earlier
+    c = 0 if k is None or k.ndim != 5 else k.shape[3]
+    shapes = {"earlier_k": (dims.H, c, dims.K), "earlier_v": (dims.HV, c, dims.V), "earlier_lr": (dims.HV, c)}
+    for (name, shape), x in zip(shapes.items(), earlier):
+        if (x is None) != (k is None):
+            raise ValueError(
+                f"earlier_k, earlier_v and earlier_lr must be given together, got {name} alone or none of it"
+            )
+        if x is not None:
+            check_tensor(name, x, (dims.B, dims.T, *shape), like=q)
+    return 1 + c
+
+
 def _rule(
     dims: Dims,
     q: Tensor,
     weights: tuple[Tensor, ...],
     chunk_size: int,
+    muon: bool,
+    window: int,
     *,
     activation: str = "silu",
     residual: bool = False,
@@ -168,7 +199,7 @@ def _rule(
     _check_choice("loss", loss, ("squared", "cubed", "huber"))
     _check_choice("retention", retention, ("all", "norm", "softmax"))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    return Rule(chunk_size, activation, residual, bias, forget_to, loss, retention), norm
+    return Rule(chunk_size, activation, residual, bias, forget_to, loss, retention, muon, window), norm
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
@@ -179,6 +210,8 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
     network = len(weights) > 1 or b > 1
     reasons = (
         (norm is not None, "norm must be None"),
+        (rule.muon, "muon_lr must be None"),
+        (rule.window > 1, "earlier_k must be None"),
         (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),
         (rule.retention != "all", f"retention must be 'all', got {rule.retention!r}"),
         (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),

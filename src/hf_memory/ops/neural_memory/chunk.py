@@ -55,6 +55,10 @@ def neural_memory(
     momentum,
     decay,
     threshold,
+    muon_lr,
+    earlier_k,
+    earlier_v,
+    earlier_lr,
     mask,
     *,
     initial_state: NeuralMemoryState,
@@ -66,19 +70,23 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference; `forms` walk the chunks: of gradients at every token, and at the anchor."""
     B, T, HV = v.shape[:3]
-    is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None and rule.is_sum
+    is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None and rule.is_linear
     layout = _layout(initial_state.phase, mask, T, rule.chunk_size, fresh, is_exact)
-    q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-    q, k, v, lr, momentum, decay, threshold = (_arrange(x, layout) for x in (q, k, v, lr, momentum, decay, threshold))
-    coefficients = _coefficients(lr, momentum, decay, _real(mask, layout, B, T, q))
+    q, k, earlier_k = (x if x is None else repeat_heads(x, HV) for x in (q, k, earlier_k))
+    q, k, v, lr, momentum, decay = (_arrange(x, layout) for x in (q, k, v, lr, momentum, decay))
+    real = _real(mask, layout, B, T, q)
     state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
     if is_exact:
-        o, state = forms[0](q, k, v, coefficients, state, initial, rule)
+        o, state = forms[0](q, k, v, _coefficients(lr, momentum, decay, real), state, initial, rule)
     else:
         per_row = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
         closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
-        walk = forms[1] if rule.is_sum else partial(each_token.run, threshold)
+        walk, coefficients = forms[1], _coefficients(lr, momentum, decay, real) if rule.is_linear else None
+        if coefficients is None:
+            others = [_arrange(x, layout) for x in (threshold, earlier_k, earlier_v, earlier_lr)]
+            coefficients, muon = _of_each_token(torch.ones_like(lr), momentum, decay, _arrange(muon_lr, layout), real)
+            walk = partial(each_token.run, [lr, *others], muon)
         o, state = walk(q, k, v, coefficients, closed, state, initial, per_row, rule)
     W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
     return _restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
@@ -144,6 +152,13 @@ def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, rea
     H = momentum.cumsum(-1).exp()[..., None]
     m = slows[..., -1, :, None] * lr[..., None]
     return Coefficients(forgets @ (slows * lr[..., None, :]), beta, forgets @ H, m, H[..., -1:, :])
+
+
+def _of_each_token(ones: Tensor, momentum, decay, muon_lr, real) -> tuple[Coefficients, Coefficients | None]:
+    """Of weights; or with Muon of momentum, and then of weights."""
+    if muon_lr is None:
+        return _coefficients(ones, momentum, decay, real), None
+    return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)
 
 
 def _products(log: Tensor) -> Tensor:

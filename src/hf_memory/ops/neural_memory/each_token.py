@@ -1,62 +1,92 @@
 """Memories that are not linear in their gradients: the weights after every token are formed, a chunk at a time.
 
-With the coefficients of `chunk`, X and D of `dual` and R what makes weights of what the memory keeps:
+With the coefficients of `chunk`, X and D of `dual`, R what makes weights of what the memory keeps, and gradients
+G_j = sum lr X^T D, at R(A), of the pairs that token j learns:
 
-    X, D at R(A),   W_t = beta_t W + c_t S - sum_{j <= t} P_tj X_j^T D_j,   o_t = M(q_t; R(W_t))
+    W_t = beta_t W + c_t S - sum_{j <= t} P_tj G_j,   o_t = M(q_t; R(W_t))
 
-A chunk takes memory for C times the weights; only the weights between chunks are kept for the backward.
+With Muon the first sum is that of S, and the weights are a second one, of its orthogonal parts. A chunk takes memory
+for C times the weights; only the weights between chunks are kept for the backward.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_memory.ops.neural_memory.dual import pick
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, network, retained
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, network, orthogonal, retained
 from hf_memory.ops.neural_memory.one_chunk import Layers
 
 
-def run(threshold, q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
-    """As `dual.run`, with thresholds [NC, N, C] of the loss, or None."""
+def run(learned, muon, q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
+    """As `dual.run`, with coefficients of gradients whose rates are one.
+
+    `learned` is rates [NC, N, C], thresholds of the loss, and keys, values and rates of earlier tokens
+    [NC, N, C, c, ...], each of the last four or None; `muon`, with Muon, are the coefficients of weights, and
+    `coefficients` then those of momentum.
+    """
     W, S, A = state
-    outputs, rows, again = [], (q, k, v, threshold, *coefficients), torch.is_grad_enabled()
-    form = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if again else _chunk
+    outputs, rows, again = [], ((q, k, v), learned, coefficients, muon), torch.is_grad_enabled()
+    form: Any = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if again else _chunk
     for n in range(len(q)):
         A = pick(closed[n] if A else True, W, A)
-        o, W, S = form([x if x is None else x[n] for x in rows], W, S, A, initial, norm, rule)
+        row = [x and [y if y is None else y[n] for y in x] for x in rows]
+        o, W, S = form(*row, W, S, A, initial, norm, rule)
         outputs.append(o)
     return torch.stack(outputs), (W, S, pick(closed[-1], W, A) if rule.chunk_size > 1 else ())
 
 
-def _chunk(rows: list, W: Layers, S: Layers, A: Layers, initial: Layers, norm: Norm | None, rule: Rule):
+def _chunk(inputs, learned, coefficients, muon, W: Layers, S: Layers, A: Layers, initial: Layers, norm, rule: Rule):
     """o [N, C, V], weights and momentum after one chunk."""
-    q, k, v, threshold, P, beta, c, m, H = rows
-    gradients = _gradients(tuple(retained(a, rule) for a in A), k, v, threshold, norm, rule)
-    layers, returns = [], {"initial": initial, "anchor": A}.get(rule.forget_to)
-    for layer, (w, g) in enumerate(zip(W, gradients)):
-        w = w[:, None] if beta is None else beta[..., None] * w[:, None]  # [N, C, d_in, d_out]
+    q, k, v = inputs
+    per_token: Any = None if norm is None else tuple(x[:, None] for x in norm)
+    gradients = _gradients(tuple(retained(a, rule) for a in A), k, v, learned, per_token, rule)
+    returns = {"initial": initial, "anchor": A}.get(rule.forget_to)
+    if muon is None:
+        weights = _sums(coefficients, W, S, returns, gradients)
+        *_, m, H = coefficients
+        S = tuple(H * s - torch.einsum("nj,njio->nio", m[..., 0], g) for s, g in zip(S, gradients))
+    else:
+        slopes = _sums(coefficients, S, (), None, gradients)
+        weights = _sums(muon, W, (), returns, tuple(-orthogonal(s) for s in slopes))
+        S = tuple(s[:, -1] for s in slopes)
+    o = network(q[:, :, None], tuple(retained(w, rule) for w in weights), rule, per_token)[:, :, 0]
+    return o, tuple(w[:, -1] for w in weights), S
+
+
+def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps: Layers) -> Layers:
+    """What each layer is after each token [N, C, d_in, d_out]."""
+    P, beta, c, *_ = coefficients
+    layers = []
+    for layer, step in enumerate(steps):
+        w = start[layer][:, None] if beta is None else beta[..., None] * start[layer][:, None]
         if beta is not None and returns:
             w = w + (1 - beta[..., None]) * returns[layer][:, None]
         if S:
             w = w + c[..., None] * S[layer][:, None]
-        layers.append(w - torch.einsum("ntj,njio->ntio", P, g))
-    per_token = None if norm is None else (norm[0][:, None], norm[1][:, None])
-    o = network(q[:, :, None], tuple(retained(w, rule) for w in layers), rule, per_token)[:, :, 0]
-    S = tuple(H * s - torch.einsum("nj,njio->nio", m[..., 0], g) for s, g in zip(S, gradients))
-    return o, tuple(w[:, -1] for w in layers), S
+        layers.append(w - torch.einsum("ntj,njio->ntio", P, step))
+    return tuple(layers)
 
 
-def _gradients(weights: Layers, k: Tensor, v: Tensor, threshold, norm: Norm | None, rule: Rule) -> Layers:
-    """Of the loss of each token [N, C, d_in, d_out], for each layer."""
+def _gradients(weights: Layers, k: Tensor, v: Tensor, learned, norm: Norm | None, rule: Rule) -> Layers:
+    """What each token learns [N, C, d_in, d_out], for each layer."""
+    lr, threshold, *earlier = learned
+    pairs = [x[:, :, None] for x in (k, v, lr)]  # [N, C, pairs, ...]
+    if earlier[0] is not None:
+        pairs = [torch.cat(both, 2) for both in zip(pairs, earlier)]
+    k, v, lr = pairs
+    threshold = None if threshold is None else threshold[:, :, None]
+    weights = tuple(W[:, None] for W in weights)
     activation, X, Z = ACTIVATIONS[rule.activation], [lift(k, rule)], []
     for W in weights:
         Z.append(X[-1] @ W)
         X.append(lift(activation.value(Z[-1]), rule))
-    D = error(Z[-1], k, v, rule, norm, threshold)
-    gradients = [X[-2][..., :, None] * D[..., None, :]]
+    D = lr[..., None] * error(Z[-1], k, v, rule, norm, threshold)
+    gradients = [X[-2].mT @ D]
     for W, z, x in zip(weights[:0:-1], Z[-2::-1], X[-3::-1]):
         D = activation.backward((D @ W.mT)[..., : z.shape[-1]], z)
-        gradients.insert(0, x[..., :, None] * D[..., None, :])
+        gradients.insert(0, x.mT @ D)
     return tuple(gradients)

@@ -43,6 +43,10 @@ def _node(
     momentum: Tensor | None,
     decay: Tensor | None,
     threshold: Tensor | None,
+    muon_lr: Tensor | None,
+    earlier_k: Tensor | None,
+    earlier_v: Tensor | None,
+    earlier_lr: Tensor | None,
     mask: Tensor | None,
     state: list[Tensor],
     weights: list[Tensor],
@@ -54,19 +58,21 @@ def _node(
     forget_to: str,
     loss: str,
     retention: str,
+    muon: bool,
+    window: int,
     backend: str,
     fresh: bool,
 ) -> list[Tensor]:
     o, (*layers, phase) = form(backend, fresh=fresh)(
-        *(q, k, v, lr, momentum, decay, threshold, mask),
+        *(q, k, v, lr, momentum, decay, threshold, muon_lr, earlier_k, earlier_v, earlier_lr, mask),
         initial_state=NeuralMemoryState(*state),
         weights=tuple(weights),
         norm=tuple(norm) or None,
-        rule=Rule(chunk_size, activation, residual, bias, forget_to, loss, retention),
+        rule=Rule(chunk_size, activation, residual, bias, forget_to, loss, retention, muon, window),
     )
     return [o, *layers, phase.clone()]  # which may be the one that was given
 
 
 @_node.register_fake
-def _(q, k, v, lr, momentum, decay, threshold, mask, state, *others):
-    return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, state)]
+def _(q, k, v, *others):
+    return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, others[9])]

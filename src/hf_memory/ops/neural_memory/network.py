@@ -29,10 +29,13 @@ class Rule(NamedTuple):
     loss: str  # "squared", "cubed" or "huber"
     retention: str  # what weights are of what is kept: "all", "norm" or "softmax"
 
+    muon: bool  # steps are made orthogonal
+    window: int  # pairs that each token learns
+
     @property
-    def is_sum(self) -> bool:
-        """Whether weights are sums of gradients, and these are linear in errors."""
-        return self.loss == "squared" and self.retention == "all"
+    def is_linear(self) -> bool:
+        """Whether weights are sums of one gradient for each token, which is linear in its error."""
+        return self[-4:] == ("squared", "all", False, 1)
 
 
 class NeuralMemoryState(NamedTuple):
@@ -52,6 +55,17 @@ def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
 def normalize(z: Tensor, norm: Norm | None) -> Tensor:
     """Layer norm over channels, or z."""
     return z if norm is None else F.layer_norm(z, z.shape[-1:], eps=NORM_EPS) * norm[0] + norm[1]
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Five Newton-Schulz steps of Muon [..., m, n]: singular values become about 1. https://kellerjordan.github.io/posts/muon"""
+    wide = x.shape[-2] > x.shape[-1]
+    x = x.mT if wide else x
+    x = x / ((x * x).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if wide else x
 
 
 def output(z: Tensor, x: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
@@ -125,8 +139,18 @@ def _gelu_tanh_second(x: Tensor) -> Tensor:
 
 
 aten = torch.ops.aten
+
+
+def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
+    """PyTorch's own has no derivative."""
+    if not torch.is_grad_enabled():
+        return aten.silu_backward(g, x)
+    s = x.sigmoid()
+    return g * s * (1 + x * (1 - s))
+
+
 ACTIVATIONS = {
-    "silu": Activation(F.silu, aten.silu_backward, _silu_second),
+    "silu": Activation(F.silu, _silu_backward, _silu_second),
     "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_second),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_second

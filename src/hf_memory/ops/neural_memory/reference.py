@@ -10,7 +10,17 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.neural_memory.network import NeuralMemoryState, Norm, Rule, enter, leave, network, pull, retained
+from hf_memory.ops.neural_memory.network import (
+    NeuralMemoryState,
+    Norm,
+    Rule,
+    enter,
+    leave,
+    network,
+    orthogonal,
+    pull,
+    retained,
+)
 
 Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
@@ -24,6 +34,10 @@ def neural_memory(
     momentum: Tensor | None,
     decay: Tensor | None,
     threshold: Tensor | None,
+    muon_lr: Tensor | None,
+    earlier_k: Tensor | None,
+    earlier_v: Tensor | None,
+    earlier_lr: Tensor | None,
     mask: Tensor | None,
     *,
     initial_state: NeuralMemoryState,
@@ -33,7 +47,10 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """The recurrence in the op's docstring."""
     HV = v.shape[2]
-    q, k, v = (x[:, :, :, None] for x in (repeat_heads(q, HV), repeat_heads(k, HV), v))  # [B, T, H, 1, D]
+    q, k, v, lr = (x[:, :, :, None] for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr))  # [B, T, H, 1, D]
+    if earlier_k is not None and earlier_v is not None and earlier_lr is not None:
+        k, v = torch.cat([k, repeat_heads(earlier_k, HV)], 3), torch.cat([v, earlier_v], 3)
+        lr = torch.cat([lr, earlier_lr], 3)
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
     phase, outputs = initial_state.phase, []
@@ -42,11 +59,12 @@ def neural_memory(
         real = None if mask is None else mask[:, t, None, None, None]
         A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
         limit = None if threshold is None else threshold[:, t, :, None]
-        step = _gradient(_retained(A, rule), k[:, t], v[:, t], limit, rule, norm)
-        step = tuple(-lr[:, t, :, None, None] * g for g in step)
+        step = tuple(-g for g in _gradient(_retained(A, rule), k[:, t], v[:, t], lr[:, t], limit, rule, norm))
         if eta is not None:
             step = tuple(eta * s + g for s, g in zip(S, step))
             S = _where(real, step, S)
+        if muon_lr is not None:
+            step = tuple(muon_lr[:, t, :, None, None] * orthogonal(s) for s in step)
         W = _where(real, tuple(w + s for w, s in zip(_forget(W, weights, A, a, rule), step)), W)
         o = network(q[:, t], _retained(W, rule), rule, norm)
         outputs.append((o if real is None else o * real)[:, :, 0])
@@ -55,9 +73,10 @@ def neural_memory(
     return torch.stack(outputs, dim=1), leave(W, S, A, phase, weights)
 
 
-def _gradient(weights: Layers, k: Tensor, v: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
-    """Of the loss of one token: k [B, H, 1, K], v [B, H, 1, V]."""
-    by_answer = pull(network(k, weights, rule, norm) - v, threshold, rule)  # which need not be a gradient itself
+def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
+    """Of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], times their rates lr [B, H, n], and summed."""
+    error = network(k, weights, rule, norm) - v
+    by_answer = lr[..., None] * pull(error, threshold, rule)  # which need not be a gradient of anything itself
 
     def linear_loss(weights: Layers) -> Tensor:
         return (by_answer * network(k, weights, rule, norm)).sum()
@@ -102,6 +121,8 @@ def example(
     decay: bool = True,
     bias: bool = False,
     norm: bool = False,
+    muon: bool = False,
+    earlier: int = 0,
     **options,
 ) -> dict:
     """Valid random arguments of the op; `options` are passed on to it."""
@@ -114,15 +135,20 @@ def example(
     sizes = [K, *[expansion * K] * (depth - 1), V]
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(sizes, sizes[1:])]
     P = sum(d_in * d_out for d_in, d_out in shapes)
+    rate = (0.1 if depth > 1 else 0.5) / (10 if options.get("loss") == "cubed" else 1)  # its gradients are longer
     arguments: dict = {
         "q": random(B, T, H, K).to(dtype),
         "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
         "v": random(B, T, HV, V).to(dtype),
-        "lr": (random(B, T, HV).sigmoid() * (0.1 if depth > 1 else 0.5) / chunk_size).to(wide),
+        "lr": (random(B, T, HV).sigmoid() * rate / chunk_size).to(wide),
         "momentum": F.logsigmoid(random(B, T, HV)).to(wide) if momentum else None,
         "decay": F.logsigmoid(random(B, T, HV) + 3).to(wide) if decay else None,
         "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
         "threshold": random(B, T, HV).exp().to(wide) if options.get("loss") == "huber" else None,
+        "muon_lr": (random(B, T, HV).sigmoid() / chunk_size).to(wide) if muon else None,
+        "earlier_k": F.normalize(random(B, T, H, earlier, K), dim=-1).to(dtype) if earlier else None,
+        "earlier_v": random(B, T, HV, earlier, V).to(dtype) if earlier else None,
+        "earlier_lr": (random(B, T, HV, earlier).sigmoid() * rate / chunk_size).to(wide) if earlier else None,
         "mask": torch.ones(B, T, dtype=torch.bool),
     }
     if norm:
