@@ -142,6 +142,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, windows": quarter,
         "1/4 of layers, windows, no memory": without_memory(quarter),
         "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
+        "1/4 of layers, those that retrieve, windows, no memory": without_memory(replace(quarter, keep=RETRIEVE)),
         "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(64, replace(best, keep=RETRIEVE)),
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
