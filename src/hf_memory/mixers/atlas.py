@@ -23,7 +23,7 @@ class AtlasMixer(NeuralMemoryMixer):
     a matrix what is orthogonal in it. phi(x) is all products of at most two channels of x, those of degree i times a
     learned number that starts at 1 / sqrt(i!): phi(q)^T phi(k) is a Taylor series of exp(q^T k). The paper adds the
     input to what f says, which features cannot be; its letters for eta and lr are the other way round. Source:
-    https://arxiv.org/abs/2505.23735, equations 9, 11, 32 and 33.
+    https://arxiv.org/abs/2505.23735.
     """
 
     unit_keys = False  # their features are not

@@ -21,7 +21,7 @@ RULES: dict[str, Learning] = {
 class MirasMixer(NeuralMemoryMixer):
     """Moneta, Yaad and Memora, whose memory is f(x; W) = x + LN(gelu(x W_1) W_2).
 
-    With e = f(k_t; W) - v_t, and gradients g_t by the weights W at the start of a chunk (section 5.4):
+    With e = f(k_t; W) - v_t, and gradients g_t by the weights W at the start of a chunk:
 
         Moneta   A_t = a_t A_{t-1} - lr_t g_t,   g_t of sum |e|^3,   W_t = A_t / |A_t|_4^2 of each matrix
         Yaad     W_t = a_t W_{t-1} - lr_t g_t,   g_t of 1/2 |e|^2 where |e| <= delta_t, else of delta_t sum |e_i|
@@ -31,7 +31,7 @@ class MirasMixer(NeuralMemoryMixer):
     Memora's softmax is over the weights that enter a channel. As it drops constants, A_t as in Moneta serves as log
     W_t, and W_t = softmax(A_t) for every token, not only for the first one of a chunk. tanh(10 e) stands for the sign
     of e, as in the paper's remark. Gates are numbers of a head where the paper's are of a channel. Source:
-    https://arxiv.org/abs/2504.13173, equations 24 to 27, with p = 3 and q = 4.
+    https://arxiv.org/abs/2504.13173, with p = 3 and q = 4.
     """
 
     has_momentum = False
