@@ -28,10 +28,17 @@ if find_spec("triton"):
     from triton.runtime import interpreter
 
     adapt_once = functools.cache(interpreter._patch_lang)
+    restore = interpreter._LangPatchScope.restore
 
     def call_device_function(self, *args, **kwargs):
         """As the interpreter does, which adapts all of triton.language anew at each call, in half of its time."""
         adapt_once(self.fn)
         return self.rewrite()(*args, **kwargs)
 
+    def restore_and_forget(self):
+        """After a kernel, what it adapted is as it was, and what its device functions adapted too."""
+        restore(self)
+        adapt_once.cache_clear()
+
     interpreter.InterpretedFunction.__call__ = call_device_function
+    interpreter._LangPatchScope.restore = restore_and_forget

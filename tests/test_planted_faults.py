@@ -41,7 +41,9 @@ def test_ignored_packing_is_seen(case, monkeypatch):
 @every_recurrent_family
 def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
     read = MemoryLayer.read
-    monkeypatch.setattr(MemoryLayer, "read", lambda self: {name: 0.9 * x for name, x in read(self).items()})
+    monkeypatch.setattr(
+        MemoryLayer, "read", lambda self, *args: {name: 0.9 * x for name, x in read(self, *args).items()}
+    )
     with pytest.raises(AssertionError):
         test_modeling.test_step_by_step_equals_full_forward(case)
 
