@@ -21,9 +21,9 @@ two tokens stood for the convolution, and models still guessed among the values 
 convolution they recall within some hundred.
 And the start of a gate: as published, the half lives of heads are drawn, up to 693 tokens, so that some of many heads
 remember. One head alone may draw 1.3 tokens, as Gated DeltaNet with seed 0, and then learns nothing in 800 steps; KDA,
-whose channels draw 43 to 93 tokens at most, falls short with two of three seeds ("drawn start"). So here both start with a
-half life of 256 tokens. Four pairs in 256 tokens are recalled worse than 16 by delta rules, since they were trained with
-64 tokens at most, and what is read after the pairs is written over them.
+whose channels draw 43 to 93 tokens at most, falls short with two of three seeds ("drawn start"). So here both start
+with a half life of 256 tokens. Four pairs in 256 tokens are recalled worse than 16 by delta rules, since they were
+trained with 64 tokens at most, and what is read after the pairs is written over them.
 """
 
 from functools import partial
