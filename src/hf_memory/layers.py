@@ -163,17 +163,17 @@ def last_tokens(
 
     Args as `ShortConvolution` has them; the present token is the last one.
     """
-    B, T, channels = x.shape
-    state = x.new_zeros(B, W - 1, channels) if state is None else state.to(x.dtype)
-    mask = x.new_ones(B, T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    x, order = real_tokens_first(x, mask)
-    context = torch.cat([state, x], dim=1)
-    windows = torch.stack([context[:, w : w + T] for w in range(W)], dim=2)
-    if cu_seqlens is not None:
-        age = torch.arange(W - 1, -1, -1, device=x.device)
-        windows = windows.where((places(cu_seqlens, T)[:, None] >= age)[..., None], 0)
-    last = mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)
-    return in_their_places(windows, order), context.gather(1, last[..., None].expand(-1, -1, channels))
+
+    def windows(context: Tensor) -> Tensor:
+        T = context.shape[1] - W + 1
+        tokens = torch.stack([context[:, w : w + T] for w in range(W)], dim=2)
+        if cu_seqlens is not None:
+            age = torch.arange(W - 1, -1, -1, device=context.device)
+            tokens = tokens.where((places(cu_seqlens, T)[:, None] >= age)[..., None], 0)
+        return tokens.flatten(2)
+
+    tokens, state = _over_last_tokens(windows, W, x, state, attention_mask)
+    return tokens.unflatten(2, (W, -1)), state
 
 
 def places(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -62,9 +62,13 @@ class AtlasMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """gamma is the rate of gradients, lr that of Muon's steps."""
-        lr = self.config.memory_max_lr / self.config.memory_chunk_size * wide(self.lr_proj(hidden_states)).sigmoid()
         gamma = wide(self.token_proj(hidden_states)).sigmoid()
-        return {**super().learning(hidden_states, context), "lr": gamma, "muon_lr": lr, "forget_to": "zero"}
+        return {
+            **super().learning(hidden_states, context),
+            "lr": gamma,
+            "muon_lr": self.inner_rate(hidden_states),
+            "forget_to": "zero",
+        }
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
         """With the tokens before each."""

@@ -51,8 +51,11 @@ class MirasMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """A threshold of sqrt(V) is an error of one in each channel."""
-        lr = self.config.memory_max_lr / self.config.memory_chunk_size * wide(self.lr_proj(hidden_states)).sigmoid()
-        gates = {"lr": lr, "momentum": None, "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states)))}
+        gates = {
+            "lr": self.inner_rate(hidden_states),
+            "momentum": None,
+            "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states))),
+        }
         if self.config.memory_rule == "yaad":
             gates["threshold"] = self.value_dim**0.5 * F.softplus(wide(self.threshold_proj(hidden_states)))
         return {**gates, **RULES[self.config.memory_rule], "forget_to": "zero", "norm": self.inner_norm()}

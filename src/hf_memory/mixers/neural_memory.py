@@ -187,9 +187,13 @@ class NeuralMemoryMixer(MemoryMixer):
         """What else the op is told: lr, log eta and log a [B, T, HV] in float32, and options of a rule."""
         eta = wide(self.momentum_proj(hidden_states))
         momentum, decay = F.logsigmoid(eta), F.logsigmoid(-wide(self.decay_proj(hidden_states)))
-        scale = self.config.memory_max_lr / self.config.memory_chunk_size
-        lr = scale * wide(self.lr_proj(hidden_states)).sigmoid() * (-eta).sigmoid()
+        lr = self.inner_rate(hidden_states) * (-eta).sigmoid()
         return {"lr": lr, "momentum": momentum, "decay": decay}
+
+    def inner_rate(self, hidden_states: Tensor) -> Tensor:
+        """memory_max_lr / memory_chunk_size sigmoid(W x), [B, T, HV]."""
+        scale = self.config.memory_max_lr / self.config.memory_chunk_size
+        return scale * wide(self.lr_proj(hidden_states)).sigmoid()
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
         """Persistent tokens before every sequence that begins here, and where the real ones are then."""
