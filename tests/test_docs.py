@@ -1,16 +1,21 @@
 """README and docs: their code runs, their commands parse, their links lead somewhere."""
 
+import inspect
+import pkgutil
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import hf_memory
+from hf_memory import cache, conversion, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*.md"), *ROOT.glob("model_cards/*/README.md")]
+PUBLIC = (hf_memory, modeling, serving, conversion, evaluation, export, ops, cache)
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 
 
@@ -74,3 +79,12 @@ def test_pictures_are_those_of_the_script():
     for picture, content in names["PICTURES"].items():
         drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text(encoding="utf-8")
         assert drawn == names["draw"](content)
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    described = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    objects = {path: pkgutil.resolve_name(path) for path in described}
+    assert [path for path, x in objects.items() if inspect.ismodule(x) or not inspect.getdoc(x)] == []
+    names = {path.rsplit(".")[-1] for path in described} | set(re.findall(r"`(\w+)`", page))
+    assert [f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__ if name not in names] == []

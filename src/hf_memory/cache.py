@@ -21,6 +21,8 @@ from transformers.cache_utils import (
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.utils.import_utils import is_tracing
 
+__all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
+
 Growth = Literal["fixed", "log", "token"]  # of a state with the tokens read
 States = dict[str, Tensor]  # of a mixer by name, each [B, ...]
 Inputs = dict[str, Tensor]  # of a mixer by name, each [B, T, ...]
