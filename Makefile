@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DOCS := .venv/.installed_docs
 
 .PHONY: demo smollm2 test check bench claims engines docs
 
@@ -26,8 +27,11 @@ check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-docs: $(INSTALLED)  ## the documentation as a site, in site/; a broken link is an error
+$(INSTALLED_DOCS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(INSTALLED_DOCS)  ## the documentation as a site, in site/; a broken link is an error
 	$(BIN)/python docs/draw.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 
