@@ -15,6 +15,7 @@ COMMANDS = {
     "fine-tune": "Teach a student the text itself, at a longer context.",
     "evaluate": "Measure what a model has kept, beside its teacher.",
     "generate": "Continue a prompt.",
+    "datastore": "Make a text into a datastore that a model looks up while it writes.",
     "chat": "Talk line by line on one memory.",
     "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",
     "info": "Show parameters, layers, and the memory that a sequence needs.",

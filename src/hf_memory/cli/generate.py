@@ -1,11 +1,14 @@
 """hf-memory generate."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_memory.cli.options import Seed
 from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, load, sampling, write
+from hf_memory.decoding import Datastore, NearestNeighbours
 
 
 def generate(
@@ -19,8 +22,14 @@ def generate(
     device: Device = None,
     dtype: Dtype = "auto",
     seed: Seed = 0,
+    datastore: Annotated[
+        Path | None, typer.Option(help="Folder that hf-memory datastore has made with this model, to look up.")
+    ] = None,
+    datastore_weight: Annotated[float, typer.Option(help="Weight of what is looked up, between 0 and 1.")] = 0.25,
 ) -> None:
     """Continue a prompt."""
     options = sampling(temperature, top_p, top_k, greedy)
+    store = Datastore(datastore) if datastore else None
     loaded, tokenizer = load(model, device, dtype)
-    write(loaded, tokenizer, prompt, seed, max_new_tokens=max_new_tokens, **options).say_speed()
+    with NearestNeighbours(loaded, store, weight=datastore_weight) if store else nullcontext():
+        write(loaded, tokenizer, prompt, seed, max_new_tokens=max_new_tokens, **options).say_speed()

@@ -282,7 +282,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
         if loss_from is not None:
             return CausalLMOutputWithPast(loss=loss_from(self, outputs.last_hidden_state))
-        logits = self.predict(_kept(outputs.last_hidden_state, logits_to_keep))
+        logits = self.predict(kept_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -305,7 +305,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _kept(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
+def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
+    """What `logits_to_keep` keeps of [B, T, D]."""
     if isinstance(positions, int):
         return hidden_states[:, -positions:]  # from 0, all
     if positions.ndim == 1:

@@ -1,0 +1,38 @@
+"""Where a causal language model of transformers has its layers and their parts, whoever wrote it."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
+LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "embedding_norm")
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model, in order: its first list of as many modules as its config has layers.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    depth = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"model must have a list of its {depth} layers, got {type(model).__name__}")
+
+
+def feed_forward(layer: nn.Module) -> nn.Module | None:
+    """What follows attention in a layer: the child with one of the usual names; None if there is none."""
+    return next((module for name, module in layer.named_children() if name in FEED_FORWARDS), None)
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the head: the last child of the base model with one of the usual names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    norms = [module for name, module in model.base_model.named_modules() if name.rpartition(".")[2] in LAST_NORMS]
+    outside = [module for module in norms if not any(module in set(layer.modules()) for layer in decoder_layers(model))]
+    if not outside:
+        raise ValueError(f"model must have a last norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}")
+    return outside[-1]

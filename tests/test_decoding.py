@@ -1,0 +1,125 @@
+"""Ways to decode that need no model of ours: with a datastore."""
+
+import faiss
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from cases import CASE, make_model, random_tokens
+from hf_memory.decoding import Datastore, NearestNeighbours, build_datastore
+from hf_memory.decoding.datastore import key_module
+from hf_memory.evaluation import perplexity
+from test_cli import run, teacher, text  # noqa: F401  fixtures
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.3)).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)).eval()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "gated-deltanet-sliding": None, "mosaic-full": None}
+
+
+def make(name):
+    return (MODELS[name] or (lambda: make_model(CASE[name])))()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_memory.decoding.datastore.SLICE", 32 * 7)  # so that a search takes several slices
+    model, read, asked = make(name).double(), random_tokens(40), random_tokens(2, 9, seed=1)
+    store = build_datastore(model, read, tmp_path / "store", length=80, dtype=torch.float64)
+    k, weight, temperature = 5, 0.3, 2.0
+
+    inputs = []
+    with model.get_submodule(key_module(model)).register_forward_pre_hook(lambda _, x: inputs.append(x[0])):
+        model(read[None, :-1])
+        plain = model(asked).logits.softmax(-1)
+    keys, queries = inputs[0][0], inputs[1]
+    torch.testing.assert_close(store.keys, keys, atol=1e-9, rtol=1e-9)
+    expected = torch.empty_like(plain)
+    for b in range(2):
+        for t in range(9):
+            distances = (queries[b, t] - keys).pow(2).sum(-1)
+            nearest = distances.argsort()[:k]
+            weights = (-distances[nearest] / temperature).exp()
+            retrieved = torch.zeros(64, dtype=torch.float64)
+            for place, w in zip(nearest.tolist(), weights / weights.sum()):
+                retrieved[read[place + 1]] += w
+            expected[b, t] = weight * retrieved + (1 - weight) * plain[b, t]
+    with NearestNeighbours(model, store, k=k, weight=weight, temperature=temperature):
+        found = model(asked, labels=asked)
+        last = model(asked, logits_to_keep=1).logits
+    torch.testing.assert_close(found.logits, expected.log(), atol=1e-8, rtol=1e-8)
+    torch.testing.assert_close(last, found.logits[:, -1:], atol=1e-8, rtol=1e-8)
+    losses = -expected[:, :-1].log().gather(-1, asked[:, 1:, None])
+    torch.testing.assert_close(found.loss.double(), losses.mean(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
+
+
+def test_a_text_that_was_kept_is_written_and_predicted_again(tmp_path):
+    model, read = llama(), random_tokens(300)
+    store = build_datastore(model, read, tmp_path / "store", length=32, dtype=torch.float32)
+    assert len(store) == 299
+    alone = float(perplexity(model, read, length=32))
+    with NearestNeighbours(model, store, k=4, weight=0.9, temperature=0.01):
+        together = float(perplexity(model, read, length=32))
+        written = model.generate(read[None, :16], max_new_tokens=6, do_sample=False)[0]
+    assert together < min(1.5, alone / 10)
+    assert written.tolist() == read[:22].tolist()
+
+
+def test_an_index_finds_what_all_keys_give(tmp_path):
+    faiss.omp_set_num_threads(1)
+    model, read = llama(), random_tokens(200)
+    exact = build_datastore(model, read, tmp_path / "exact")
+    queries = exact.keys[:20].float() + 0.01
+    all_lists = build_datastore(model, read, tmp_path / "index", index="IVF4,Flat")
+    for x, y in zip(exact.nearest(queries, 5), all_lists.nearest(queries, 5)):
+        torch.testing.assert_close(x, y)
+    all_lists.index.nprobe = 1
+    found = all_lists.nearest(queries, 150)
+    assert found.distances.isinf().any()  # a list has fewer keys than that
+    assert exact.nearest(queries, 300).distances.shape == (20, 199)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    model, read = llama(), random_tokens(20)
+    store = build_datastore(model, read, tmp_path / "store")
+    with pytest.raises(ValueError, match="folder must be a new one"):
+        build_datastore(model, read, tmp_path / "store")
+    with pytest.raises(ValueError, match="module must be the name of a module"):
+        build_datastore(model, read, tmp_path / "other", module="nowhere")
+    with pytest.raises(ValueError, match=r"index must be a description.*Nonsense"):
+        build_datastore(model, read, tmp_path / "other", index="Nonsense")
+    with pytest.raises(ValueError, match="module must be given for Rwkv7ForCausalLM"):
+        build_datastore(make_model(CASE["rwkv7"]), read, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    model.lm_head.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="datastore must be made by the same model"):
+        NearestNeighbours(model, store)
+    for name, value in (("k", 0), ("weight", 1.0), ("temperature", 0.0)):
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+            NearestNeighbours(model, store, **{name: value})
+    (tmp_path / "store" / "keys.bin").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"keys.bin must have 1216 bytes, got 3"):
+        Datastore(tmp_path / "store")
+
+
+def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):  # noqa: F811
+    store = tmp_path / "store"
+    code, out, err = run("datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64)
+    assert (code, err) == (0, "")
+    assert "299 keys of 16 channels, 0.0 MB" in out
+    prompt = ["--prompt", "the snake", "--max-new-tokens", 4, "--greedy"]
+    assert run("generate", teacher, *prompt, "--datastore", store, "--datastore-weight", 0.5)[0] == 0
+    code, _, err = run("datastore", teacher, "--text", text, "--output", store)
+    assert code == 2
+    assert "which is not empty" in err
