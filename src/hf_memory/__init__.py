@@ -55,6 +55,13 @@ from hf_memory.modeling.titans import (
     TitansForTokenClassification,
     TitansModel,
 )
+from hf_memory.modeling.transformer import (
+    MemoryTransformerConfig,
+    MemoryTransformerForCausalLM,
+    MemoryTransformerForSequenceClassification,
+    MemoryTransformerForTokenClassification,
+    MemoryTransformerModel,
+)
 from hf_memory.serving import Conversation, Request, Step, generate_stream, load_memory, save_memory
 
 __version__ = "0.1.0"
@@ -88,6 +95,11 @@ __all__ = [
     "MemoryMosaicForSequenceClassification",
     "MemoryMosaicForTokenClassification",
     "MemoryMosaicModel",
+    "MemoryTransformerConfig",
+    "MemoryTransformerForCausalLM",
+    "MemoryTransformerForSequenceClassification",
+    "MemoryTransformerForTokenClassification",
+    "MemoryTransformerModel",
     "Request",
     "Rwkv7Config",
     "Rwkv7ForCausalLM",

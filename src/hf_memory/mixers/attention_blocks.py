@@ -1,7 +1,7 @@
 """Softmax attention in blocks of queries, each with the keys that some query of the block sees: never T x T numbers."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,12 +37,32 @@ class Blocks(NamedTuple):
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
     visible: Tensor  # [B * blocks, 1, C, S] bool
+    asking: Tensor  # [1 or B * blocks, C], positions of the queries
+    asked: Tensor  # [1 or B * blocks, S], positions of the keys
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
         """Queries that are these tokens, with the columns of every kind that they may see."""
         keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
-        return cls(queries, keys, values, _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1))
+        visible = _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1)
+        rows = max(len(x.tokens.position) for x in columns)
+        asked = _joined([x.tokens.position.expand(rows, -1) for x in columns], 1)
+        return cls(queries, keys, values, visible, tokens.position, asked)
+
+    @property
+    def distance(self) -> Tensor:
+        """[1 or B * blocks, C, S] from each query back to each key; 0 where the key is later, or there is none."""
+        return (self.asking[:, :, None] - self.asked[:, None, :]).clamp(min=0)
+
+
+class Relation(Protocol):
+    """What the distance of two tokens does to attention between them."""
+
+    def __call__(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
+        """Scores [B * blocks, HQ, C, S] of contents -> scores, in float32."""
+
+    def read(self, weights: Tensor, blocks: Blocks) -> Tensor | None:
+        """What weights [B * blocks, HQ, C, S] read beside the values, [B * blocks, C, HQ, V]."""
 
 
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> Blocks:
@@ -73,29 +93,37 @@ def rows_of(blocks: Tensor, like: Tensor) -> Tensor:
     return blocks.reshape(B, -1, *blocks.shape[2:])[:, :T]
 
 
-def softmax_attention(blocks: Blocks, scaling: float, softcap: float | None) -> Tensor:
+def softmax_attention(
+    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
+) -> Tensor:
     """o [B * blocks, C, HQ, V], anything at padding; scores s become softcap tanh(s / softcap) where it is given."""
-    if softcap is not None:
-        return softmax_and_mass(blocks, scaling, softcap)[0]
+    if softcap is not None or relation is not None:
+        return softmax_and_mass(blocks, scaling, softcap, relation)[0]
     q, k, v = (x.transpose(1, 2) for x in blocks[:3])
     visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True).transpose(1, 2)
 
 
-def softmax_and_mass(blocks: Blocks, scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def softmax_and_mass(
+    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
+) -> tuple[Tensor, Tensor]:
     """The same, zero at padding, and the logarithm of what the softmax divides by [B * blocks, C, HQ] in float32."""
-    q, k, v, visible = blocks
+    q, k, v, visible = blocks[:4]
     B, C, HQ, D = q.shape
     H = k.shape[2]
     q = q.reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # a group shares its keys
     scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if relation is not None:
+        scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
     scores = scores.masked_fill(~visible[:, :, None], -torch.inf)  # [B, H, G, C, S]
     logsumexp = scores.logsumexp(-1, keepdim=True)
     weights = (scores - logsumexp.clamp(min=torch.finfo(scores.dtype).min)).exp()  # padding sees nothing: zero
     o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
-    return o.permute(0, 3, 1, 2, 4).flatten(2, 3), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+    o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
+    return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
 
 
 def full_attention(
@@ -107,6 +135,7 @@ def full_attention(
     scaling: float,
     softcap: float | None,
     window: int | None = None,
+    relation: Relation | None = None,
 ) -> Tensor:
     """A block of queries at a time, which suits windows much longer than a block.
 
@@ -118,6 +147,7 @@ def full_attention(
         scaling: factor of the products of queries and keys.
         softcap: scores s become softcap tanh(s / softcap), or None.
         window: tokens that a query sees, or None for all.
+        relation: what distances do, or None.
 
     Returns:
         o [B, T, HQ, V], anything at padding.
@@ -129,7 +159,7 @@ def full_attention(
         end = before + i + BLOCK if i + BLOCK < q.shape[1] else None  # torch.compile takes a growing bound for a number
         near = slice(0 if window is None else max(0, i + before - window + 1), end)
         blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
-        parts.append(softmax_attention(blocks, scaling, softcap))
+        parts.append(softmax_attention(blocks, scaling, softcap, relation))
     return _joined(parts, 1)
 
 

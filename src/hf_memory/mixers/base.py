@@ -14,6 +14,7 @@ from hf_memory.layers import RMSNorm, ShortConvolution
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.contract import blank
+from hf_memory.ops.masks import Tokens, count, packed
 
 
 class Context(NamedTuple):
@@ -32,6 +33,17 @@ class Context(NamedTuple):
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
+
+    def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
+        """Which token of its sequence each of x [B, T, ...] is, and the state `count`: how many were read then, [B]."""
+        (B, T), mask = x.shape[:2], self.attention_mask
+        before = self.states["count"] if self.states else torch.zeros(B, dtype=torch.long, device=x.device)
+        if self.cu_seqlens is not None:
+            return packed(self.cu_seqlens, T), before
+        if mask is None:
+            return Tokens(before[:, None] + torch.arange(T, device=x.device)), before + T
+        place = count(mask)
+        return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)
 
 
 class Projections(nn.Module, ABC):

@@ -9,7 +9,7 @@ from hf_memory.layers import RMSNorm, token_before, unit_length
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.ops import linear_attention
-from hf_memory.ops.masks import Mask, Tokens, count, packed
+from hf_memory.ops.masks import Mask, Tokens
 
 completed = Mask(lambda q, k: (k <= q) & (k > 0))  # the first token of a sequence completes no pair
 
@@ -63,7 +63,7 @@ class MemoryMosaicMixer(MemoryMixer):
             torch.cat([k.flatten(2), v], -1), context.states.get("last"), context.attention_mask, context.cu_seqlens
         )
         key, value = (self._heads(y) for y in before.chunk(2, -1))
-        tokens, states["count"] = _places(x, context)
+        tokens, states["count"] = context.places(x)
         position = tokens.position.expand(len(x), -1)
         new = {"keys": key, "values": self.value_average(value, self._heads(v)), "positions": position.int()}
         if context.states:
@@ -149,15 +149,3 @@ class PersistentMemory(nn.Module):
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         o = torch.einsum("bthn,hnd->bthd", weights, self.values.to(q.dtype))
         return o * self.scale.exp()[:, None].to(q.dtype)
-
-
-def _places(x: Tensor, context: Context) -> tuple[Tokens, Tensor]:
-    """Which token of its sequence each of [B, T, ...] is, and how many were read then, [B]."""
-    (B, T), mask = x.shape[:2], context.attention_mask
-    before = context.states["count"] if context.states else torch.zeros(B, dtype=torch.long, device=x.device)
-    if context.cu_seqlens is not None:
-        return packed(context.cu_seqlens, T), before
-    if mask is None:
-        return Tokens(before[:, None] + torch.arange(T, device=x.device)), before + T
-    place = count(mask)
-    return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)

@@ -4,7 +4,7 @@ Contract tests, conversion and the Hub run over FAMILIES: an entry is a family's
 """
 
 from hf_memory.modeling import delta_net as delta
-from hf_memory.modeling import deltaformer, rwkv7, titans
+from hf_memory.modeling import deltaformer, rwkv7, titans, transformer
 from hf_memory.modeling import gated_linear_attention as gated
 from hf_memory.modeling import linear_transformer as linear
 from hf_memory.modeling import memory_mosaic as mosaic
@@ -65,6 +65,14 @@ FAMILIES = (
         titans.TitansForCausalLM,
         titans.TitansForSequenceClassification,
         titans.TitansForTokenClassification,
+    ),
+    Family(
+        transformer.MemoryTransformerConfig,
+        transformer.MemoryTransformerModel,
+        transformer.MemoryTransformerForCausalLM,
+        transformer.MemoryTransformerForSequenceClassification,
+        transformer.MemoryTransformerForTokenClassification,
+        growth="token",
     ),
 )
 

@@ -23,7 +23,7 @@ NAMES = {
     "lm_head.{rest}": "lm_head.{rest}",
 }
 NEW_WEIGHTS = re.compile(  # where a student may have weights that no teacher has
-    r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values)\."
+    r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values|embed_positions)\."
 )
 
 
