@@ -1,6 +1,17 @@
-"""Other ways to decode any causal language model of transformers, ours or not: with a datastore beside it."""
+"""Other ways to decode any causal language model of transformers, ours or not: beside a datastore, or leaving early."""
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, build_datastore
+from hf_memory.decoding.early_exit import EarlyExit
+from hf_memory.decoding.learning_to_exit import calibrate, exit_loss, fit_classifier
 from hf_memory.decoding.nearest_neighbours import NearestNeighbours
 
-__all__ = ["Datastore", "NearestNeighbours", "Neighbours", "build_datastore"]
+__all__ = [
+    "Datastore",
+    "EarlyExit",
+    "NearestNeighbours",
+    "Neighbours",
+    "build_datastore",
+    "calibrate",
+    "exit_loss",
+    "fit_classifier",
+]

@@ -1,0 +1,190 @@
+"""Early exit: a token leaves the model after the first layer where its prediction is sure.
+
+The layers above still need the token's keys, values or state updates, since later tokens may go higher. They compute
+them from the hidden state that the token left with; only their feed-forward networks are skipped.
+
+https://arxiv.org/abs/2207.07061 (CALM).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_memory.decoding.parts import decoder_layers, feed_forward, last_norm
+
+CONFIDENCES = ("softmax", "cosine")
+STATES = ("copied", "exact")
+
+
+class EarlyExit:
+    """Lets tokens leave a model early until `remove`, or in a `with` statement; `generate` of any kind works as usual.
+
+    A token that is read with a cache leaves after the first of `layers` where the confidence reaches the threshold. A
+    batch leaves as one, when its least sure row is sure. Prompts are read by all layers.
+
+    Args:
+        model: any causal language model of transformers whose layers are called one after the other.
+        confidence: "softmax": the probability of the likeliest token less that of the next, by the model's own head;
+            "cosine": of the hidden states before and after a layer; or a classifier, see `fit_classifier`.
+        threshold: of the confidence.
+        decay: with t tokens decoded since the prompt, the threshold is min(1, 0.9 threshold + 0.1 exp(-decay t)), since
+            errors in early tokens harm most; the paper has decay = 4 / longest output. None: it is the same for all.
+        layers: after how many layers a token may leave; default: a quarter, a half and three quarters of all.
+        states: "copied": a layer that is skipped computes keys, values or state from the hidden state that the token
+            left with. "exact": all layers are computed, and the past is that of the whole model: not faster, it shows
+            what copying costs. A text that is read without a cache then leaves early too, each token by itself.
+
+    Attributes:
+        depths: layers that were computed for each prediction [B, T], a tensor for each forward.
+
+    Raises:
+        ValueError: if an option is none of its words, or a layer is none of the model's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        confidence: Literal["softmax", "cosine"] | nn.Module = "softmax",
+        threshold: float = 0.9,
+        decay: float | None = None,
+        layers: Sequence[int] | None = None,
+        states: Literal["copied", "exact"] = "copied",
+    ):
+        modules = decoder_layers(model)
+        self.num_layers = len(modules)
+        self.layers = exit_layers(self.num_layers, layers)
+        if not isinstance(confidence, nn.Module) and confidence not in CONFIDENCES:
+            raise ValueError(f"confidence must be {', '.join(CONFIDENCES)} or a classifier, got {confidence!r}")
+        if states not in STATES:
+            raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}")
+        self.head = Head(model)
+        self.confidence, self.threshold, self.decay, self.states = confidence, threshold, decay, states
+        self.depths: list[Tensor] = []
+        self.decoded = 0  # tokens since the prompt
+        self.is_active = False
+        self._attached = ExitStack()
+        for i, layer in enumerate(modules):
+            run = partial(self._run, i, layer.forward, feed_forward(layer))
+            self._attached.enter_context(replaced(layer, run))
+
+    def __enter__(self) -> "EarlyExit":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Let all layers be computed again."""
+        self._attached.close()
+
+    def mean_depth(self) -> float:
+        """Layers that were computed for a prediction, on average."""
+        return float(torch.cat([x.flatten() for x in self.depths]).float().mean())
+
+    def threshold_after(self, decoded: Tensor | int) -> Tensor:
+        """The threshold when so many tokens were decoded."""
+        start = torch.as_tensor(decoded, dtype=torch.float32)
+        if self.decay is None:
+            return torch.full_like(start, self.threshold)
+        return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
+
+    def _run(self, i: int, layer: Callable, skipped: nn.Module | None, hidden_states: Tensor, *args, **kwargs):
+        """What stands in the place of a layer's forward."""
+        if i == 0:
+            self._begin(hidden_states, [*args, *kwargs.values()])
+        if not self.is_active:
+            return layer(hidden_states, *args, **kwargs)
+        if i in self.layers:
+            self._decide(i, hidden_states)
+        self.before = hidden_states
+        left = self.states == "copied" and bool(self.has_left.all())
+        with replaced(skipped, silent) if left and skipped is not None else ExitStack():
+            made = layer(hidden_states, *args, **kwargs)
+        mixed, *others = made if isinstance(made, tuple) else (made,)
+        if left:
+            mixed = hidden_states
+        if i == self.num_layers - 1:
+            mixed = torch.where(self.has_left[..., None], self.leaving, mixed)
+            self.depths.append(self.depth)
+        return (mixed, *others) if isinstance(made, tuple) else mixed
+
+    def _begin(self, hidden_states: Tensor, given: list) -> None:
+        B, T = hidden_states.shape[:2]
+        cache = next((x for x in given if isinstance(x, Cache)), None)
+        if cache is None:
+            self.is_active, decoded = self.states == "exact", torch.arange(T)
+        else:
+            self.is_active = T == 1 and cache.get_seq_length() > 0
+            self.decoded = self.decoded + 1 if self.is_active else 0
+            decoded = torch.tensor([self.decoded])
+        self.wanted = self.threshold_after(decoded).to(hidden_states.device)
+        self.has_left = torch.zeros(B, T, dtype=torch.bool, device=hidden_states.device)
+        self.depth = torch.full((B, T), self.num_layers, device=hidden_states.device)
+        self.leaving = hidden_states
+
+    def _decide(self, i: int, hidden_states: Tensor) -> None:
+        if self.states == "copied" and self.has_left.all():
+            return
+        leaves = (self._confidence(hidden_states) >= self.wanted) & ~self.has_left
+        if self.states == "copied":
+            leaves = leaves.all().expand_as(leaves)
+        self.leaving = torch.where(leaves[..., None], hidden_states, self.leaving)
+        self.depth = self.depth.masked_fill(leaves, i)
+        self.has_left = self.has_left | leaves
+
+    def _confidence(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T]"""
+        if self.confidence == "cosine":
+            return F.cosine_similarity(hidden_states.float(), self.before.float(), dim=-1)
+        if self.confidence == "softmax":
+            best = self.head(hidden_states).float().softmax(-1).topk(2).values
+            return best[..., 0] - best[..., 1]
+        return self.confidence(self.head.norm(hidden_states).float()).squeeze(-1).sigmoid()
+
+
+class Head:
+    """What a model makes of a hidden state after its last layer."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.norm, self.project = last_norm(model), model.get_output_embeddings()
+        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] before the last norm -> logits [..., V]."""
+        logits = self.project(self.norm(hidden_states))
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """After how many layers a token may leave."""
+    if layers is None:
+        return tuple(sorted({num_layers * quarter // 4 for quarter in (1, 2, 3)} - {0}))
+    if not layers or not all(0 < i < num_layers for i in layers):
+        raise ValueError(f"layers must be from 1 to {num_layers - 1}, got {list(layers)}")
+    return tuple(sorted(set(layers)))
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable):
+    """A module with another forward while the context lasts."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def silent(hidden_states: Tensor, *_, **__) -> Tensor:
+    """A feed-forward network that says nothing."""
+    return torch.zeros_like(hidden_states)

@@ -1,0 +1,131 @@
+"""How early exit is learned: by the model, by a classifier, and by a threshold that keeps a promise."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_memory.decoding.early_exit import EarlyExit, Head, exit_layers
+from hf_memory.decoding.parts import decoder_layers
+
+THRESHOLDS = tuple(i / 20 for i in range(1, 20))
+
+
+def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batch=None, *, layers=None) -> Tensor:
+    """Cross-entropy of the predictions at all exits and at the end, weighted by their numbers of layers.
+
+    `Trainer(model, arguments, compute_loss_func=partial(exit_loss, model))` teaches a model to predict early; its
+    config must have `output_hidden_states=True`.
+
+    Args:
+        model: that has made the outputs.
+        outputs: with `logits` and `hidden_states`.
+        labels: [B, T] tokens, shifted inside; -100 is ignored.
+        num_items_in_batch: labels of all batches of a step, from the Trainer.
+        layers: see `EarlyExit`.
+    """
+    exits = exit_layers(len(outputs.hidden_states) - 1, layers)
+    weights, head = [*exits, len(outputs.hidden_states) - 1], Head(model)
+    logits = [*(head(outputs.hidden_states[i]) for i in exits), outputs.logits]
+    size, of_all = model.config.get_text_config().vocab_size, {"num_items_in_batch": num_items_in_batch}
+    losses = [model.loss_function(logits=x, labels=labels, vocab_size=size, **of_all) for x in logits]
+    return sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
+
+
+@torch.no_grad()
+def fit_classifier(
+    model: PreTrainedModel, texts: Tensor, *, layers: Sequence[int] | None = None, steps: int = 100
+) -> nn.Linear:
+    """A linear classifier of hidden states after the last norm: is the prediction at an exit that of the whole model?
+
+    Args:
+        model: that is to leave early; it stays as it is.
+        texts: [n, T] tokens.
+        layers: see `EarlyExit`.
+        steps: of L-BFGS at most.
+    """
+    head, features, agree = Head(model), [], []
+    exits = exit_layers(len(decoder_layers(model)), layers)
+    for row in texts.to(model.device).split(1):
+        outputs = model(row, output_hidden_states=True, use_cache=False)
+        for i in exits:
+            features.append(head.norm(outputs.hidden_states[i])[0].float())
+            agree.append(head(outputs.hidden_states[i]).argmax(-1)[0] == outputs.logits.argmax(-1)[0])
+    x, y = torch.cat(features), torch.cat(agree).float()
+    classifier = nn.Linear(x.shape[1], 1).to(x)
+    classifier.weight.zero_(), classifier.bias.zero_()
+    _logistic_regression(classifier, x, y, steps)
+    return classifier.requires_grad_(False)
+
+
+@torch.enable_grad()
+def _logistic_regression(classifier: nn.Linear, x: Tensor, y: Tensor, steps: int) -> None:
+    """Fit [n, D] to [n], with a little weight decay, so that there is an optimum."""
+    optimizer = torch.optim.LBFGS(classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(classifier(x)[:, 0], y) + 1e-4 * classifier.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def calibrate(
+    model: PreTrainedModel,
+    texts: Tensor,
+    *,
+    tolerance: float = 0.1,
+    error: float = 0.05,
+    thresholds: Sequence[float] = THRESHOLDS,
+    **options,
+) -> float:
+    """The lowest threshold at which predictions differ from the whole model's in at most a share of tokens.
+
+    With a probability of at least 1 - `error` over the choice of texts, the share in other texts of the same kind is at
+    most `tolerance`: thresholds are tested in turn, from the highest, until one fails, as in
+    https://arxiv.org/abs/2110.01052, with p-values by Hoeffding's inequality.
+
+    Args:
+        model: that is to leave early.
+        texts: [n, T] tokens; half of each is a prompt, and the rest is read token by token.
+        tolerance: largest share of predictions that may differ.
+        error: largest probability that the share is larger than that.
+        thresholds: to be tested.
+        **options: of `EarlyExit`, but for the threshold.
+
+    Raises:
+        ValueError: if there are too few texts for any promise, or the highest threshold fails.
+    """
+    needed = math.ceil(math.log(1 / error) / (2 * tolerance**2))
+    if len(texts) < needed:
+        raise ValueError(f"texts must be at least {needed} for tolerance {tolerance}, error {error}, got {len(texts)}")
+    wanted, lowest = [_predictions(model, text) for text in texts], None
+    for threshold in sorted(thresholds, reverse=True):
+        with EarlyExit(model, threshold=threshold, **options):
+            found = [_predictions(model, text) for text in texts]
+        risk = float(torch.stack([(x != y).double().mean() for x, y in zip(found, wanted)]).mean())
+        if math.exp(-2 * len(texts) * max(0.0, tolerance - risk) ** 2) > error:
+            break
+        lowest = threshold
+    if lowest is None:
+        raise ValueError(
+            f"thresholds must have one that keeps the tolerance {tolerance}: at {max(thresholds)} a share of "
+            f"{risk:.3f} of the predictions differs in {len(texts)} texts"
+        )
+    return lowest
+
+
+@torch.no_grad()
+def _predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """The likeliest tokens [T - T / 2] after each of the second half of a text [T], which is read token by token."""
+    half = len(text) // 2
+    row, found = text[None].to(model.device), []
+    cache = model(row[:, :half], use_cache=True).past_key_values
+    for t in range(half, len(text)):
+        found.append(model(row[:, t : t + 1], past_key_values=cache, use_cache=True).logits[0, -1].argmax())
+    return torch.stack(found)
