@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import hf_memory
-from hf_memory import cache, conversion, evaluation, export, modeling, ops, serving
+from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("recipes/*.md"), *ROOT.glob("model_cards/*/README.md")]
-PUBLIC = (hf_memory, modeling, serving, conversion, evaluation, export, ops, cache)
+PUBLIC = (hf_memory, modeling, serving, decoding, conversion, evaluation, export, ops, cache)
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 
 
