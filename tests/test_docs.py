@@ -1,12 +1,16 @@
 """README and docs: their code runs, their commands parse, their links lead somewhere."""
 
 import inspect
+import json
 import pkgutil
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_memory
 from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
@@ -88,3 +92,28 @@ def test_the_reference_has_every_public_name():
     assert [path for path, x in objects.items() if inspect.ismodule(x) or not inspect.getdoc(x)] == []
     names = {path.rsplit(".")[-1] for path in described} | set(re.findall(r"`(\w+)`", page))
     assert [f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__ if name not in names] == []
+
+
+@pytest.fixture
+def tiny_teacher(tmp_path):
+    """A folder with a random Llama and a tokenizer of two words."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({"end": 0, "the": 1}, unk_token="the"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="end", unk_token="the", chat_template="{{ messages }}"
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_notebook_runs(tiny_teacher, monkeypatch):
+    for name, value in {"TEACHER": str(tiny_teacher), "STEPS": "1", "LENGTH": "32"}.items():
+        monkeypatch.setenv(name, value)
+    notebook = json.loads((ROOT / "examples" / "convert_smollm2.ipynb").read_text(encoding="utf-8"))
+    names: dict = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["cache"].get_seq_length() == 2048
