@@ -72,6 +72,7 @@ MEMORIES = {
         erase=1.0,
         momentum=0.5,
     ),
+    "memory_transformer": Memory(("columns: k and v of every token",)),
     "window": Memory(("columns: k and v of the window", "matrix: slots"), held="xooooooxxxx"),
 }
 WIDTH, HEIGHT, GAP = 760, 52, 18
