@@ -2,7 +2,7 @@
 
 python benchmarks/claims                 # all
 python benchmarks/claims parity cost
-python benchmarks/claims --page          # nothing but the page, from what is finished
+python benchmarks/claims --page          # nothing but pictures and page, from what is finished
 """
 
 import sys
@@ -37,11 +37,14 @@ def main() -> None:
         print(f"{claim.name}: {': '.join(claim.verdict(rows))}", flush=True)
         write_page()
     if not chosen:
+        for claim in CLAIMS.values():
+            if rows := claim.rows():
+                claim.picture(rows)
         write_page()
 
 
 def write_page() -> None:
-    """And the table in README."""
+    """Write docs/claims.md, and the table in README."""
     for file, text in texts(CLAIMS.values()).items():
         write(file, text)
 

@@ -20,6 +20,7 @@ import torch
 
 from claim import Claim, Rows, spread
 from learning import learn, loss_and_accuracy, make
+from pictures import dots
 from text import SIZES, passages
 
 SEEDS, LENGTH, STEPS = 3, 256, 150
@@ -84,15 +85,14 @@ def table(rows: Rows) -> Rows:
 
 
 def draw(rows: Rows, figure) -> None:
-    """A point a seed."""
+    """Differences to all parts, seed by seed."""
     figure.set_size_inches(7, 4)
-    axes = figure.subplots()
-    for place, variant in enumerate(VARIANTS):
-        runs = runs_of(rows, variant)
-        axes.plot([row["nats"] for row in runs], [place] * len(runs), "o", color="C0")
-    axes.set_yticks(range(len(VARIANTS)), VARIANTS)
-    axes.set(xlabel="held-out nats a byte")
-    axes.invert_yaxis()
+    axes, whole = figure.subplots(), {row["seed"]: row["nats"] for row in runs_of(rows, "all")}
+    more = {x: [row["nats"] - whole[row["seed"]] for row in runs_of(rows, x)] for x in WORSE + BETTER}
+    dots(axes, {variant: values for variant, values in more.items() if values})
+    axes.axvline(0, color="gray", linestyle=":")
+    axes.locator_params(axis="x", nbins=5)
+    axes.set(xlabel="held-out nats a byte more than with all parts, a dot for each seed")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

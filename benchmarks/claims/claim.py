@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from pictures import LOOK
 
 RESULTS = Path(__file__).parents[1] / "results" / "claims"
 Row = dict  # what was run, and what was measured
@@ -71,7 +74,8 @@ class Claim:
         """Draw what is finished."""
         figure, drawn = Figure(layout="constrained"), io.BytesIO()
         FigureCanvasAgg(figure)
-        self.draw(rows, figure)
+        with rc_context(LOOK):
+            self.draw(rows, figure)
         figure.savefig(drawn, dpi=120, format="png")
         write(folder / f"{self.name}.png", drawn.getvalue())
 

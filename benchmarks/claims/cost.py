@@ -17,11 +17,12 @@ import time
 from statistics import linear_regression
 
 import torch
-from matplotlib import colormaps
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from claim import Claim, Rows
 from hf_memory.evaluation.efficiency import reading_and_writing
 from learning import MODELS, make
+from pictures import COLORS, plain_ticks
 
 LENGTHS, NEW = (2048, 4096, 8192, 16384), 16
 SIZES = {
@@ -75,16 +76,29 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Reading, writing and bytes over the length."""
-    figure.set_size_inches(13, 4)
-    labels = {"read": "seconds to read", "write": "seconds a further token", "bytes": "bytes of cache"}
-    for axes, (key, label) in zip(figure.subplots(1, 3), labels.items()):
-        for model, color in zip(MODELS, colormaps["tab20"].colors):
+    figure.set_size_inches(11, 3.8)
+    labels = {"read": (1, "seconds to read"), "write": (1e3, "ms for a further token"), "bytes": (1e-3, "kB of cache")}
+    for axes, (key, (unit, label)) in zip(figure.subplots(1, 3), labels.items()):
+        for model in MODELS:
             mine = [row for row in rows if row["model"] == model]
-            style = {"marker": "s" if model in GROWING else ".", "color": color, "label": model}
-            axes.plot([row["tokens"] for row in mine], [row[key] for row in mine], **style)
-        axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="tokens", ylabel=label)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+            name, style = look(model)
+            axes.plot([row["tokens"] for row in mine], [unit * row[key] for row in mine], label=name, **style)
+        plain_ticks(axes, LENGTHS)
+        axes.set(yscale="log", xlabel="tokens read", ylabel=label)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    legend = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.legend(legend.values(), legend, loc="outside upper center", ncols=len(legend))
+
+
+def look(model: str) -> tuple[str, dict]:
+    """The kind of a model in the legend, and its line."""
+    if model in GROWING:
+        return model, {"color": COLORS[GROWING.index(model)], "marker": "s", "linewidth": 2}
+    if model.startswith("Titans"):
+        return "Titans, with one matrix and with two", {"color": COLORS[2], "marker": "^"}
+    return "each other memory", {"color": COLORS[5], "marker": ".", "linewidth": 1}
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

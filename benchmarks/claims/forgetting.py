@@ -23,6 +23,7 @@ from claim import Claim, Rows
 from hf_memory.ops import delta_rule, linear_attention
 from interference import recalled
 from learning import make
+from pictures import curve
 
 SEEDS, FAR, PAIRS, D = 3, 2048, 256, 64
 SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
@@ -100,15 +101,18 @@ def draw(rows: Rows, figure) -> None:
     figure.set_size_inches(12, 3.6)
     lives, *axes = figure.subplots(1, 3)
     for gate, found in gate_rows(rows).items():
-        lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate)
-    lives.set(xscale="log", xlabel="half life, tokens", ylabel="share of heads and channels below")
-    for panel, rule in zip(axes, ("additive", "delta")):
+        lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker="")
+    lives.set(xscale="log", xlabel="half life of a gate at its start, tokens", ylabel="heads and channels below")
+    for panel, (rule, title) in zip(axes, {"additive": "additive memory", "delta": "delta rule"}.items()):
         for half_life in HALF_LIVES:
             ages = [PAIRS // 16 * (2 * i + 1) for i in range(8)]
-            panel.plot(ages, recall(rows, rule, half_life), marker="o", label=f"half life {half_life or 'infinite'}")
-        panel.set(title=f"{rule}, key size {D}", xlabel="age, pairs", ylabel="recall", ylim=(-0.02, 1.02))
-    lives.legend()
-    axes[0].legend()
+            seeds = [row[rule] for row in rows if rule in row and row["half_life"] == half_life]
+            curve(panel, ages, seeds, label=f"{half_life} tokens" if half_life else "no decay")
+        panel.set(title=f"{title}, {D} key channels", xlabel="pairs read since", ylabel="recall", ylim=(-0.02, 1.02))
+    lives.xaxis.set_major_formatter("{x:,g}")
+    lives.set(xlim=(0.02, None), xticks=(1, 10, 100, 1000))
+    lives.legend(loc="upper left")
+    axes[1].legend(title="half life", loc="upper right")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from claim import Claim, Rows, spread
 from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.deltaformer import read
+from pictures import curve, plain_ticks
 
 D, SEEDS = 64, 5
 PAIRS = (8, 16, 32, 64, 128, 256, 512)
@@ -135,20 +136,28 @@ def at(rows: Rows, key: str, count: int) -> float:
     return mean(row[key][PAIRS.index(count)] for row in rows)
 
 
+READERS = {
+    "additive": "additive memory",
+    "delta": "delta rule",
+    "softmax": "attention, softmax",
+    "relu": "attention, relu",
+    "round": "attention, round",
+}
+
+
 def draw(rows: Rows, figure) -> None:
     """Recall, and the error of the first pair, over pairs / key size."""
     figure.set_size_inches(9, 3.6)
     recall, error = figure.subplots(1, 2)
-    ratio = [n / D for n in PAIRS]
-    for key in ("additive", "delta", "softmax", "relu", "round"):
-        recall.plot(ratio, [at(rows, key, n) for n in PAIRS], marker="o", label=key)
+    for key, label in READERS.items():
+        curve(recall, PAIRS, [row[key] for row in rows], label=label)
     for key in ("additive", "delta"):
-        error.plot(ratio, [at(rows, f"first, {key}", n) for n in PAIRS], marker="o", label=f"{key}, measured")
-    error.plot(ratio, [x**0.5 for x in ratio], "k:", label="(t / d)^0.5")
-    error.axhline(2**0.5, color="gray", linestyle="--", label="2^0.5")
+        curve(error, PAIRS, [row[f"first, {key}"] for row in rows], label=READERS[key])
+    error.plot(PAIRS, [(n / D) ** 0.5 for n in PAIRS], "k:", label="expected of an additive memory")
+    error.axhline(2**0.5, color="gray", linestyle="--", label="an unrelated value")
     for axes, label in ((recall, "recall of all pairs"), (error, "error of the first pair")):
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="pairs / key size", ylabel=label)
+        plain_ticks(axes, PAIRS)
+        axes.set(xlabel=f"pairs written, with {D} key channels", ylabel=label, ylim=(0, None))
     recall.legend()
     error.legend()
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from claim import Claim, Rows
 from learning import learn, make
+from pictures import curve, plain_ticks
 from text import SIZES, passages
 
 LENGTH, FAR, PASSAGES, SEEDS, STEPS = 256, 8192, 4, 3, 200
@@ -96,15 +97,16 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Loss over the position."""
-    figure.set_size_inches(7, 4)
+    figure.set_size_inches(9, 4)
     axes = figure.subplots()
     for model, runs in runs_of(rows).items():
         style = "--" if "attention," in model and "linear" not in model else "-"
-        axes.plot(EDGES[1:], means(runs), style, marker="o", label=model)
+        curve(axes, EDGES[1:], [row["nats"] for row in runs], linestyle=style, label=model)
     axes.axvline(LENGTH, color="gray", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="position, bytes (dotted: trained length)", ylabel="nats a byte, held out")
-    axes.legend(fontsize=7)
+    plain_ticks(axes, EDGES[1:])
+    axes.set(xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length")
+    axes.set(ylabel="held-out nats a byte", ylim=(0, None))
+    figure.legend(loc="outside right center")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

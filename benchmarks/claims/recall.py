@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from claim import Claim, Rows, best_runs, spread, sweep
 from hf_memory.layers import ShortConvolution
 from learning import IGNORED, accuracy, in_turn, learn, make
+from pictures import curve, plain_ticks
 
 KEY_SIZE, VOCABULARY, RATES, SEEDS = 32, 256, (1e-2, 5e-3), 3
 SHORT, LONG, TOKENS = ((32, 4), (64, 4), (64, 16)), ((256, 16), (256, 64)), 4096
@@ -149,15 +150,14 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Accuracy over pairs / key size."""
-    figure.set_size_inches(7, 4.2)
+    figure.set_size_inches(9, 4)
     axes = figure.subplots()
     for model, runs in best_runs(rows).items():
-        style = "o-" if model in NAMED else "s--"
-        axes.plot([n / KEY_SIZE for n in ASKED], by_pairs(runs).values(), style, label=f"{model} ({len(runs)})")
-    axes.axvline(1, color="gray", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="pairs / key size, in 256 tokens", ylabel="accuracy (seeds)", ylim=(0, 1.02))
-    axes.legend(fontsize=7)
+        curve(axes, ASKED, [row["asked"] for row in runs], label=model, linestyle="-" if model in NAMED else "--")
+    axes.axvline(KEY_SIZE, color="gray", linestyle=":")
+    plain_ticks(axes, ASKED)
+    axes.set(xlabel=f"pairs in 256 tokens; dotted: {KEY_SIZE}, the key size", ylabel="accuracy", ylim=(0, 1.02))
+    figure.legend(loc="outside right center")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

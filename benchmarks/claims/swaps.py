@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from claim import Claim, Rows, spread
 from hf_memory.ops import deltaformer
 from learning import IGNORED, accuracy, in_turn, learn, make
+from pictures import COLORS, plain_ticks
 
 D, SWAPS, SEEDS = 128, 256, 3
 KERNELS, SYMBOLS = ("linear", "round", "relu", "softmax"), (64, 128, 256)
@@ -156,20 +157,23 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """Kernels by the number of symbols; accuracy over the steps, a line a seed."""
-    figure.set_size_inches(13, 3.6)
+    figure.set_size_inches(12, 3.6)
     left, *others = figure.subplots(1, 3)
     for kernel in KERNELS:
-        left.plot(SYMBOLS, [untrained(rows, kernel, n) for n in SYMBOLS], marker="o", label=f"{kernel} write")
-    left.set(xlabel=f"symbols, with keys of {D} channels", ylabel=f"accuracy after {SWAPS} swaps, untrained")
-    for axes, stages, title in zip(others, (None, len(STAGES)), ("32 swaps at once", "2, 4, 8 and 16 swaps")):
-        for color, model in zip(("C0", "C2", "C1"), MODELS):
+        left.plot(SYMBOLS, [untrained(rows, kernel, n) for n in SYMBOLS], label=f"{kernel} write")
+    plain_ticks(left, SYMBOLS)
+    left.set(title="untrained", xlabel=f"symbols, with {D} key channels", ylabel=f"accuracy after {SWAPS} swaps")
+    left.set(ylim=(-0.02, 1.02))
+    titles = "trained on 32 swaps", "trained on 2, 4, 8, then 16 swaps"
+    for axes, stages, title in zip(others, (None, len(STAGES)), titles):
+        for color, model in zip(COLORS[:1] + COLORS[3:], MODELS):
             for i, row in enumerate(runs_of(rows, model, stages)):
                 points = zip(*((x["step"], x["accuracy"]) for x in row["curve"]))
-                axes.plot(*points, color=color, label=None if i else model)
+                axes.plot(*points, color=color, marker="", label=None if i else model)
         axes.axhline(0.2, color="gray", linestyle=":", label="chance")
-        axes.set(title=title, xlabel="step", ylabel="accuracy while trained", ylim=(0, 1.02))
-    left.legend()
-    axes.legend(fontsize=7)
+        axes.set(title=title, xlabel="training step", ylabel="accuracy", ylim=(0, 1.02))
+    left.legend(loc="center left")
+    others[0].legend(loc="center right")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:

@@ -1,0 +1,42 @@
+"""How the claims' pictures look: means with ranges over seeds, plain figures at the axes, colours for all eyes."""
+
+from collections.abc import Sequence
+from statistics import mean
+
+from cycler import cycler
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+LOOK = {
+    "font.size": 10,
+    "axes.prop_cycle": cycler(marker=["o", "s", "^"]) * cycler(color=COLORS),
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e5e5e5",
+    "legend.fontsize": 9,
+    "legend.framealpha": 0.9,
+    "lines.markersize": 5,
+}
+
+
+def curve(axes, places: Sequence[float], runs: Sequence[Sequence[float]], **style) -> None:
+    """The mean over runs at each place, and a bar from the lowest to the highest."""
+    at_places = [(mean(values), min(values), max(values)) for values in zip(*runs)]
+    sides = [[x - low for x, low, _ in at_places], [high - x for x, _, high in at_places]]
+    axes.errorbar(places, [x for x, _, _ in at_places], sides, capsize=2, elinewidth=1, **style)
+
+
+def dots(axes, found: dict[str, Sequence[float]], color=lambda name: COLORS[0]) -> None:
+    """A row for each name: a dot for each seed, and a line between the lowest and the highest."""
+    for place, (name, values) in enumerate(found.items()):
+        axes.plot([min(values), max(values)], [place, place], color=color(name), marker="", linewidth=2, alpha=0.4)
+        axes.plot(values, [place] * len(values), "o", color=color(name))
+    axes.set_yticks(range(len(found)), found)
+    axes.invert_yaxis()
+
+
+def plain_ticks(axes, ticks: Sequence[float], labels: Sequence[str] | None = None) -> None:
+    """An axis of powers of two that is read without logarithms."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels or [f"{x:,g}" for x in ticks])
+    axes.tick_params(axis="x", which="minor", length=0)
