@@ -109,7 +109,7 @@ def test_a_chat_goes_on_from_its_memory(run, student, type_lines, tmp_path):
     type_lines(b"snake", b"/reset", b"new", b"")
     assert tokens_of(run(*talk)[1]) <= 6 + 3
     type_lines(b"/reset")
-    assert "nothing was said" in run(*talk)[1]
+    assert "There was no message" in run(*talk)[1]
     memory.write_bytes(b"")
     assert "damaged" in run(*talk)[2]
 
@@ -153,7 +153,7 @@ def test_a_system_prompt_is_read_first(run, student, type_lines, tmp_path):
     code, out, _ = run("chat", student, *flags)
     assert code == 0
     assert tokens_of(out) >= 4 + 6
-    assert "system must be None with a memory of what was said before" in run("chat", student, *flags)[2]
+    assert "system must be None with a memory of an earlier conversation" in run("chat", student, *flags)[2]
 
 
 def test_info_of_a_transformer_compares_it_with_itself(run, teacher):

@@ -1,7 +1,7 @@
 """The recurrent part of a transformers cache: named states of fixed size instead of growing keys and values.
 
-A config that lists "memory" in `layer_types` gets a `MemoryLayer` at that place of every `DynamicCache(config=...)`
-and `StaticCache(config=...)`; generate makes these caches by itself.
+Where a config's `layer_types` has "memory", `DynamicCache(config=...)` and `StaticCache(config=...)` have a
+`MemoryLayer`. `generate` creates these caches itself.
 """
 
 import math
@@ -30,21 +30,29 @@ Inputs = dict[str, Tensor]  # of a mixer by name, each [B, T, ...]
 
 @dataclass  # neither frozen nor a tuple: transformers' exporters walk through a cache and set what they find
 class State:
-    """What a mixer keeps of each sequence under one name: a row of a tensor whose first dimension is the batch."""
+    """The declaration of a state of a mixer: a tensor whose first dimension is the batch, with a row for each sequence.
 
-    shape: tuple[int, ...]  # of a row; of each of its places where it grows
-    dtype: torch.dtype | None = torch.float32  # None: the model's
+    Attributes:
+        shape: shape of a row, or of each entry of a row if the state grows.
+        dtype: its dtype; None: that of the model.
+        growth: how the number of entries grows with the number of tokens: not at all, with its logarithm, or with it.
+        at_most: number of tokens after which it stops growing; None: it does not.
+        absent: value of entries that belong to no token of a row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = torch.float32
     growth: Growth = "fixed"
-    at_most: int | None = None  # tokens, where it stops growing
-    absent: int = 0  # what stands where a row of a batch has no token
+    at_most: int | None = None
+    absent: int = 0
 
     def places(self, num_tokens: int) -> tuple[int, ...]:
-        """How many a row has after so many tokens; none where it does not grow."""
+        """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
         tokens = num_tokens if self.at_most is None else min(num_tokens, self.at_most)
         return {"fixed": (), "log": (tokens.bit_length(),), "token": (tokens,)}[self.growth]
 
     def nbytes(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Of a sequence of so many tokens in a model of a dtype."""
+        """Bytes of this state after `num_tokens` tokens of one sequence, in a model of a dtype."""
         return math.prod((*self.places(num_tokens), *self.shape)) * (self.dtype or dtype).itemsize
 
 
@@ -53,14 +61,14 @@ Spec = dict[str, State]
 
 @dataclass
 class Stretch:
-    """States, and what was read after them."""
+    """States, and the inputs that were read after them."""
 
     before: States
     inputs: list[Inputs] = field(default_factory=list)
     num_tokens: int = 0  # of all inputs
 
     def cut(self, num_tokens: int) -> None:
-        """Keep the first so many tokens."""
+        """Keep the inputs of the first `num_tokens` tokens."""
         kept, self.num_tokens = [], num_tokens
         for inputs in self.inputs:
             if num_tokens > 0:
@@ -70,15 +78,15 @@ class Stretch:
 
 
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """States of one mixer by name, the batch in their first dimension, and the number of tokens they have seen.
+    """A cache layer with the states of one mixer by name, and the number of tokens that they have seen.
 
-    Outside autograd a state is overwritten in place, so its address is fixed from the first write on; with gradients
-    enabled it is replaced, since the graph may still need the old one.
+    The first dimension of each state is the batch. Without gradients a state is overwritten in place, so that its
+    address does not change after the first write; with gradients it is replaced, since the graph may need the old one.
 
-    A state cannot be read backwards. To undo tokens, `activate_past_recording` keeps a copy of the states and the
-    mixer's inputs from then on. `crop` goes back to the copy, and the mixer reads again what is to stay before it reads
-    anything new. At least the last `window` tokens since the recording began or since the last crop can be undone.
-    All that is kept are tensors with the batch in their first dimension; they are copied and moved as the states are.
+    A recurrent state cannot be rolled back by itself. To undo tokens, `activate_past_recording` keeps a copy of the
+    states and, from then on, the inputs of the mixer. `crop` restores the copy, and the mixer replays the inputs of
+    the tokens that stay before it reads new ones. At least the last `window` tokens since the recording began, or since
+    the last crop, can be undone. What is recorded is reordered, copied and moved together with the states.
     """
 
     window = 256
@@ -95,25 +103,25 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens = 0
         self.record_past = False
         self.recorded: list[Stretch] = []
-        self.is_behind = False  # the states are those before the last stretch, and its inputs must be read again
+        self.is_behind = False  # the states are those before the last stretch, and its inputs must be replayed
         self.device: torch.device | None = None
 
     def read(self, num_tokens: int = 0) -> States:
-        """The states by name, with room for so many tokens more.
+        """The states by name, with room for `num_tokens` more tokens.
 
-        Empty before the first write and after a reset, which means an empty memory.
+        Without an entry, which is so before the first write and after a reset, a memory is empty.
         """
         return self._with_room(self.states, self.seen_tokens + num_tokens) if self.is_initialized else {}
 
     def write(self, num_tokens: int, states: States, spec: Spec) -> None:
-        """Take over the states of a mixer that has read `num_tokens` more tokens."""
+        """Store the states of a mixer after it has read `num_tokens` more tokens."""
         self.spec = spec
         self._store(states)
         self.seen_tokens += num_tokens
         self.is_initialized = True
 
     def record(self, inputs: Inputs) -> None:
-        """Keep what a mixer has read to write these states, and drop what is too old to be undone."""
+        """Record the inputs that led to these states, and drop those that are too old to be undone."""
         last = self.recorded[-1]
         last.inputs.append({name: x.detach() for name, x in inputs.items()})
         last.num_tokens += _length(inputs)
@@ -131,7 +139,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 self.states[name] = state
 
     def _with_room(self, states: States, num_tokens: int) -> States:
-        """With places for so many tokens where a state grows with their logarithm: what is new there is empty."""
+        """Extend states that grow with the logarithm of tokens to `num_tokens`, by empty entries."""
         roomy = {}
         for name, x in states.items():
             state = self.spec[name]
@@ -212,7 +220,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        """Move the states to the CPU until `prefetch`."""
+        """Move the states to the CPU."""
         if self.states:
             self.device = next(iter(self.states.values())).device
         self._map(lambda x: x.to("cpu", non_blocking=True))
@@ -263,7 +271,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @torch.no_grad()
     def catch_up(self, read: Callable[[Inputs, States], States]) -> None:
-        """Let a mixer read again, after some states, what `crop` has kept."""
+        """Let a mixer replay, from earlier states, the inputs that `crop` has kept."""
         states = self.read()
         for inputs in self.recorded[-1].inputs:
             states = read(inputs, self._with_room(states, self.seen_tokens))
@@ -298,7 +306,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 class StaticMemoryLayer(MemoryLayer):
-    """The same in a StaticCache, for torch.compile and CUDA graphs: the count of tokens has a fixed address too."""
+    """A `MemoryLayer` for a StaticCache, for torch.compile and CUDA graphs: its number of tokens is a tensor."""
 
     _layer_type = None
     is_compileable = True
@@ -315,7 +323,7 @@ class StaticMemoryLayer(MemoryLayer):
                 torch._dynamo.mark_static_address(tensor)
 
     def _with_room(self, states: States, num_tokens: int) -> States:
-        """With all places that there may ever be, so that no shape changes."""
+        """Extend states to the largest number of entries that they can have, so that no shape changes."""
         return super()._with_room(states, torch.iinfo(torch.long).max)
 
     def reset(self) -> None:
@@ -326,7 +334,7 @@ class StaticMemoryLayer(MemoryLayer):
 
 
 def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs) -> Tensor | None:
-    """Which of the present tokens are no padding [B, T], one token too; None where all are."""
+    """A mask [B, T] that is false at padding among the present tokens; None without padding."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     present = attention_mask[:, -inputs_embeds.shape[1] :]
@@ -348,7 +356,7 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
-    """The memory layer of a cache.
+    """The `MemoryLayer` of a cache at an index.
 
     Raises:
         ValueError: if the cache was not made for the model's config.

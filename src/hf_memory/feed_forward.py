@@ -1,4 +1,4 @@
-"""What follows the mixer of a layer, by name: a class of (config), from [B, T, hidden_size] to the same."""
+"""Feed-forward networks of a layer by name. Each is a class of (config) and maps [B, T, hidden_size] to the same."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ class MemoryValues(nn.EmbeddingBag):
 
     @property
     def new_part(self) -> nn.Module:
-        """It learns at the pace of memories."""
+        """It has the learning rate of new parts in a conversion."""
         return self
 
     def init_own_parameters(self) -> None:
@@ -53,7 +53,7 @@ class ProductKeyMemory(nn.Module):
 
     @property
     def new_part(self) -> nn.Module:
-        """All: no Transformer has it."""
+        """All of it, since no Transformer has one."""
         return self
 
     def init_own_parameters(self) -> None:
@@ -62,7 +62,7 @@ class ProductKeyMemory(nn.Module):
         init.uniform_(self.keys, -bound, bound)
 
     def start_open(self, half_life: int) -> None:
-        """Silent: a student begins as if it were not there."""
+        """Start with an output of zero, so that a student begins as if it were not there."""
         self.o_proj.weight.zero_()
 
     def forward(self, hidden_states: Tensor, read_values: ReadValues) -> Tensor:
@@ -95,11 +95,12 @@ WITH_MEMORY = ("memory", "mlp_and_memory")  # are given `ReadValues` too
 
 
 def parameter_groups(model: nn.Module, values_learning_rate: float = 1e-3) -> list[dict]:
-    """Parameters for an optimizer, the values of memory layers last, with a learning rate and no weight decay.
+    """Parameter groups for an optimizer. The values of memory layers have their own learning rate and no weight decay.
 
-    `Trainer(model, arguments, optimizers=(torch.optim.AdamW(parameter_groups(model), lr=3e-4), None))` takes them. With
-    `sparse_memory_gradients` the last group is for `torch.optim.SparseAdam`, in a training loop that does not clip
-    gradients: neither AdamW nor the Trainer can read sparse ones.
+    They work with the Trainer:
+    `Trainer(model, arguments, optimizers=(torch.optim.AdamW(parameter_groups(model), lr=3e-4), None))`.
+    With `sparse_memory_gradients`, pass the last group, the values, to `torch.optim.SparseAdam` in a training loop of
+    your own that does not clip gradients, since AdamW and the Trainer do not support sparse gradients.
     """
     values = {x for module in model.modules() if isinstance(module, MemoryValues) for x in module.parameters()}
     others = [x for x in model.parameters() if x not in values]

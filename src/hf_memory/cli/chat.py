@@ -94,7 +94,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _keep(conversation: Conversation, memory: Path) -> None:
     if conversation.cache is None and not conversation.unread:
-        console.out(visible(f"nothing was said that {memory} could keep"))
+        console.out(visible(f"There was no message, so nothing is saved to {memory}"))
         return
     kept = conversation.memory()
     save_memory(kept, memory, conversation.model)

@@ -31,53 +31,54 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 @strict
 class MemoryConfig(HubConfigMixin, PreTrainedConfig):
-    """What every family's config has. Names and meanings are Llama's where Llama has them.
+    """Options that all families share. Those that Llama has too have Llama's names and meanings.
 
     Args:
-        num_key_value_heads (`int`, defaults to `num_attention_heads`): heads of keys and values, each read by a group
-            of query heads.
-        head_dim (`int`, defaults to `hidden_size // num_attention_heads`): channels of a head.
+        num_key_value_heads (`int`, defaults to `num_attention_heads`): number of key-value heads, each shared by a
+            group of query heads.
+        head_dim (`int`, defaults to `hidden_size // num_attention_heads`): channels of each head.
         layer_types (`list[str]`, defaults to all `"memory"`): the mixer of each layer: `"memory"`, `"full_attention"`
             or `"sliding_attention"`.
         sliding_window (`int`): tokens that a sliding attention layer sees, the present one included.
         attention_bias (`bool`, defaults to `False`): biases of the q, k and v projections.
         attention_output_bias (`bool`, defaults to `False`): bias of the o projection.
-        use_qk_norm (`bool`, defaults to `False`): RMS norm of each head's queries and keys, before rotation.
-        qk_norm_whole_width (`bool`, defaults to `False`): let that norm span all heads at once, as in OLMo-2; not with
-            tensor parallelism, where no process has all heads.
-        rope_parameters (`dict`, *optional*): as in transformers; `partial_rotary_factor` in it is the part of a head's
-            channels that rotates.
-        norm_placement (`str`, defaults to `"pre"`): norms before mixer and MLP as in Llama, `"post"`: after them as in
-            OLMo-2, or `"both"` as in Gemma-2.
+        use_qk_norm (`bool`, defaults to `False`): apply an RMS norm to each head's queries and keys, before rotation.
+        qk_norm_whole_width (`bool`, defaults to `False`): apply that norm to all heads together, as in OLMo-2. It does
+            not work with tensor parallelism, where no process has all heads.
+        rope_parameters (`dict`, *optional*): as in transformers; its `partial_rotary_factor` is the fraction of a
+            head's channels that is rotated.
+        norm_placement (`str`, defaults to `"pre"`): where the norms of a layer are: `"pre"`: before mixer and MLP, as
+            in Llama; `"post"`: after them, as in OLMo-2; `"both"`: before and after them, as in Gemma-2.
         no_rope_layers (`list[int]`, defaults to all 1): 1 for a layer that rotates queries and keys, 0 for one that
             does not, as in SmolLM3.
         query_pre_attn_scalar (`float`, defaults to `head_dim`): attention scores are divided by its square root.
-        attn_logit_softcapping (`float`, *optional*): attention scores s become cap tanh(s / cap), as in Gemma-2. SDPA
-            does not have it: the default is then eager attention.
+        attn_logit_softcapping (`float`, *optional*): a cap: attention scores s become cap tanh(s / cap), as in Gemma-2.
+            SDPA does not support it, so attention is then eager by default.
         final_logit_softcapping (`float`, *optional*): the same for the logits.
-        embedding_multiplier (`float`, defaults to 1): of the embeddings before the first layer.
+        embedding_multiplier (`float`, defaults to 1): factor that multiplies the embeddings before the first layer.
         memory_rope (`bool`, defaults to `False`): rotate queries and keys in memory layers too, not only in attention.
-        attention_window (`int`, *optional*): tokens that memory layers see by attention, the present one included,
-            beside their memory of what is further back. Default: none, memory alone.
-        num_sink_tokens (`int`, defaults to 0): first tokens of the sequence that this attention sees too.
-        full_attention_heads (`list[list[int]]`, *optional*): key-value heads of each layer that see all tokens instead,
-            and keep their keys and values.
-        full_attention_window (`int`, *optional*): tokens that these heads see, and the first ones, so that the cache
-            does not grow. Default: all.
-        window_memory (`bool`, defaults to `True`): whether there is a memory of what leaves the window. Its own options
-            are then these and the family's; most options of a memory alone are not used beside a window.
-        num_memory_slots (`int`, defaults to 64): slots of this memory for each key-value head.
-        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"memory"` (product keys in
-            its place), `"mlp_and_memory"` (the sum of both) or `"none"`. Default: MLPs, or none with an
-            `intermediate_size` of 0. A memory's values are one table for all layers.
-        num_product_keys (`int`, defaults to 1024): half keys of each kind and head; its square is the number of slots.
-        product_key_heads (`int`, defaults to 4): queries of a token.
-        product_key_dim (`int`, defaults to 512): channels of a query.
-        product_key_top_k (`int`, defaults to 32): slots that a query reads.
+        attention_window (`int`, *optional*): size of a window of softmax attention in memory layers, the present token
+            included; what has left the window is in the memory. Default: no window, only the memory.
+        num_sink_tokens (`int`, defaults to 0): number of first tokens of the sequence that this attention sees too.
+        full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads that attend to all
+            tokens instead of a window, and keep all their keys and values.
+        full_attention_window (`int`, *optional*): window of these heads, so that the cache stops growing; they see the
+            first tokens too. Default: all tokens.
+        window_memory (`bool`, defaults to `True`): whether there is a memory of what has left the window. Most options
+            of the family's own memory are not used beside a window.
+        num_memory_slots (`int`, defaults to 64): number of slots that this memory has for each key-value head.
+        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"memory"` (a memory layer
+            with product keys), `"mlp_and_memory"` (the sum of both) or `"none"`. Default: `"mlp"` in all layers, or
+            `"none"` with an `intermediate_size` of 0. All memory layers share one table of values.
+        num_product_keys (`int`, defaults to 1024): number of half keys of each kind and head; its square is the number
+            of slots.
+        product_key_heads (`int`, defaults to 4): number of queries of each token to the table.
+        product_key_dim (`int`, defaults to 512): channels of such a query.
+        product_key_top_k (`int`, defaults to 32): number of slots that a query reads.
         sparse_memory_gradients (`bool`, defaults to `False`): whether the gradient of the values is a sparse tensor, so
-            that a step of training takes no time for slots that nobody read; see `parameter_groups`.
-        mixer_backend (`str`, defaults to `"auto"`): what runs the memory: `"auto"`, `"reference"`, `"chunk"` or
-            `"triton"`. Results differ by rounding only.
+            that a training step spends no time on slots that were not read; see `parameter_groups`.
+        mixer_backend (`str`, defaults to `"auto"`): backend of the memory's op: `"auto"`, `"reference"`, `"chunk"` or
+            `"triton"`. Their results differ only by rounding.
     """
 
     model_type = "hf_memory"

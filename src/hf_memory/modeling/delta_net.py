@@ -15,14 +15,15 @@ GATES = ("none", "scalar", "vector")
 
 @strict
 class DeltaNetConfig(LevelsConfig):
-    """Options of the delta rule mixer; what is not given follows the paper of the gate.
+    """Config of DeltaNet. Options that are not given follow the paper of the chosen gate.
 
     Args:
-        gate (`str`, defaults to `"none"`): `"none"` (DeltaNet), `"scalar"` (Gated DeltaNet: one decay a head, values
-            twice as wide as keys, output gated by silu) or `"vector"` (Kimi Delta Attention: one decay a key channel,
-            output gated by sigmoid).
-        allow_negative_eigenvalues (`bool`, defaults to `False`): write strength up to 2, which can turn a memory over
-            and so count modulo two (https://arxiv.org/abs/2411.12537).
+        gate (`str`, defaults to `"none"`): the decay of the memory: `"none"` (DeltaNet), `"scalar"` (Gated DeltaNet:
+            one decay for each head, values twice as wide as keys, output gated by silu) or `"vector"` (Kimi Delta
+            Attention: one decay for each key channel, output gated by sigmoid).
+        allow_negative_eigenvalues (`bool`, defaults to `False`): let the write strength reach 2 instead of 1. A write
+            can then negate what the memory holds for a key, so that it can count modulo two
+            (https://arxiv.org/abs/2411.12537).
     """
 
     model_type = "hf_memory_deltanet"

@@ -1,4 +1,6 @@
-"""DeltaFormer: a Transformer whose values are corrected by what was written before. https://arxiv.org/abs/2505.19488."""
+"""DeltaFormer: attention over values from which earlier values of similar keys were subtracted.
+
+https://arxiv.org/abs/2505.19488."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
@@ -14,21 +16,23 @@ CACHES = {"memory": "full_attention", "sliding_memory": "sliding_attention"}  # 
 
 @strict
 class DeltaFormerConfig(MemoryConfig):
-    """Options of the DeltaFormer mixer; the others are those of `MemoryConfig`.
+    """Config of DeltaFormer; its other options are those of `MemoryConfig`.
 
-    In `layer_types`, `"memory"` is a DeltaFormer layer and `"sliding_memory"` one that sees `sliding_window` tokens.
-    The config then keeps these words as `mixer_types`, and in `layer_types` the kind of cache and mask of each layer.
+    In `layer_types`, `"memory"` means a DeltaFormer layer, and `"sliding_memory"` one that sees the last
+    `sliding_window` tokens only. The config stores these names as `mixer_types`; its `layer_types` then say which kind
+    of cache and mask each layer has.
 
     Args:
-        write_kernel (`str`, defaults to `"softmax"`): what the past says of a new key: `"softmax"`, `"linear"`,
-            `"relu"` or `"round"`; with the last three, keys have unit length in it.
-        read_kernel (`str`, defaults to `"softmax"`): the same for queries.
-        beta_mode (`str`, defaults to `"erase"`): `"erase"` (u = v - beta ...), `"delta"` (u = beta (v - ...)) or
-            `"none"` (beta = 1).
-        beta_activation (`str`, defaults to `"sigmoid"`): of the projection to beta. With `"tanh"` or `"identity"` it
-            starts at zero, and an erasing DeltaFormer as a Transformer.
-        write_rope (`bool`, defaults to `True`): rotate the keys of the write too. Without, the cache keeps keys twice.
-        mixer_types (`list[str]`, *optional*): set from `layer_types`.
+        write_kernel (`str`, defaults to `"softmax"`): kernel that compares a new key with earlier keys: `"softmax"`,
+            `"linear"`, `"relu"` or `"round"`. The last three compare keys of unit length.
+        read_kernel (`str`, defaults to `"softmax"`): kernel that compares a query with keys; the same choices.
+        beta_mode (`str`, defaults to `"erase"`): where the write strength beta enters, r being what the past says of
+            the key: `"erase"` (u = v - beta r), `"delta"` (u = beta (v - r)) or `"none"` (u = v - r).
+        beta_activation (`str`, defaults to `"sigmoid"`): activation of the projection to beta. With `"tanh"` or
+            `"identity"` beta starts at zero, and with `beta_mode="erase"` the model then starts as a Transformer.
+        write_rope (`bool`, defaults to `True`): whether the keys that a write compares are rotated. If not, the cache
+            keeps keys twice.
+        mixer_types (`list[str]`, *optional*): derived from `layer_types`.
     """
 
     model_type = "hf_memory_deltaformer"
@@ -49,7 +53,7 @@ class DeltaFormerConfig(MemoryConfig):
         super().__post_init__(**kwargs)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """With a closed activation and a read by softmax it starts as attention."""
+        """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
         is_closed = self.beta_activation != "sigmoid" and self.beta_mode == "erase" and self.read_kernel == "softmax"
         if not is_closed or self.attention_window is not None:
             return super().attends(layer_idx, length)

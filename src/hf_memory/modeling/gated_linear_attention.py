@@ -19,18 +19,22 @@ MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer,
 
 @strict
 class GatedLinearAttentionConfig(LevelsConfig):
-    """Options of the gated linear attention mixer; what is not given follows the paper of the gate.
+    """Config of gated linear attention. Options that are not given follow the paper of the chosen gate.
 
     Args:
-        gate (`str`, defaults to `"vector"`): `"retention"` (fixed decay, rotary positions, values twice as wide),
-            `"scalar"` (gated retention: one decay a head), `"vector"` (GLA: one a key channel, keys half as wide),
-            `"mamba"` (one for each pair of channels of a single head of 16 queries and keys and twice `hidden_size`
-            values, from which they are made; a convolution of 4 tokens, and `intermediate_size=0` as published) or
-            `"mamba2"` (one head of 128 queries and keys, value heads of 64 channels, convolutions of 4 tokens; with
-            `linear_num_value_heads` given, as many heads of queries and keys as otherwise).
-        gate_low_rank_dim (`int`, *optional*): rank of the projection to a vector gate, default 16, or to the steps of
-            Mamba, default a sixteenth of `hidden_size`.
-        gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger forgets less.
+        gate (`str`, defaults to `"vector"`): what the decay of the memory depends on:
+            `"retention"`: a fixed decay for each head, with rotary positions and values twice as wide as keys;
+            `"scalar"` (gated retention): one decay for each head and token;
+            `"vector"` (GLA): one decay for each key channel and token, with keys half as wide as values;
+            `"mamba"`: one decay for each number of the memory, which has a single head of 16 key channels and twice
+            `hidden_size` value channels, and a convolution over 4 tokens (the published models have no MLP:
+            `intermediate_size=0`);
+            `"mamba2"`: one decay for each head of 64 value channels, with a single head of 128 key channels and
+            convolutions over 4 tokens. If `linear_num_value_heads` is given, the number of key heads is that of the
+            other gates.
+        gate_low_rank_dim (`int`, *optional*): rank of the projection to a vector gate (default: 16) or to the step
+            sizes of Mamba (default: a sixteenth of `hidden_size`).
+        gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger: slower decay.
     """
 
     model_type = "hf_memory_gated"

@@ -1,4 +1,4 @@
-"""Linear Transformer: softmax attention's kernel replaced by one of finite features. https://arxiv.org/abs/2006.16236."""
+"""Linear Transformer: attention with a feature map in place of softmax. https://arxiv.org/abs/2006.16236."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
@@ -13,14 +13,15 @@ from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 
 @strict
 class LinearTransformerConfig(MemoryConfig):
-    """Options of the linear attention mixer; the others are those of `MemoryConfig`.
+    """Config of the Linear Transformer; its other options are those of `MemoryConfig`.
 
     Args:
-        feature_map (`str`, defaults to `"elu"`): features of queries and keys, one of `FEATURE_MAPS`.
-        feature_dim (`int`, *optional*): random features a head, for `"favor"` and `"rfa"`.
-        dpfp_nu (`int`, defaults to 3): rolled products, for `"dpfp"`.
-        normalize (`bool`, defaults to `True`): divide by the sum of the weights, as softmax does.
-        output_norm (`bool`, defaults to `False`): RMS norm of each head's output.
+        feature_map (`str`, defaults to `"elu"`): feature map of queries and keys: `"elu"`, `"relu"`, `"identity"`,
+            `"exp"`, `"dpfp"`, `"hedgehog"` (learned), `"taylor"`, `"favor"` or `"rfa"`.
+        feature_dim (`int`, *optional*): number of random features of each head, for `"favor"` and `"rfa"`.
+        dpfp_nu (`int`, defaults to 3): number of shifted products of the feature map `"dpfp"`.
+        normalize (`bool`, defaults to `True`): divide the output by the sum of the weights, as softmax does.
+        output_norm (`bool`, defaults to `False`): apply an RMS norm to each head's output.
     """
 
     model_type = "hf_memory_linear"

@@ -8,22 +8,23 @@ from hf_memory.modeling.configuration import MemoryConfig, check_word
 
 @strict
 class MemoryHeadsConfig(MemoryConfig):
-    """Heads and channels of the memory.
+    """Options of families whose memory may have other heads and channels than attention.
 
     Args:
-        linear_num_key_heads (`int`, *optional*): heads of both queries and keys in memory layers; default: those of
-            attention, `num_attention_heads` and `num_key_value_heads`.
-        linear_num_value_heads (`int`, *optional*): heads of values, a multiple of the query heads or a divisor of them;
-            default: as many as keys.
-        linear_key_head_dim (`int`, *optional*): channels of a query and a key.
-        linear_value_head_dim (`int`, *optional*): channels of a value.
-        linear_conv_kernel_dim (`int`, *optional*): tokens that the short convolutions on q, k and v see; 0 for none.
-        output_gate (`str`, *optional*): what multiplies the normed output: `"silu"`, `"sigmoid"` or `"none"`.
+        linear_num_key_heads (`int`, *optional*): number of query heads and of key heads in memory layers; default:
+            those of attention, `num_attention_heads` and `num_key_value_heads`.
+        linear_num_value_heads (`int`, *optional*): number of value heads, a multiple or a divisor of the number of
+            query heads; default: the number of key heads.
+        linear_key_head_dim (`int`, *optional*): channels of each query and key head.
+        linear_value_head_dim (`int`, *optional*): channels of each value head.
+        linear_conv_kernel_dim (`int`, *optional*): width, in tokens, of the short convolutions of q, k and v; 0: none.
+        output_gate (`str`, *optional*): activation of the gate that multiplies the normalised output: `"silu"`,
+            `"sigmoid"`, or `"none"` for no gate.
         output_gate_low_rank_dim (`int`, *optional*): rank of the projection to that gate, as in Kimi Linear; default:
-            full.
-        output_norm_eps (`float`, *optional*): of the output's norm; default: `rms_norm_eps`.
-        memory_qk_norm (`bool`, *optional*): RMS norm of each head's queries and keys in memory layers; default:
-            `use_qk_norm`, which is then that of attention alone.
+            full rank.
+        output_norm_eps (`float`, *optional*): epsilon of the norm of the output; default: `rms_norm_eps`.
+        memory_qk_norm (`bool`, *optional*): apply an RMS norm to each head's queries and keys in memory layers;
+            default: as `use_qk_norm`, which otherwise applies to attention layers only.
     """
 
     base_model_tp_plan = {
@@ -79,12 +80,13 @@ class MemoryHeadsConfig(MemoryConfig):
 
 @strict
 class LevelsConfig(MemoryHeadsConfig):
-    """Blocks of the past that have a memory of their own.
+    """Options of families that can have log-linear attention.
 
     Args:
-        levels (`str`, defaults to `"one"`): a memory of all the past, or with `"log"` one for each of log2 T blocks of
-            it, which a token weighs: log-linear attention (https://arxiv.org/abs/2506.04761), without kernels. At first
-            all weigh one, as without levels. Blocks are of up to `max_position_embeddings` tokens.
+        levels (`str`, defaults to `"one"`): `"one"`: one memory of the whole past; `"log"`: log-linear attention
+            (https://arxiv.org/abs/2506.04761), a memory for each of log2 T blocks of the past, with learned weights of
+            the blocks for each token. The weights start at one, which gives the same model as `"one"`. A block has
+            at most `max_position_embeddings` tokens. There are no Triton kernels for it.
     """
 
     base_model_tp_plan = {**MemoryHeadsConfig.base_model_tp_plan, "layers.*.mixer.level_weights.proj": "colwise"}

@@ -11,11 +11,11 @@ from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 @strict
 class MemoryMosaicConfig(WholeLayersConfig):
-    """A Memory Mosaic has no options of its own.
+    """Config of Memory Mosaics; all its options are those of `MemoryConfig`.
 
     Args:
-        intermediate_size (`int`, defaults to 2816): pairs of the persistent memory of each head; and channels of the
-            SwiGLU after attention, where `layer_types` has some.
+        intermediate_size (`int`, defaults to 2816): number of learned key-value pairs in each head's persistent memory;
+            if `layer_types` has attention layers, also the width of their MLP.
     """
 
     model_type = "hf_memory_mosaic"

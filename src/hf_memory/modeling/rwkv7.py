@@ -20,18 +20,19 @@ RANKS = {  # of low-rank projections, where none is given: factor of the root of
 
 @strict
 class Rwkv7Config(WholeLayersConfig):
-    """Options of RWKV-7; what is not given follows its paper. Memory layers have no positions and no grouped heads.
+    """Config of RWKV-7. Options that are not given follow its paper. Memory layers have no positions or grouped heads.
 
     Args:
-        intermediate_size (`int`, defaults to 4096): channels of the channel mix, four times `hidden_size` as published;
-            and of the SwiGLU after attention, where `layer_types` has some.
-        layer_norm_eps (`float`, defaults to 1e-5): of all norms but those of attention layers; times `head_dim` of the
-            norm of each head.
-        decay_low_rank_dim (`int`, *optional*): rank of the decay's projection; the default of ranks grows with
-            `hidden_size`.
-        a_low_rank_dim (`int`, *optional*): of the in-context learning rate's.
-        v_low_rank_dim (`int`, *optional*): of the gate's that draws values to those of the first memory layer.
-        gate_low_rank_dim (`int`, *optional*): of the output gate's.
+        intermediate_size (`int`, defaults to 4096): width of the channel mix, four times `hidden_size` in the published
+            models; if `layer_types` has attention layers, also the width of their MLP.
+        layer_norm_eps (`float`, defaults to 1e-5): epsilon of all norms except those of attention layers; the norm of
+            each head has `head_dim` times this epsilon.
+        decay_low_rank_dim (`int`, *optional*): rank of the projection to the decay. The default of this and of the
+            other ranks grows with `hidden_size`.
+        a_low_rank_dim (`int`, *optional*): rank of the projection to the in-context learning rate a.
+        v_low_rank_dim (`int`, *optional*): rank of the projection to the gate that interpolates between a layer's
+            values and those of the first memory layer.
+        gate_low_rank_dim (`int`, *optional*): rank of the projection to the output gate.
     """
 
     model_type = "hf_memory_rwkv7"

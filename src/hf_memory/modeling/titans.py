@@ -67,34 +67,38 @@ PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
 
 @strict
 class TitansConfig(MemoryHeadsConfig):
-    """Options of Titans' mixers, and of other memories that learn at test time.
+    """Config of Titans and of other memories that learn at test time.
 
     Args:
         memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`; `"ttt_linear"` or `"ttt_mlp"`
             (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173);
-            or `"atlas"` (https://arxiv.org/abs/2505.23735). The last four form weights for each token, and are slower
-            for it. Fields that are left open are as the paper has them; the defaults below are those of `"titans"`.
-        variant (`str`, defaults to `"mag"`): `"lmm"` (the memory alone), `"mac"` (its answers are context
-            for attention within segments), `"mag"` (beside attention over `sliding_window` tokens) or `"mal"` (before
-            it).
-        memory_depth (`int`, defaults to 2): matrices of the memory.
-        memory_expansion (`int`, defaults to 2): channels between them, in multiples of a head's.
-        memory_activation (`str`, defaults to `"silu"`): between them: `"silu"`, `"gelu"` or `"gelu_tanh"`.
-        memory_residual (`bool`, *optional*): whether the memory adds what it is asked to its answer; default: with more
-            than one matrix, if keys and values have equally many channels.
-        memory_rope (`bool`, defaults to `False`): rotate queries and keys of the memory by position; those of TTT by
-            position within `memory_chunk_size` tokens, which is its default.
+            or `"atlas"` (https://arxiv.org/abs/2505.23735). The last four compute the memory's weights after every
+            token, which makes them slower. Options that are not given follow the paper of the rule; the defaults
+            below are those of `"titans"`.
+        variant (`str`, defaults to `"mag"`): how the memory works together with attention: `"lmm"` (the memory alone),
+            `"mac"` (what the memory recalls is context for attention within segments), `"mag"` (the memory beside
+            attention over `sliding_window` tokens) or `"mal"` (the memory before such attention).
+        memory_depth (`int`, defaults to 2): number of matrices of the memory.
+        memory_expansion (`int`, defaults to 2): width of the memory between its matrices, in multiples of a head's
+            channels.
+        memory_activation (`str`, defaults to `"silu"`): activation between the matrices of the memory: `"silu"`,
+            `"gelu"` or `"gelu_tanh"`.
+        memory_residual (`bool`, *optional*): whether the memory adds its input to its output; default: yes if it has
+            more than one matrix, and keys and values have the same number of channels.
+        memory_rope (`bool`, defaults to `False`): rotate queries and keys of the memory by position. The TTT rules
+            rotate them by default, by the position within `memory_chunk_size` tokens.
         memory_chunk_size (`int`, *optional*): tokens whose gradients are taken at the same weights. It is part of the
             function: a model must be used with the one it was trained with. Default: 1 for one matrix, else 16.
-        memory_unit_values (`bool`, defaults to `False`): give values unit length, as queries and keys have. With long
-            ones a memory of more than one matrix takes steps that its inner learning rate was not made for, and may
-            diverge; students of a Transformer, whose values may be of any length, set it.
-        memory_window (`int`, defaults to 8): tokens that ATLAS' memory learns at each token.
-        memory_max_lr (`float`, defaults to 1.0): the inner learning rate at an open gate, of a chunk.
-        memory_gate (`str`, defaults to `"multiply"`): how MAG joins both: `"multiply"` or `"add"`.
-        segment_length (`int`, defaults to 128): tokens of a segment of MAC.
-        num_persistent_tokens (`int`, defaults to 4): learned tokens before every sequence.
-        sliding_window (`int`, *optional*): tokens that attention sees; default: 512 for MAG and MAL.
+        memory_unit_values (`bool`, defaults to `False`): normalise values to unit length, as queries and keys are. With
+            long values the inner gradient steps of a memory of more than one matrix are too large, and it may diverge.
+            Students of a Transformer, whose values can have any length, set this option.
+        memory_window (`int`, defaults to 8): number of last tokens that the memory of ATLAS learns at each token.
+        memory_max_lr (`float`, defaults to 1.0): largest inner learning rate of a chunk, reached if its gate is open.
+        memory_gate (`str`, defaults to `"multiply"`): how MAG combines memory and attention: `"multiply"` or `"add"`.
+        segment_length (`int`, defaults to 128): tokens of each segment of MAC.
+        num_persistent_tokens (`int`, defaults to 4): number of learned tokens before every sequence.
+        sliding_window (`int`, *optional*): tokens that attention sees, the present one included; default: 512 for MAG
+            and MAL.
     """
 
     model_type = "hf_memory_titans"

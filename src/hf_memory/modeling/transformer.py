@@ -17,13 +17,13 @@ BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  #
 
 @strict
 class MemoryTransformerConfig(MemoryConfig):
-    """Options of the Transformer; the others are those of `MemoryConfig`.
+    """Config of the Memory Transformer; its other options are those of `MemoryConfig`.
 
     Args:
         position (`str`, defaults to `"rope"`): how tokens know where they are: `"rope"`, `"none"`, `"sinusoidal"` and
             `"learned"` (added to the embeddings), or in the scores of attention `"relative"` (Shaw), `"xl"`, `"alibi"`
             or `"distance_aware"`.
-        max_relative_distance (`int`, defaults to 16): the largest that `"relative"` tells from larger ones.
+        max_relative_distance (`int`, defaults to 16): distance from which on `"relative"` treats all distances alike.
     """
 
     model_type = "hf_memory_transformer"

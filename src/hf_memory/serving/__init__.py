@@ -1,4 +1,4 @@
-"""What a memory makes easy: keep it as a file, talk on it, and serve many requests from one running batch."""
+"""Saved memories, conversations, and a scheduler that serves many requests from one running batch."""
 
 from hf_memory.serving.conversation import Conversation
 from hf_memory.serving.memory_file import load_memory, save_memory

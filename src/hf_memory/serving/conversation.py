@@ -1,4 +1,4 @@
-"""A person and a model in turn, on one memory."""
+"""A conversation whose past is in one memory, so that no message is read twice."""
 
 from collections.abc import Generator
 from typing import Any
@@ -8,28 +8,28 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memory.serving.stream import Request, generate_stream
 
-ANSWER = "An answer of the model 8c1f6d0e"  # in a template's text, where the real one was said already
+ANSWER = "An answer of the model 8c1f6d0e"  # stands in a template's text for an answer that was generated before
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
 
 
 class Conversation:
-    """Each line is read after all that was said before, and nothing is read twice.
+    """A conversation between a user and a model. The memory holds all of it, and no message is read twice.
 
-    With a chat template, what is read is what the template makes of the whole talk: at first its beginning, then, for
-    each line, what follows the answer before. An answer that was cut is closed like any other. No text is kept: the
-    talk is in the memory.
+    With a chat template, the model reads the same tokens as if the template were applied to the whole conversation:
+    first its beginning, then, for each message, what follows the previous answer. An answer that was cut short is
+    ended as any other. No text is stored.
 
     Args:
-        model: a causal language model of this package; its `generation_config` says how answers are drawn.
+        model: a causal language model of this package; its `generation_config` says how tokens are sampled.
         tokenizer: the model's tokenizer; its chat template is used if it has one.
-        cache: what was read before.
-        system: what the template is told first; default: what it says by itself.
-        max_new_tokens: how many tokens an answer has at most.
-        options: what differs from the `generation_config`, as in `Request`.
+        cache: a memory to start from; default: an empty one.
+        system: the system prompt; default: that of the template.
+        max_new_tokens: largest number of tokens of an answer.
+        options: changes to the `generation_config`, as in `Request`.
         seed: seed for sampling.
 
     Raises:
-        ValueError: if there is a system prompt, but no template or not the beginning of a talk.
+        ValueError: if a system prompt is given without a chat template, or together with a cache.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Conversation:
         seed: int = 0,
     ):
         if system is not None and (tokenizer.chat_template is None or cache is not None):
-            missing = "a tokenizer without a chat template" if cache is None else "a memory of what was said before"
+            missing = "a tokenizer without a chat template" if cache is None else "a memory of an earlier conversation"
             raise ValueError(f"system must be None with {missing}, got {system!r}")
         self.model, self.tokenizer, self.cache, self.system = model, tokenizer, cache, system
         self.max_new_tokens, self.options, self.seed = max_new_tokens, options or {}, seed
         self.unread: list[int] = []  # tokens of the talk that the cache has not read
 
     def answer(self, line: str) -> Generator[int, None, None]:
-        """Read a line, and give the tokens of the answer as they come; an iterator that is closed has cut it there."""
+        """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it."""
         said: list = []
         unread = self.unread + self._turn(line)
         request = Request(unread, self.max_new_tokens, self.options, self.seed, self.cache, keep_cache=True)
@@ -69,21 +69,21 @@ class Conversation:
                 self.unread = unread + self._closed(said)
 
     def memory(self) -> DynamicCache:
-        """The cache after all that was said.
+        """The cache after the whole conversation.
 
         Raises:
-            ValueError: if nothing was.
+            ValueError: if there was no message yet.
         """
         if self.unread:
             request = Request(self.unread, 1, cache=self.cache, keep_cache=True)
             (step,) = generate_stream(self.model, [request], max_batch_size=1)
             self.cache, self.unread = step.cache, []
         if self.cache is None:
-            raise ValueError("a conversation must have begun to be remembered")
+            raise ValueError("a conversation must have at least one message before its memory can be taken")
         return self.cache
 
     def reset(self) -> None:
-        """Forget all that was said."""
+        """Forget the conversation."""
         self.cache, self.unread = None, []
 
     def _turn(self, line: str) -> list[int]:
@@ -116,7 +116,7 @@ class Conversation:
         if messages[: len(EXCHANGE)] != EXCHANGE:
             return text, 0
         if ANSWER not in text:
-            raise ValueError("the chat template of this model must show what was answered")
+            raise ValueError("the chat template of this model must contain the text of answers")
         return text, text.index(ANSWER) + len(ANSWER)
 
     def _tokens(self, text: str, start: int) -> list[int]:

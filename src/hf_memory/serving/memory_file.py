@@ -1,4 +1,4 @@
-"""A memory as a file: read a long text once, keep what the model remembers of it, and ask in another process.
+"""Memories as files: read a long text once, save the memory of it, and load it in another process.
 
 The file is safetensors. Its header says which model made it, how many tokens it has read, and a checksum of the rest.
 """
@@ -27,15 +27,15 @@ HEADER = {"format", "model", "fingerprint", "tokens_seen", "layers", "checksum"}
 
 
 def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
-    """Write what a model has read so far; an older file at that place is replaced once the new one is complete.
+    """Save the memory of what a model has read. An existing file is replaced once the new one is complete.
 
     Args:
-        cache: a DynamicCache of the model's.
+        cache: a DynamicCache of the model.
         path: the file to write, by convention `*.safetensors`.
-        model: that made the cache; the file can only be loaded for one that is the same.
+        model: the model that has filled the cache; the file can only be loaded for the same model.
 
     Raises:
-        ValueError: if the cache is not a DynamicCache of the model's, or has read nothing.
+        ValueError: if the cache is not a DynamicCache of the model, or is empty.
         OSError: if the file cannot be written.
     """
     path = Path(path)
@@ -44,7 +44,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     check_layers(cache, model)
     _catch_up(cache, model)
     if not all(layer.is_initialized for layer in cache.layers):
-        raise ValueError("cache must have read something with this model: a layer of it is empty")
+        raise ValueError("cache must have read tokens with this model, got one with an empty layer")
     tensors = {name: x.contiguous() for name, x in _states(cache)}
     header = {
         "format": FORMAT,
@@ -65,14 +65,14 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
 
 
 def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
-    """The cache that `save_memory` wrote, on the device of the model.
+    """Load a cache that `save_memory` has written, onto the device of the model.
 
     Args:
         path: the file to read.
         model: the one that made it; its config and weights must be the same.
 
     Raises:
-        ValueError: if the file is damaged, no memory, or another model's.
+        ValueError: if the file is damaged, is not a memory, or is of another model.
         OSError: if it cannot be read.
     """
     header, tensors = _read(Path(path))
@@ -155,7 +155,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no memory: {error}") from error
+        raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
     if not header.keys() >= HEADER or header["checksum"] != _checksum(header, tensors):
@@ -172,7 +172,7 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
-    """What stays after tokens were undone is read again now, and not when the model is called."""
+    """Replay now what stays after tokens were undone, and not when the model is called next."""
     for module in model.modules():
         if isinstance(module, MemoryDecoderLayer) and isinstance(module.mixer, MemoryMixer):
             module.mixer.catch_up(memory_layer(cache, module.mixer.layer_idx))

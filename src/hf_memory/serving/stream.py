@@ -1,4 +1,4 @@
-"""Many requests at once: a running batch that requests join and leave between steps."""
+"""A scheduler for many requests: they join and leave a running batch between its steps."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -21,17 +21,17 @@ ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 @dataclass(eq=False)
 class Request:
-    """One text to continue.
+    """A text to continue.
 
     Args:
-        input_ids: [T] or [1, T], all tokens that the model has not read yet; at least one.
-        max_new_tokens: how many to generate at most.
-        options: what differs from the model's `generation_config`, under its names: do_sample, temperature, top_k,
-            top_p, repetition_penalty, eos_token_id ... What looks back sees the tokens of this request alone.
-        seed: seed for sampling; a request gives the same tokens in any company.
-        cache: what was read before, from `Step.cache` of an earlier request or from `load_memory`; it stays as it is,
-            so that many requests may go on from one.
-        keep_cache: give the cache back with the last token, for a request that goes on.
+        input_ids: [T] or [1, T], at least one token: those that are not in `cache`.
+        max_new_tokens: largest number of tokens to generate.
+        options: changes to the model's `generation_config`, by its names: do_sample, temperature, top_k, top_p,
+            repetition_penalty, eos_token_id ... Penalties consider only the tokens of this request.
+        seed: seed for sampling; the result does not depend on the other requests of the batch.
+        cache: a memory to start from: `Step.cache` of an earlier request, or from `load_memory`. It is not changed, so
+            several requests can start from the same one.
+        keep_cache: return the cache with the last token, so that another request can continue from it.
     """
 
     input_ids: Tensor
@@ -45,7 +45,7 @@ class Request:
     def __post_init__(self):
         tokens = torch.as_tensor(self.input_ids)
         if not tokens.numel():
-            raise ValueError("input_ids must hold at least one token, got none")
+            raise ValueError("input_ids must have at least one token, got none")
         if tokens.is_floating_point() or tokens.ndim not in (1, 2) or tokens.numel() != tokens.shape[-1]:
             raise ValueError(f"input_ids must be integers [T] of one text, got {tokens.dtype} {list(tokens.shape)}")
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
@@ -53,18 +53,26 @@ class Request:
         self.input_ids = tokens.flatten()
 
     def cancel(self) -> None:
-        """End the request before its next token, also from another thread; its last Step has no token then."""
+        """End the request before its next token; this can be called from any thread. Its last Step has no token."""
         self.cancelled = True
 
 
 class Step(NamedTuple):
-    """One token of one request."""
+    """A generated token of a request.
 
-    request: int  # counted from 0, in the order that they were given
-    token: int | None  # None if the request was cancelled, or could not be served
+    Attributes:
+        request: number of the request, counted from 0 in the order in which they were given.
+        token: the token; None if the request was cancelled or has failed.
+        finished: whether this is the request's last step.
+        cache: in the last step of a request with `keep_cache`, its cache, which has read all tokens but the last one.
+        error: the exception if the request has failed; other requests go on.
+    """
+
+    request: int
+    token: int | None
     finished: bool
-    cache: DynamicCache | None  # with the last step of a request that keeps it; has read all tokens but the last one
-    error: Exception | None = None  # why this request could not be served; the others go on
+    cache: DynamicCache | None
+    error: Exception | None = None
 
 
 @dataclass
@@ -95,19 +103,19 @@ class _Row:
 
 @torch.no_grad()
 def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_batch_size: int = 8) -> Iterator[Step]:
-    """Continue many texts, each as it would be continued alone, and give every token as soon as it is there.
+    """Continue many texts in one running batch, and yield each token as soon as it is generated.
 
-    Requests are taken from `requests` only when there is room, in a thread, so it may be a generator that waits for
-    them while the batch goes on. A new one is read by itself between two steps of the others; then all of a step's
-    tokens are made in one forward.
+    Every request gets the tokens that it would get alone. Requests are taken from `requests` when the batch has room,
+    in a thread of their own, so `requests` may be a generator that waits. The prompt of a new request is read between
+    two steps of the batch; each step is one forward pass for all running requests.
 
     Args:
         model: a causal language model of this package, pure or hybrid, in eval mode.
-        requests: what to continue.
-        max_batch_size: requests that run together.
+        requests: the requests.
+        max_batch_size: largest number of requests that run at the same time.
 
     Yields:
-        A Step for each token. A request that cannot be served has one Step, with the error.
+        A Step for each token. A request that fails has one Step, with the error.
     """
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
