@@ -164,7 +164,7 @@ def test_an_empty_or_foreign_cache_is_refused(memory, tmp_path):
     model, _ = memory
     static = StaticCache(config=model.config, max_cache_len=9)
     go_on(model, static, random_tokens(1, 3))
-    with pytest.raises(ValueError, match="must have read something"):
+    with pytest.raises(ValueError, match="must have read tokens"):
         save_memory(DynamicCache(config=model.config), tmp_path / "new", model)
     for cache in (DynamicCache(), static):
         with pytest.raises(ValueError, match="cache must be a DynamicCache"):
