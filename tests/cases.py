@@ -168,6 +168,11 @@ CASES = (
     Case("transformer", "hf_memory_transformer", {}),
     Case("transformer-xl", "hf_memory_transformer", {"position": "xl"}),
     Case("transformer-shaw", "hf_memory_transformer", {"position": "relative", "max_relative_distance": 4}),
+    Case(
+        "transformer-universal",
+        "hf_memory_transformer",
+        {"depth": "universal", "adaptive_computation": True, "position": "sinusoidal"},
+    ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
     Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),

@@ -51,7 +51,7 @@ class AttentionMixer(Projections):
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_losses=None, **kwargs):
         """Heads first, [B, H, T, D] -> ([B, T, H, D], attention weights or None)."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         return attend(

@@ -156,6 +156,7 @@ class MemoryMixer(Projections):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
+        step: int | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Mix tokens with each other and with the past.
@@ -166,6 +167,7 @@ class MemoryMixer(Projections):
             attention_mask: [B, T], zero at padding, or None. A padded token leaves the memory as it is.
             past_key_values: states are read from and written to its layer `layer_idx`.
             cu_seqlens: boundaries [N + 1] of sequences packed into the B * T tokens, or None.
+            step: the layer of the cache, where a model runs one mixer several times; default: `layer_idx`.
             **kwargs: of other mixers; not used.
 
         Returns:
@@ -178,7 +180,8 @@ class MemoryMixer(Projections):
         if cu_seqlens is not None and B > 1:  # packed sequences never cross a row, so rows are packed sequences too
             hidden_states = hidden_states.flatten(0, 1)[None]
             positions = None if positions is None else positions.one_row(B)
-        layer = None if past_key_values is None else memory_layer(past_key_values, self.layer_idx)
+        place = self.layer_idx if step is None else step
+        layer = None if past_key_values is None else memory_layer(past_key_values, place)
         mask = None
         if attention_mask is not None:
             mask = attention_mask.bool()

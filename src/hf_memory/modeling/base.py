@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ MASKS = {
 }
 
 
+@dataclass
+class MemoryModelOutput(BaseModelOutputWithPast):
+    """What a model makes of tokens, and while it trains a loss of its own parts, beside that of its predictions."""
+
+    own_loss: Tensor | None = None
+
+
 class MemoryDecoderLayer(GradientCheckpointingLayer):
     """Mixer, and MLP if there is one, each with its norms and around a residual; `layer_types` names the mixer."""
 
@@ -49,14 +57,19 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
         """[B, T, hidden_size] -> the same; `read_values` is a memory's after the mixer, and the rest is the mixer's."""
-        before_mixer, after_mixer, before_mlp, after_mlp = self.norms
-        mixed, _ = self.mixer(self._norm(before_mixer, hidden_states), **kwargs)
-        hidden_states = hidden_states + self._norm(after_mixer, mixed)
-        if not self.has_mlp:
-            return hidden_states
+        hidden_states = hidden_states + self.mixed(hidden_states, **kwargs)
+        return hidden_states + self.fed(hidden_states, read_values) if self.has_mlp else hidden_states
+
+    def mixed(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        """What the mixer adds, with its norms."""
+        before, after = self.norms[:2]
+        return self._norm(after, self.mixer(self._norm(before, hidden_states), **kwargs)[0])
+
+    def fed(self, hidden_states: Tensor, read_values: Callable | None = None) -> Tensor:
+        """What follows the mixer adds, with its norms."""
+        before, after = self.norms[2:]
         reads = (read_values,) if self.reads_values else ()
-        made = self.mlp(self._norm(before_mlp, hidden_states), *reads)
-        return hidden_states + self._norm(after_mlp, made)
+        return self._norm(after, self.mlp(self._norm(before, hidden_states), *reads))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return getattr(self, name)(x) if name else x
@@ -170,6 +183,7 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
+        own_losses: list[Tensor] = []
         scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
@@ -180,14 +194,17 @@ class MemoryModel(MemoryPreTrainedModel):
             past_key_values=past_key_values,
             cu_seqlens=cu_seqlens,
             read_values=self._read_values,
+            own_losses=own_losses,
             **kwargs,
         )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        return MemoryModelOutput(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+            own_loss=sum(own_losses) if self.training and own_losses else None,
         )
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """[B, T, hidden_size] through each layer with its mask."""
+        """[B, T, hidden_size] through each layer with its mask; layers may add to the list `own_losses`."""
         for layer, mask in zip(self.layers, masks):
             hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
         return hidden_states
@@ -281,11 +298,12 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if loss_from is not None:
-            return CausalLMOutputWithPast(loss=loss_from(self, outputs.last_hidden_state))
+            return CausalLMOutputWithPast(loss=_with(outputs.own_loss, loss_from(self, outputs.last_hidden_state)))
         logits = self.predict(kept_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = _with(outputs.own_loss, loss)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -303,6 +321,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         """[..., hidden_size] after the last layer -> logits [..., vocab_size]."""
         logits, cap = self.lm_head(hidden_states), self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _with(own_loss: Tensor | None, loss: Tensor) -> Tensor:
+    return loss if own_loss is None else loss + own_loss
 
 
 def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Transformer, with the positions that the literature of longer contexts gave it, as options."""
+"""The Transformer, with the positions and depths that the literature gave it, as options."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer import TransformerMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.configuration import MemoryConfig, check_word
+from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, Universal
 
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters of positions
 
@@ -24,6 +25,13 @@ class MemoryTransformerConfig(MemoryConfig):
             `"learned"` (added to the embeddings), or in the scores of attention `"relative"` (Shaw), `"xl"`, `"alibi"`
             or `"distance_aware"`.
         max_relative_distance (`int`, defaults to 16): distance from which on `"relative"` treats all distances alike.
+        depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, or `"universal"`: one
+            layer that runs `num_hidden_layers` times.
+        adaptive_computation (`bool`, defaults to `False`): with `"universal"`, as many steps as a token needs.
+        halting_epsilon (`float`, defaults to 0.01): a token halts when its probabilities of doing so reach one less
+            this.
+        ponder_loss_weight (`float`, defaults to 0.01): of the mean cost of a token in the training loss, which is its
+            number of steps and a remainder.
     """
 
     model_type = "hf_memory_transformer"
@@ -37,18 +45,23 @@ class MemoryTransformerConfig(MemoryConfig):
 
     position: str = "rope"
     max_relative_distance: int = 16
+    depth: str = "fixed"
+    adaptive_computation: bool = False
+    halting_epsilon: float = 0.01
+    ponder_loss_weight: float = 0.01
 
     def rotating_channels(self, layer_idx: int) -> int:
         """None, where positions are not rotations."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """All, where positions are those of its teacher."""
-        return length if self.position == "rope" else None
+        """All, where positions and depth are those of its teacher."""
+        return length if self.position == "rope" and self.depth == "fixed" else None
 
     def validate_transformer(self):
         """Check the words of this family."""
         check_word("position", self.position, POSITIONS)
+        check_word("depth", self.depth, DEPTHS)
         if self.max_relative_distance < 1:
             raise ValueError(f"max_relative_distance must be at least 1, got {self.max_relative_distance}")
         if self.attention_window is not None:
@@ -57,6 +70,19 @@ class MemoryTransformerConfig(MemoryConfig):
             raise ValueError(
                 f"layer_types must all be 'memory' with position={self.position!r}, got {self.layer_types}"
             )
+
+    def validate_depth(self):
+        """Check what depths need."""
+        if self.adaptive_computation and self.depth != "universal":
+            raise ValueError(f"depth must be 'universal' with adaptive_computation, got {self.depth!r}")
+        if not 0 < self.halting_epsilon < 1:
+            raise ValueError(f"halting_epsilon must be between 0 and 1, got {self.halting_epsilon}")
+        if self.depth == "universal":
+            for name in ("layer_types", "mlp_types", "no_rope_layers"):
+                if len(set(getattr(self, name) or "-")) > 1:
+                    raise ValueError(f"{name} must be all alike with depth='universal', got {getattr(self, name)}")
+            if self.mixer_types[0] != "memory":
+                raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
@@ -73,12 +99,19 @@ class MemoryTransformerModel(MemoryModel):
     def __init__(self, config: MemoryTransformerConfig):
         super().__init__(config)
         self.embed_positions: Any = EMBEDDED[config.position](config) if config.position in EMBEDDED else None
+        self.recurrence: Any = None
+        if config.depth == "universal":
+            self.layers = self.layers[:1]
+            self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(config)
         self.post_init()
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """As the others', after positions are added where they are embedded."""
+        """As the others', after positions are added where they are embedded; or as `depth` has it."""
+        positions = 0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
+        if self.recurrence is not None:
+            return self.recurrence(self.layers[0], hidden_states, masks, positions, **kwargs)
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(kwargs["position_ids"]).to(hidden_states.dtype)
+            hidden_states = hidden_states + positions.to(hidden_states.dtype)
         return super().run_layers(hidden_states, masks, **kwargs)
 
 

@@ -173,9 +173,11 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
     """Replay now what stays after tokens were undone, and not when the model is called next."""
-    for module in model.modules():
-        if isinstance(module, MemoryDecoderLayer) and isinstance(module.mixer, MemoryMixer):
-            module.mixer.catch_up(memory_layer(cache, module.mixer.layer_idx))
+    layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
+    for i in range(model.config.num_hidden_layers):
+        mixer = layers[i % len(layers)].mixer  # one layer may run several times
+        if isinstance(mixer, MemoryMixer):
+            mixer.catch_up(memory_layer(cache, i))
 
 
 def _states(cache: Cache) -> Iterator[tuple[str, Tensor]]:
