@@ -94,7 +94,7 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"seed": 2**32}, "seed must be from 0 to"),
         ({"top_k": 65}, "top_k must be from 1 to the teacher's 64 tokens, got 65"),
         ({"top_k": 0}, "top_k must be from 1 to the teacher's 64 tokens, got 0"),
-        ({"lora_rank": 2}, "lora_rank must not be given without steps of fine_tuning, got 2"),
+        ({"lora_rank": 2}, "lora_rank must be None without steps of fine_tuning, got 2"),
         ({"lora_rank": 0, "fine_tuning": SCHEDULE}, "lora_rank must be at least 1, got 0"),
         ({"teacher_bits": 3}, "teacher_bits must be 8 or 4, got 3"),
         ({"options": {"hidden_size": 64}}, "options must leave hidden_size as the teacher has it, got 64"),
@@ -103,7 +103,7 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"options": {"layer_types": ["memory"]}}, "options must leave layer_types to keep"),
         ({"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}}, r"\(32, 32\) in the teacher"),
         ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
-        ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since memories alone"),
+        ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since only memories"),
         ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
         ({"options": {"sparse_memory_gradients": True}}, "sparse_memory_gradients must be False in a conversion"),
         ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that starts as its teacher"),
@@ -183,7 +183,7 @@ def test_logits_and_their_folder_come_together():
 def test_a_plan_is_of_one_teacher_and_one_text():
     plan, teacher = planned(), make_teacher("qwen3")
     for wrong, message in (
-        ((teacher, text()), "teacher must be that of the plan"),
+        ((teacher, text()), "teacher must be the one of the plan"),
         ((make_teacher(), text(9)), "tokens must be the 200 of the plan, got 9"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
-"""A trained Transformer becomes a memory model.
+"""Conversion of a trained Transformer into a memory model.
 
-Its weights by a table of names, then attention transfer, then logits, then the text itself at a longer context:
+The student gets the teacher's weights by a table of names. Then come attention transfer, distillation and, if wanted,
+fine-tuning on text:
 
     plan = resolve(Recipe(to="deltanet", options={"gate": "scalar"}), teacher.config, tokens)
     student = convert(teacher, tokens, plan).student

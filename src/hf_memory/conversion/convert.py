@@ -1,4 +1,4 @@
-"""From a teacher to a student in one call."""
+"""A whole conversion in one call."""
 
 from typing import NamedTuple
 
@@ -25,13 +25,21 @@ from hf_memory.modeling.base import MemoryForCausalLM
 
 
 class Conversion(NamedTuple):
-    """A student, and how it came about."""
+    """The result of a conversion.
+
+    Attributes:
+        student: the student.
+        plan: the plan, with the layers and heads that a ranking has chosen.
+        weights: which weights came from the teacher.
+        losses: the losses of each stage, by its name.
+        ranking: scores of all layers, the best to keep first, if the kept layers were chosen by a ranking.
+    """
 
     student: MemoryForCausalLM
-    plan: Plan  # with the layers that a ranking has chosen
+    plan: Plan
     weights: CarriedWeights
-    losses: dict[str, History]  # by stage
-    ranking: tuple[LayerScore, ...] = ()  # of all layers, the best to keep first, if that is how they were chosen
+    losses: dict[str, History]
+    ranking: tuple[LayerScore, ...] = ()
 
 
 def convert(
@@ -42,22 +50,23 @@ def convert(
     *,
     quantized: PreTrainedModel | None = None,
 ) -> Conversion:
-    """Turn a Transformer into a memory model, as `resolve` has planned it.
+    """Convert a Transformer into a memory model, according to a plan of `resolve`.
 
-    The same plan gives the same student. In a program that torchrun or accelerate started in several processes, each
-    calls this with the same arguments, and each has the student.
+    The same plan gives the same student. If torchrun or accelerate started several processes, all of them call this
+    with the same arguments, and all get the student.
 
     Args:
-        teacher: a causal language model, that of the plan; stays as it is.
-        tokens: [T] of the text to learn on, that of the plan.
-        plan: what to do.
-        run: where checkpoints are, who hears of it, and how fast it is.
-        quantized: the same teacher in few bits (see `load_quantized`), to learn from in place of `teacher`, from which
-            the student has its weights all the same; the student is made on its device.
+        teacher: the causal language model for which the plan was made; it is not changed.
+        tokens: [T], the training text for which the plan was made.
+        plan: the plan.
+        run: checkpoints, progress reports and options of the Trainer.
+        quantized: the teacher with quantised weights (see `load_quantized`). The student then learns from it, on its
+            device, and still gets its weights from `teacher`.
 
     Raises:
-        ValueError: if the plan is another's, the checkpoints are of another plan, or a loss is not finite.
-        OSError: if something cannot be written.
+        ValueError: if the plan is of another teacher or text, the checkpoints are of another plan, or a loss is not
+            finite.
+        OSError: if a file cannot be written.
     """
     _check_same(plan, teacher, tokens)
     check_run(plan, run)
@@ -83,7 +92,7 @@ def convert(
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Tensor) -> None:
     planned, given = (shared_options(config) | {"dtype": None} for config in (plan.teacher, teacher.config))
     if others := sorted(name for name in given if given[name] != planned.get(name)):
-        raise ValueError(f"teacher must be that of the plan, got one with another {' and '.join(others)}")
+        raise ValueError(f"teacher must be the one of the plan, got one with another {' and '.join(others)}")
     if len(tokens) != plan.num_tokens:
         raise ValueError(f"tokens must be the {plan.num_tokens} of the plan, got {len(tokens)}")
 
@@ -91,7 +100,7 @@ def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Tensor) -> None:
 def _ranking(
     teacher: PreTrainedModel, observed: PreTrainedModel, tokens: Tensor, plan: Plan, run: Run
 ) -> tuple[LayerScore, ...]:
-    """All layers, the best to keep first: what they do to a student without attention."""
+    """Scores of all layers, the best to keep first, found with a student without attention."""
     recipe = plan.recipe
     student = make_student(teacher, str(recipe.to), seed=recipe.seed, **recipe.options)
     student.to(observed.device)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Text as windows of tokens. Which window comes when is a function of (seed, step) alone."""
+"""Text as windows of tokens. Which windows a step reads depends only on the seed and the step."""
 
 import json
 import math
@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.progress import Progress, silent
 
-FIELDS = ("text", "messages")  # of a row, the first that is there
-Document = str | list[dict]  # a text or a talk
+FIELDS = ("text", "messages")  # of a row; the first of them that it has is read
+Document = str | list[dict]  # a text or a conversation
 
 
 class TokenWindows(Dataset):
-    """Windows of one long text at random places, the same at each call with the same seed.
+    """A data set of windows of one long text at random places, which depend only on the seed.
 
-    Evenly spread among them, so many as `repeats` says end in the passage that they begin with: text alone hardly asks
-    for what has left a window of attention.
+    A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
+    text rarely needs what has left a window of attention.
     """
 
     def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0, repeats: float = 0.0):
@@ -34,7 +34,7 @@ class TokenWindows(Dataset):
 
     @classmethod
     def of(cls, tokens: Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
-        """All windows that a stage reads."""
+        """All windows that a stage with this schedule reads."""
         return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed, schedule.repeats)
 
     def __len__(self) -> int:
@@ -55,19 +55,19 @@ def read_tokens(
     limit: int | None = None,
     report: Callable[[Progress], None] = silent,
 ) -> Tensor:
-    """The tokens of texts [T], one document after the other, each followed by the end-of-text token if there is one.
+    """Tokenise texts into one tensor [T], with the tokenizer's end-of-text token after each document.
 
     Args:
-        sources: text files, which are one document each; `.jsonl` and `.parquet` files with a field `text`, or with
-            `messages`, talks that go through the chat template; folders of text files; folders and names of the Hub
-            that `datasets` can load, as `name` or `name:config`, of which the split `train` is streamed.
+        sources: each of them a text file, which is one document; a `.jsonl` or `.parquet` file with a field `text`, or
+            with a field `messages`, which goes through the chat template; a folder of text files; or a folder or a name
+            on the Hub that `datasets` can load, as `name` or `name:config`, whose split `train` is streamed.
         tokenizer: the teacher's tokenizer.
-        limit: read no more than so many tokens; default: all.
-        report: is told how far it is.
+        limit: largest number of tokens to read; default: all.
+        report: is called with the progress.
 
     Raises:
-        ValueError: if something that was read is not text, or all of it is empty.
-        OSError: if something cannot be read.
+        ValueError: if a source is not text, or all sources are empty.
+        OSError: if a source cannot be read.
     """
     sources, tokens, count = list(sources), [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -84,12 +84,12 @@ def read_tokens(
 
 
 def check_tokens(tokens: Tensor, config: PreTrainedConfig, *lengths: int) -> None:
-    """See that a model can read windows of a text.
+    """Check that a model can read windows of a text.
 
     Args:
-        tokens: [T] of the text.
+        tokens: [T], the text.
         config: the model's config.
-        *lengths: of the windows.
+        *lengths: lengths of the windows in tokens.
 
     Raises:
         ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
@@ -112,7 +112,7 @@ def check_length(tokens: Tensor, length: int) -> None:
 
 
 def documents(source: Path | str) -> Iterator[Document]:
-    """The texts and talks of one source; see `read_tokens`."""
+    """The texts and conversations of one source; see `read_tokens`."""
     path = Path(source)
     if not str(source):
         raise ValueError("text must be a file, a folder or the name of a data set, got ''")

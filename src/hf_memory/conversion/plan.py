@@ -1,4 +1,4 @@
-"""What a conversion will do. Everything is decided here, once, and what can be known to fail is refused here."""
+"""Plans: everything about a conversion is decided here, once, and whatever is known to fail is refused here."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -35,73 +35,89 @@ BESIDE = {"attention_window": 128, "window_memory": False}  # full heads, unless
 class Stage:
     """A stage that will run."""
 
-    slot: str  # its name in the recipe
+    slot: str  # the stage's name in the recipe
     name: str
     schedule: Schedule
     seed: int
-    learned: int  # numbers
-    cross_entropy: float = 0.0  # part of the loss that is the text's own
+    learned: int  # number of trained parameters
+    cross_entropy: float = 0.0  # weight of the cross-entropy with the text in the loss
     lora_rank: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe for one teacher and one text; nothing is open but which layers or heads a ranking will choose."""
+    """A recipe that was resolved for one teacher and one text. Only layers and heads may still be open, to be ranked.
+
+    Attributes:
+        recipe: the recipe.
+        teacher: config of the teacher.
+        student: config of the student.
+        kept: layers that keep the teacher's attention, without those that a ranking will choose.
+        ranked: number of layers that a ranking will choose.
+        ranked_heads: number of key-value heads that will be chosen by their retrieval in the teacher.
+        is_exact: whether the student equals its teacher before any training.
+        window: tokens of the longest window before fine-tuning.
+        stages: the stages, in order.
+        num_tokens: tokens of the text.
+        teacher_parameters: number of the teacher's parameters.
+        student_parameters: number of the student's parameters.
+        quantized_parameters: number of the teacher's parameters that are quantised.
+    """
 
     recipe: Recipe
     teacher: PreTrainedConfig
     student: PreTrainedConfig
-    kept: tuple[int, ...]  # layers with the teacher's attention; without those that are to be ranked
-    ranked: int  # how many layers a ranking chooses
-    ranked_heads: int  # how many key-value heads a reading of the teacher chooses
-    is_exact: bool  # whether the student is its teacher before any training
-    window: int  # tokens of a window before fine-tuning
-    stages: tuple[Stage, ...]  # in order
-    num_tokens: int  # of the text
+    kept: tuple[int, ...]
+    ranked: int
+    ranked_heads: int
+    is_exact: bool
+    window: int
+    stages: tuple[Stage, ...]
+    num_tokens: int
     teacher_parameters: int
     student_parameters: int
-    quantized_parameters: int  # of the teacher, that are in few bits
+    quantized_parameters: int
 
     @property
     def top_k(self) -> int | None:
-        """How many of the teacher's tokens are saved at each place, if distillation is from those."""
+        """Number of the teacher's tokens that are saved for each position; None if distillation runs the teacher."""
         is_read = any(stage.name == DISTILLATION for stage in self.stages)
         return self.recipe.top_k if is_read else None
 
     @property
     def teacher_bytes(self) -> int:
-        """Of the teacher that is learned from."""
+        """Bytes of the teacher that the student learns from."""
         return BYTES * self.teacher_parameters - self.quantized_parameters * (8 * BYTES - (self.bits or 0)) // 8
 
     @property
     def bits(self) -> int | None:
-        """Of a weight of the teacher that is learned from, if they are few."""
+        """Bits of the weights of the teacher that the student learns from; None if it is not quantised."""
         return self.recipe.teacher_bits
 
     def keeping(self, layers: tuple[int, ...]) -> "Plan":
-        """The same once the ranking has chosen its layers."""
+        """The plan with the layers that the ranking has chosen."""
         to, options = str(self.recipe.to), self.recipe.options
         return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
 
     def keeping_heads(self, heads: Iterable[tuple[int, int]]) -> "Plan":
-        """The same once the ranking has chosen its heads, each a layer and a head in it."""
+        """The plan with the heads that the ranking has chosen, each a pair of a layer and a head in it."""
         config = _with_heads(self.recipe, self.teacher, heads)
         return replace(self, ranked_heads=0, student=config)
 
     def describe(self, run: Run) -> dict[str, Any]:
-        """All that the work of a run belongs to, but for models and tokens."""
+        """What checkpoints of a run belong to, except models and tokens."""
         recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}
         kept = self.recipe.keep if self.ranked else self.kept
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
 def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
-    """Decide what a recipe means for a teacher and a text; no weights are loaded or made.
+    """Make the plan of a recipe for a teacher and a text. No weights are loaded or created.
 
     Args:
-        recipe: what is wanted.
-        teacher: config of the teacher, or of the model to fine-tune where `recipe.to` is None.
-        tokens: [T] of the text to learn on, made by the teacher's tokenizer.
+        recipe: the recipe.
+        teacher: config of the teacher, or of the model to fine-tune if `recipe.to` is None.
+        tokens: [T], the training text, tokenised by the teacher's tokenizer.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
@@ -149,16 +165,16 @@ def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple
 
 
 def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:
-    """See that a plan can be run there, before it is.
+    """Check, before any work, that a plan can be run.
 
     Args:
-        plan: what will be done.
-        run: where.
-        output: folder that the result will be written to.
-        overwrite: whether it may replace the result of an earlier run.
+        plan: the plan.
+        run: how it will be run.
+        output: folder for the result.
+        overwrite: whether the result of an earlier run in that folder may be replaced.
 
     Raises:
-        ValueError: if an argument of training is wrong, or a folder cannot be written to or is someone else's.
+        ValueError: if a training argument is wrong, or a folder cannot be written to or has files of another run.
     """
     if (plan.recipe.top_k is None) != (run.teacher_logits is None):
         raise ValueError(

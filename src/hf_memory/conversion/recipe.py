@@ -1,4 +1,4 @@
-"""What is wanted of a conversion."""
+"""Recipes: the choices of a user for a conversion."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -11,15 +11,25 @@ MAX_SEED = 2**32 - 4  # NumPy's largest, less one for each stage
 
 
 class Schedule(NamedTuple):
-    """How long and how fast a stage learns."""
+    """The training schedule of a stage.
+
+    Attributes:
+        steps: number of training steps.
+        learning_rate: peak learning rate, reached after the warmup; it then falls as a cosine.
+        batch_size: windows in each step, of all processes together.
+        length: tokens in each window.
+        warmup: fraction of the steps in which the learning rate rises.
+        memory_factor: multiplies the learning rate of the parts that the teacher does not have.
+        repeats: fraction of the windows whose last quarter repeats the first, which teaches recall.
+    """
 
     steps: int
     learning_rate: float
     batch_size: int = 8
-    length: int = 256  # tokens of a window
-    warmup: float = 0.05  # part of the steps
-    memory_factor: float = 1.0  # of the learning rate, for what replaces attention and learns first in transfer
-    repeats: float = 0.0  # part of the windows, in which the last quarter says the first again
+    length: int = 256
+    warmup: float = 0.05
+    memory_factor: float = 1.0
+    repeats: float = 0.0
 
     def __str__(self) -> str:
         factor = f", times {self.memory_factor:g} for memories" if self.memory_factor != 1 else ""
@@ -30,7 +40,7 @@ class Schedule(NamedTuple):
         )
 
     def check(self, stage: str) -> None:
-        """Raise ValueError if a stage cannot be like this."""
+        """Raise ValueError if a field is out of its range."""
         least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
         for name, smallest in least.items():
             if not smallest <= getattr(self, name) < math.inf:
@@ -46,28 +56,28 @@ NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what a student becomes, but for its teacher and the text: the same recipe, the same student.
+    """Everything that determines a student, together with its teacher and the text.
 
     Args:
-        to: the family, a name in STUDENTS; None for fine-tuning alone, after which a model is what it was.
-        keep: the layers that keep the teacher's attention: numbers, counted from 0, or words, see KEEP_WORDS. With
-            `"auto"` these are the quarter of the layers that recall needs most, an eighth with `"auto:1/8"`. To find
-            them, a student without attention goes through attention transfer first; see `rank_layers`. With
-            `"heads:1/10"` no layer keeps its attention, but a tenth of all key-value heads keep all their keys and
-            values, those that retrieve most in the teacher; see `rank_heads`. The others have a window of 128 tokens,
-            or what `options` say: another window, and with `window_memory=True` a memory of what has left it.
-        options: fields of the family's config, such as `gate`; what they leave open is the teacher's or a preset.
-        transfer: the schedule of attention transfer. A schedule of no steps leaves a stage out. So does a student that
-            is its teacher before any training: it has nothing to learn from attention.
-        distillation: the schedule of the stage in which the whole student learns.
-        fine_tuning: the schedule of fine-tuning; its windows may be longer than the teacher's positions.
-        lora_rank: rank of the low-rank updates that fine-tuning learns in place of all weights.
+        to: the student's family, a name in STUDENTS; None to fine-tune a model and leave its architecture as it is.
+        keep: what keeps the teacher's attention. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
+            keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`); to find them, a
+            student without attention is trained by attention transfer first, see `rank_layers`. `"heads:1/10"` keeps
+            no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
+            most in the teacher, and the other heads have a window of 128 tokens. `options` may set another window,
+            and with `window_memory=True` add a memory of what has left it.
+        options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
+        transfer: schedule of attention transfer. A stage with 0 steps is left out. Attention transfer is also left out
+            if the student equals its teacher before any training.
+        distillation: schedule of distillation, in which the whole student learns.
+        fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
+        lora_rank: rank of LoRA in fine-tuning; default: all weights are trained.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
-        cross_entropy: part of the distillation's loss that is the text's own, from 0 to 1; default: 0, or 1 for a
-            student that is its teacher before any training.
-        top_k: how many of the teacher's likely tokens are saved at each place, for the distillation to learn from;
-            default: none are, and the teacher runs.
-        teacher_bits: 8 or 4: learn from the teacher in so many bits.
+        cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
+            1 for a student that equals its teacher before any training.
+        top_k: number of most likely tokens of the teacher that are saved for each position, to distil from; default:
+            nothing is saved, and the teacher runs during distillation.
+        teacher_bits: 8 or 4: quantise the teacher to learn from; default: no quantisation.
         seed: seed for new weights and for the order of the text.
     """
 
@@ -86,16 +96,16 @@ class Recipe:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """Of the stages, in order."""
+        """The schedules of the stages by name, in order."""
         return {"transfer": self.transfer, "distillation": self.distillation, "fine_tuning": self.fine_tuning}
 
     def check(self) -> None:
-        """Raise ValueError if no teacher and no text could be converted like this."""
+        """Raise ValueError if a value is wrong whatever the teacher and the text are."""
         for name, schedule in self.schedules.items():
             schedule.check(name)
         if self.transfer.memory_factor != 1:
             raise ValueError(
-                f"memory_factor of transfer must be 1, since memories alone learn, got {self.transfer.memory_factor}"
+                f"memory_factor of transfer must be 1, since only memories learn, got {self.transfer.memory_factor}"
             )
         check_loss(self.temperature, self.cross_entropy or 0)
         if not 0 <= self.seed <= MAX_SEED:
@@ -103,11 +113,11 @@ class Recipe:
         if self.lora_rank is not None and self.lora_rank < 1:
             raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}")
         if self.lora_rank is not None and not self.fine_tuning.steps:
-            raise ValueError(f"lora_rank must not be given without steps of fine_tuning, got {self.lora_rank}")
+            raise ValueError(f"lora_rank must be None without steps of fine_tuning, got {self.lora_rank}")
 
 
 def check_loss(temperature: float, cross_entropy: float) -> None:
-    """Raise ValueError if a distillation cannot have such a loss."""
+    """Raise ValueError if the temperature or the weight of a distillation loss is out of its range."""
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     if not 0 <= cross_entropy <= 1:

@@ -1,4 +1,4 @@
-"""How and where a recipe is run: what does not decide what comes out."""
+"""How a recipe is run: options that do not change the student."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -47,18 +47,18 @@ OURS = (  # what a stage says itself
 
 @dataclass(frozen=True)
 class Run:
-    """Where a conversion keeps its work, who hears of it, and how fast it is.
+    """How a conversion is run: its checkpoints, progress reports and options of the Trainer.
 
     Args:
-        checkpoints: folder for checkpoints; a conversion that was stopped, or killed at any moment, goes on from them
-            when called again with the same arguments.
-        teacher_logits: folder for a teacher's likely tokens, which are saved there first unless they are there already,
-            so that distillation runs no teacher; see `save_logits`. Several students may share it.
+        checkpoints: folder for checkpoints. A conversion that was stopped or killed resumes from them if it is called
+            with the same arguments.
+        teacher_logits: folder for the teacher's most likely tokens. They are saved there first, unless they exist, and
+            distillation then reads them instead of running the teacher; see `save_logits`. Students can share it.
         callbacks: callbacks of the Trainer in all stages.
-        report: is told how far each task is.
-        training: more arguments of transformers' TrainingArguments in all stages, such as `bf16`,
-            `activation_checkpointing` and `gradient_accumulation_steps`, which leaves the schedules as they are.
-        is_claimed: whether `checkpoints` is known to be this run's already.
+        report: is called with the progress of each task.
+        training: further TrainingArguments of transformers for all stages, such as `bf16` and
+            `activation_checkpointing`. `gradient_accumulation_steps` does not change the schedules.
+        is_claimed: whether `checkpoints` is already known to belong to this run.
     """
 
     checkpoints: Path | None = None
@@ -69,11 +69,11 @@ class Run:
     is_claimed: bool = False
 
     def of(self, stage: str) -> "Run":
-        """The part of one stage."""
+        """The options for one stage, with a subfolder for its checkpoints."""
         return replace(self, checkpoints=self.checkpoints and self.checkpoints / stage, is_claimed=True)
 
     def arguments(self, schedule: Schedule, **others) -> TrainingArguments:
-        """A schedule in the Trainer's own words, for all processes together; `others` are passed on."""
+        """TrainingArguments for a schedule, whose batch size is that of all processes; `others` are passed on."""
         ways = processes().num_processes * self.training.get("gradient_accumulation_steps", 1)
         if schedule.batch_size % ways:
             raise ValueError(
@@ -93,7 +93,7 @@ class Run:
         )
 
     def check(self, *schedules: Schedule) -> None:
-        """Raise ValueError if stages of these schedules could not be run with these arguments of training."""
+        """Raise ValueError if stages with these schedules cannot be run with these training arguments."""
         fields = TrainingArguments.__dataclass_fields__
         if taken := sorted(name for name in self.training if name not in fields or name in OURS):
             raise ValueError(
