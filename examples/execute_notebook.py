@@ -1,10 +1,8 @@
-"""Run a notebook from its beginning and write the outputs into it: what is on the page is what the code gives.
+"""Execute examples/convert_smollm2.ipynb and keep the outputs in it, so that they are what its code gives.
 
-    pip install '.[notebook]'
-    python examples/execute_notebook.py                       # with SmolLM2 of the Hub
-    TEACHER=folder STEPS=1 python examples/execute_notebook.py
-
-What the environment names is in the notebook's first cell of code.
+pip install '.[notebook]'
+python examples/execute_notebook.py                           # with SmolLM2 from the Hub
+TEACHER=folder STEPS=1 python examples/execute_notebook.py    # variables that the notebook's first cell of code reads
 """
 
 import os
@@ -17,11 +15,12 @@ NOTEBOOK = Path(__file__).with_name("convert_smollm2.ipynb")
 
 
 def main() -> None:
-    """Execute, and write a whole file or none."""
+    """Execute all cells; the file changes only if none has failed."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=None, record_timing=False).execute()
     for cell in notebook.cells:
-        cell.get("outputs", [])[:] = [x for x in cell.get("outputs", []) if x.get("name") != "stderr"]
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]  # warnings, bars
     partial = NOTEBOOK.with_suffix(f".{os.getpid()}")
     nbformat.write(notebook, partial)
     partial.replace(NOTEBOOK)

@@ -350,7 +350,7 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     assert schedules == [Schedule(1, 1e-4, 2, 32), Schedule(3, 1e-5, 1, 16), Schedule(2, 1e-4, 1, 128)]
     code, out, _ = run("convert", "--config", output / "run.yaml", "--output", tmp_path / "b", "--dry-run", *typed[:2])
     assert code == 0
-    assert "2 steps of 1 windows of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
+    assert "2 steps of 1 window of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
 
 
 def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):  # noqa: F811

@@ -35,7 +35,7 @@ class Schedule(NamedTuple):
         factor = f", times {self.memory_factor:g} for memories" if self.memory_factor != 1 else ""
         repeats = f"; {self.repeats:.0%} of the windows repeat a passage" if self.repeats else ""
         return (
-            f"{self.steps} steps of {self.batch_size} windows of {self.length} tokens, "
+            f"{self.steps} steps of {self.batch_size} window{'s' * (self.batch_size > 1)} of {self.length} tokens, "
             f"learning rate {self.learning_rate:g}{factor} falling as a cosine{repeats}"
         )
 
