@@ -65,6 +65,54 @@ def test_ponder_cost_is_learned_and_padding_costs_nothing():
     assert model.eval().model(tokens).own_loss is None
 
 
+def reversible(depth=3):
+    """Its parameters in float64, its hidden states [1, T, hidden_size] before the layers, and what the layers take."""
+    model = make_model(TRANSFORMER, depth="reversible", num_hidden_layers=depth).double().train()
+    tokens = random_tokens(1, T)
+    angles = model.model.rotary_emb(model.model.embed_tokens(tokens), torch.arange(T)[None])
+    return model, tokens, {"position_embeddings": angles}
+
+
+def test_a_reversible_transformer_is_its_equation_and_so_are_its_gradients():
+    model, tokens, given = reversible()
+    x1 = x2 = model.model.embed_tokens(tokens)
+    for layer in model.model.layers:
+        x1 = x1 + layer.mixer(layer.input_layernorm(x2), **given)[0]
+        x2 = x2 + layer.mlp(layer.post_attention_layernorm(x1))
+    expected = model.lm_head(model.model.norm((x1 + x2) / 2))
+    found = model(tokens).logits
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    weight = torch.randn_like(expected)
+    parameters = list(model.parameters())
+    for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), parameters) for y in (found, expected))):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_what_training_keeps_does_not_grow_with_reversible_layers():
+    def kept(depth):
+        sizes = []
+        model, tokens, _ = reversible(depth)
+        owned = {x.data_ptr() for x in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.append(0 if x.data_ptr() in owned else x.numel()) or x, lambda x: x
+        ):
+            model(tokens, labels=tokens)
+        return sum(sizes)
+
+    assert kept(2) == kept(6) > 0
+
+
+def test_a_frozen_reversible_model_learns_what_is_not_frozen():
+    model, tokens, _ = reversible()
+    model.requires_grad_(False)
+    weight = model.model.layers[1].mixer.q_proj.weight.requires_grad_()
+    model(tokens, labels=tokens).loss.backward()
+    assert weight.grad.abs().sum() > 0
+    assert [name for name, x in model.named_parameters() if x.grad is not None] == [
+        "model.layers.1.mixer.q_proj.weight"
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -74,6 +122,7 @@ def test_ponder_cost_is_learned_and_padding_costs_nothing():
         ({"depth": "universal", "layer_types": ["memory", "full_attention"]}, "layer_types"),
         ({"depth": "universal", "layer_types": ["full_attention"] * 2}, "layer_types"),
         ({"depth": "universal", "mlp_types": ["mlp", "none"]}, "mlp_types"),
+        ({"depth": "reversible", "mlp_types": ["mlp", "memory"]}, "mlp_types"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, name):

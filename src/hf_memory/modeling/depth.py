@@ -1,7 +1,10 @@
 """Other ways through the layers of a model than one after the other."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
@@ -73,3 +76,71 @@ class AdaptiveUniversal(Universal):
 def _mean(cost: Tensor, mask: Tensor | None) -> Tensor:
     """Over tokens that are no padding."""
     return cost.mean() if mask is None else (cost * mask).sum() / mask.sum()
+
+
+class ReversibleLayer(MemoryDecoderLayer):
+    """y_1 = x_1 + mixer(x_2), y_2 = x_2 + MLP(y_1), each with its norms. https://arxiv.org/abs/2001.04451."""
+
+    def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
+        """x_1 and x_2 side by side, [B, T, 2 hidden_size] -> the same of y."""
+        x1, x2 = hidden_states.chunk(2, dim=-1)
+        y1 = x1 + self.mixed(x2, **kwargs)
+        return torch.cat([y1, x2 + self.fed(y1, read_values) if self.has_mlp else x2], dim=-1)
+
+
+def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
+    """Through layers that begin with both parts alike, and end with their mean [B, T, hidden_size]."""
+    both = hidden_states.repeat(1, 1, 2)
+    if torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+        both = _Reversible.apply(layers, masks, kwargs, both, *(x for layer in layers for x in _learns(layer)))
+    else:
+        for layer, mask in zip(layers, masks):
+            both = layer(both, attention_mask=mask, **kwargs)
+    x1, x2 = both.chunk(2, dim=-1)
+    return (x1 + x2) / 2
+
+
+class _Reversible(torch.autograd.Function):
+    """Keeps the output of the last layer alone; the backward pass finds each layer's input from its output."""
+
+    @staticmethod
+    def forward(ctx, layers, masks, kwargs, hidden_states, *parameters):
+        for layer, mask in zip(layers, masks):
+            hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
+        ctx.save_for_backward(hidden_states)
+        ctx.layers, ctx.masks, ctx.kwargs = layers, masks, kwargs
+        kind = hidden_states.device.type
+        ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
+        ctx.autocast["enabled"] = torch.is_autocast_enabled(kind)
+        return hidden_states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (y1, y2), (d1, d2) = ctx.saved_tensors[0].chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+        of_parameters: list[Tensor | None] = []
+        read_values, kwargs = ctx.kwargs["read_values"], {x: y for x, y in ctx.kwargs.items() if x != "read_values"}
+        for layer, mask in reversed(list(zip(ctx.layers, ctx.masks))):
+            learns, by_mlp = _learns(layer), []
+            with torch.autocast(**ctx.autocast):
+                if layer.has_mlp:
+                    fed, more, by_mlp = _differentiate(layer.fed, y1, d2, learns, read_values=read_values)
+                    y2, d1 = y2 - fed, d1 + more
+                mixed, more, by_mixer = _differentiate(layer.mixed, y2, d1, learns, attention_mask=mask, **kwargs)
+            y1, d2 = y1 - mixed, d2 + more
+            by_mlp = by_mlp or [None] * len(learns)
+            of_parameters = [x if y is None else y for x, y in zip(by_mlp, by_mixer)] + of_parameters
+        return None, None, None, torch.cat([d1, d2], dim=-1), *of_parameters
+
+
+def _differentiate(function: Callable, x: Tensor, gradient: Tensor, parameters: list, **kwargs):
+    """function(x), and the gradients of x and of the parameters, given that of the result."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = function(x, **kwargs)
+    of_x, *of_parameters = torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), allow_unused=True)
+    return y.detach(), of_x, of_parameters
+
+
+def _learns(layer: nn.Module) -> list[nn.Parameter]:
+    return [x for x in layer.parameters() if x.requires_grad]

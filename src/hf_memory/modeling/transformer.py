@@ -9,9 +9,15 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer import TransformerMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.base import (
+    MemoryDecoderLayer,
+    MemoryForCausalLM,
+    MemoryModel,
+    MemoryModelOutput,
+    MemoryPreTrainedModel,
+)
 from hf_memory.modeling.configuration import MemoryConfig, check_word
-from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, Universal
+from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters of positions
 
@@ -25,8 +31,9 @@ class MemoryTransformerConfig(MemoryConfig):
             `"learned"` (added to the embeddings), or in the scores of attention `"relative"` (Shaw), `"xl"`, `"alibi"`
             or `"distance_aware"`.
         max_relative_distance (`int`, defaults to 16): distance from which on `"relative"` treats all distances alike.
-        depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, or `"universal"`: one
-            layer that runs `num_hidden_layers` times.
+        depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
+            that runs `num_hidden_layers` times, or `"reversible"`: layers whose inputs training computes from their
+            outputs, so that it keeps no activations.
         adaptive_computation (`bool`, defaults to `False`): with `"universal"`, as many steps as a token needs.
         halting_epsilon (`float`, defaults to 0.01): a token halts when its probabilities of doing so reach one less
             this.
@@ -83,6 +90,8 @@ class MemoryTransformerConfig(MemoryConfig):
                     raise ValueError(f"{name} must be all alike with depth='universal', got {getattr(self, name)}")
             if self.mixer_types[0] != "memory":
                 raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
+        if self.depth == "reversible" and not set(self.feed_forwards) <= {"mlp", "none"}:
+            raise ValueError(f"mlp_types must be 'mlp' or 'none' with depth='reversible', got {self.mlp_types}")
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
@@ -95,6 +104,7 @@ class MemoryTransformerModel(MemoryModel):
     """The Transformer without a head."""
 
     config: MemoryTransformerConfig
+    _no_split_modules = ["MemoryDecoderLayer", "ReversibleLayer"]
 
     def __init__(self, config: MemoryTransformerConfig):
         super().__init__(config)
@@ -105,6 +115,17 @@ class MemoryTransformerModel(MemoryModel):
             self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(config)
         self.post_init()
 
+    @property
+    def layer_class(self) -> type[MemoryDecoderLayer]:
+        """What `depth` needs."""
+        return ReversibleLayer if self.config.depth == "reversible" else MemoryDecoderLayer
+
+    def forward(self, *args, **kwargs) -> MemoryModelOutput:
+        """As the others'; a reversible model in training makes no cache by itself, which would hold activations."""
+        if self.training and self.config.depth == "reversible" and kwargs.get("past_key_values") is None:
+            kwargs["use_cache"] = False
+        return super().forward(*args, **kwargs)
+
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
         """As the others', after positions are added where they are embedded; or as `depth` has it."""
         positions = 0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
@@ -112,6 +133,8 @@ class MemoryTransformerModel(MemoryModel):
             return self.recurrence(self.layers[0], hidden_states, masks, positions, **kwargs)
         if self.embed_positions is not None:
             hidden_states = hidden_states + positions.to(hidden_states.dtype)
+        if self.config.depth == "reversible":
+            return run_reversible(self.layers, hidden_states, masks, **kwargs)
         return super().run_layers(hidden_states, masks, **kwargs)
 
 
