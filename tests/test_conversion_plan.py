@@ -18,7 +18,7 @@ from test_conversion import SCHEDULE, convert, make_teacher, text
 
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
-FIXED, GROWS = "memory of one size", "a cache that grows with the text, as its teacher's does"
+FIXED, GROWS = "a fixed size", "grows with the text as fast as its teacher's"
 TRANSFER, KL = "attention transfer", "KL divergence of the logits"
 
 
@@ -29,15 +29,15 @@ def planned(**recipe):
 @pytest.mark.parametrize(
     ("recipe", "true", "false"),
     [
-        ({}, (FIXED, TRANSFER, KL), (GROWS, "the text itself", "text's own")),
-        ({"to": "deltaformer"}, (GROWS, "its teacher before any training", "the text itself"), (FIXED, TRANSFER, KL)),
-        ({"to": "titans"}, (FIXED, "its teacher before any training", "the text itself"), (TRANSFER, KL)),
+        ({}, (FIXED, TRANSFER, KL), (GROWS, "trained on the text", "cross-entropy with")),
+        ({"to": "deltaformer"}, (GROWS, "its teacher before any training", "trained on the text"), (FIXED, TRANSFER, KL)),
+        ({"to": "titans"}, (FIXED, "its teacher before any training", "trained on the text"), (TRANSFER, KL)),
         ({"to": "titans", "options": {"sliding_window": 4}}, (FIXED, TRANSFER, KL), ("before any training",)),
-        ({"cross_entropy": 1.0}, (TRANSFER, "the text itself, and nothing"), (KL, "distillation")),
-        ({"cross_entropy": 0.25}, (TRANSFER, KL, "0.25 of the loss the text's own"), ("the text itself",)),
-        ({"transfer": NONE, "distillation": NONE}, ("learned nothing",), (TRANSFER, KL, "distillation")),
-        ({"keep": (1,)}, ("grows with the text, 50% as fast as its teacher's",), (FIXED,)),
-        ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("(fine-tuning)", "low-rank updates"), ()),
+        ({"cross_entropy": 1.0}, (TRANSFER, "trained on the text, without"), (KL, "distillation")),
+        ({"cross_entropy": 0.25}, (TRANSFER, KL, "cross-entropy with the text with a weight of 0.25"), ("trained on the text",)),
+        ({"transfer": NONE, "distillation": NONE}, ("not trained after that",), (TRANSFER, KL, "distillation")),
+        ({"keep": (1,)}, ("grows with the text at 50% of the rate of its teacher's",), (FIXED,)),
+        ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("fine-tuned on the text", "LoRA"), ()),
         ({"top_k": 8}, ("8 most likely tokens",), ()),
         ({"top_k": 8, "cross_entropy": 1.0}, (), ("most likely tokens", "top_k")),
     ],
@@ -146,12 +146,12 @@ def places(tmp_path):
 @pytest.mark.parametrize(
     ("output", "checkpoints", "message"),
     [
-        ("run", "run", "output must be apart from checkpoints"),
-        ("run/student", "run", "output must be apart from checkpoints"),
-        ("run", "run/checkpoints", "output must be apart from checkpoints"),
-        ("folder/../run", "run", "output must be apart from checkpoints"),
-        ("link", None, "output must be a folder and no link to one"),
-        ("dangling", None, "output must be a folder and no link to one"),
+        ("run", "run", "output must not contain checkpoints or be inside it"),
+        ("run/student", "run", "output must not contain checkpoints or be inside it"),
+        ("run", "run/checkpoints", "output must not contain checkpoints or be inside it"),
+        ("folder/../run", "run", "output must not contain checkpoints or be inside it"),
+        ("link", None, "output must be a folder, not a link to one"),
+        ("dangling", None, "output must be a folder, not a link to one"),
         ("file", None, "output must be a folder, got .*file, where .*file is a file"),
         ("file/student", None, "output must be a folder, got .*student, where .*file is a file"),
         ("x" * 240, None, "output must have a name of at most 230 bytes"),

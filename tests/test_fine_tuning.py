@@ -359,7 +359,7 @@ def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_pat
     code, out, _ = run(*command, "--teacher-logits", tmp_path / "logits", "--top-k", 8, "--teacher-bits", 8)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "teacher's logits 0.01 MB on disk, 8 tokens a place" in lines
+    assert "teacher's logits 0.01 MB on disk, for 8 tokens at each position" in lines
     assert any(line.startswith("teacher in 8 bits 0.01 MB, beside 0.02 MB") for line in lines)
     assert not any(line.startswith("fine-tuning") for line in lines)
 

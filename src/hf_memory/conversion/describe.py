@@ -17,7 +17,7 @@ CONTEXTS = (1024, 32768)
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What will be done and what it needs, as rows of two columns."""
+    """A plan and what it needs in time and memory, as rows of two columns."""
     rows = [("text", f"{plan.num_tokens:,} tokens to learn on")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
@@ -26,7 +26,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += _attention_rows(plan)
     if plan.top_k is not None:
         size = _megabytes(bytes_of_logits(plan.recipe.distillation, plan.top_k))
-        rows += [("teacher's logits", f"{size} on disk, {plan.top_k} tokens a place")]
+        rows += [("teacher's logits", f"{size} on disk, for {plan.top_k} tokens at each position")]
     for stage in plan.stages:
         rows += _stage_rows(stage, plan)
     if not plan.stages:
@@ -35,7 +35,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set, by name, and nothing that had no part in it."""
+    """The settings that had an effect on the student, by name."""
     recipe = plan.recipe
     parts = [stage.cross_entropy for stage in plan.stages if stage.slot == "distillation"]
     named: dict[str, Any] = {"student": recipe.to}
@@ -47,46 +47,49 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def story(plan: Plan) -> list[str]:
-    """How a student came about, a sentence for each thing that was done."""
+    """How a student was made, a sentence for each step."""
     if plan.recipe.to is None:
-        return ["It went on to learn the text itself.", _of_lora(plan)]
-    start = "The student has the teacher's weights, carried over by name."
+        return ["It was fine-tuned on the text.", _of_lora(plan)]
+    start = "The student started with the teacher's weights."
     if plan.is_exact:
-        start += " What it has beside them starts closed, so that it was its teacher before any training."
+        start += " Its new parts started with no effect, so that it equalled its teacher before any training."
     stages = [_stage_sentence(stage, plan) for stage in plan.stages]
-    return [start, *(stages or ["It has learned nothing since then."]), _of_lora(plan)]
+    return [start, *(stages or ["It was not trained after that."]), _of_lora(plan)]
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
-    """What a model's past is: of one size, or growing as its teacher's does."""
+    """What the cache of a student is: of fixed size, or growing, compared with its teacher's."""
     grows, first, last = bytes_per_token(student), *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR))
     if not grows and first == last:
-        return f"its past is a memory of one size, {_megabytes(last)}, however much it has read"
+        return f"its cache has a fixed size of {_megabytes(last)}, however long the text is"
     if not grows:
-        return f"its past grows with the text up to {_megabytes(last)}, and no further"
+        return f"its cache grows with the text up to {_megabytes(last)}, and no further"
     teachers = bytes_per_token(teacher)
     share = grows / teachers if teachers else float("inf")
-    how = "as its teacher's does" if share == 1 else f"{share:.0%} as fast as its teacher's"
-    return f"its past is a cache that grows with the text, {how}: {grows:,} bytes a token"
+    how = "as fast as its teacher's" if share == 1 else f"at {share:.0%} of the rate of its teacher's"
+    return f"its cache grows with the text {how}, by {grows:,} bytes per token"
 
 
 def _stage_sentence(stage: Stage, plan: Plan) -> str:
     if stage.name == TRANSFER:
         return (
-            "Then each memory layer learned what its attention layer gave, on the teacher's own hidden states "
-            "(attention transfer)."
+            "Then each memory layer was trained to give the output of the attention layer that it replaces, on the "
+            "teacher's hidden states (attention transfer)."
         )
     if stage.name == TRAINING:
-        return "Then the whole student learned the text itself, and nothing from its teacher."
+        return "Then the whole student was trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
-        return "At last it learned the text itself (fine-tuning)."
-    source = f"its {plan.top_k} most likely tokens at each place, " if plan.top_k else ""
-    mix = f", with {stage.cross_entropy:g} of the loss the text's own" if stage.cross_entropy else ""
-    return f"Then the whole student learned the teacher's predictions ({source}KL divergence of the logits{mix})."
+        return "Finally it was fine-tuned on the text."
+    source = f" for its {plan.top_k} most likely tokens at each position" if plan.top_k else ""
+    mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
+    return (
+        "Then the whole student was trained to predict what the teacher predicts "
+        f"(distillation: KL divergence of the logits{source}{mix})."
+    )
 
 
 def _of_lora(plan: Plan) -> str:
-    return "Fine-tuning learned low-rank updates, which are merged." if plan.recipe.lora_rank else ""
+    return "Fine-tuning used LoRA, which is merged into the weights." if plan.recipe.lora_rank else ""
 
 
 def _kept(plan: Plan) -> str:
@@ -96,20 +99,20 @@ def _kept(plan: Plan) -> str:
         reach = f", of the last {longest:,} tokens" if longest else ""
         return f"key-value heads {', '.join(named)} (layer/head){reach}"
     layers, words = ", ".join(map(str, plan.kept)) or "none", plan.recipe.keep
-    is_said = not isinstance(words, str) or words == layers.replace(" ", "")
-    return layers if is_said else f"{layers} ({words})"
+    are_numbers = not isinstance(words, str) or words == layers.replace(" ", "")
+    return layers if are_numbers else f"{layers} ({words})"
 
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.ranked:
-        yield "attention kept", f"{plan.ranked} layers, to be ranked"
+        yield "attention kept", f"in {plan.ranked} layers, to be chosen by a ranking"
         yield "ranking", f"first, {TRANSFER} of a student without attention"
     elif plan.ranked_heads:
-        yield "attention kept", f"in {plan.ranked_heads} key-value heads, chosen by one reading of the teacher"
+        yield "attention kept", f"in {plan.ranked_heads} key-value heads, those that retrieve most in the teacher"
     elif plan.recipe.to is not None:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:
-            yield "start", "the teacher itself, so that there is no attention transfer"
+            yield "start", "equal to the teacher, so that there is no attention transfer"
 
 
 def _quantized_row(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -124,7 +127,7 @@ def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
     read = schedule.steps * schedule.batch_size * schedule.length
     yield stage.name, str(schedule) + (f", LoRA of rank {stage.lora_rank}" if stage.lora_rank else "")
     if 0 < stage.cross_entropy < 1:
-        yield "", f"{stage.cross_entropy:g} of the loss is the text's own"
+        yield "", f"cross-entropy with the text has a weight of {stage.cross_entropy:g} in the loss"
     yield "", f"{read:,} tokens, {read / plan.num_tokens:.2g} times the text"
     yield "", f"{_megabytes(held + 3 * BYTES * stage.learned)} of weights, gradients and optimizer"
 

@@ -1,4 +1,4 @@
-"""Folders for results: whole or not there at all, never another's, and known to have room before there is any work."""
+"""Folders for results. They are written completely or not at all, and checked for room before any work begins."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ LONGEST_NAME = 230  # of the 255 bytes of most file systems: a folder is written
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder beside `path` to write to, which takes its place when nothing went wrong.
+    """A temporary folder beside `path`, as a context; it is renamed to `path` if no exception was raised.
 
     Raises:
         ValueError: if `path` is in use, unless `overwrite` is set and it is the result of an earlier run.
@@ -38,21 +38,21 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Path | None] | None = None) -> None:
-    """See that a result can be written to a folder.
+    """Check that a result can be written to a folder.
 
     Args:
         path: the folder.
-        overwrite: whether it may replace the result of an earlier run.
-        beside: other folders of the run by name, none of which may be in it, or it in them.
+        overwrite: whether the result of an earlier run in it may be replaced.
+        beside: other folders of the run by name; none of them may contain `path` or be inside it.
 
     Raises:
-        ValueError: if something is there that must stay, or no folder can be there.
+        ValueError: if the folder has other files, or cannot be created.
     """
     check_folder("output", path)
     for name, other in (beside or {}).items():
         places = [x.resolve() for x in (path, other)] if other else []
         if any(place in (*other.parents, other) for place, other in zip(places, reversed(places))):
-            raise ValueError(f"output must be apart from {name}, got {path} and {other}")
+            raise ValueError(f"output must not contain {name} or be inside it, got {path} and {other}")
     if not path.exists() or not any(path.iterdir()) or (overwrite and (path / RESULTS).exists()):
         return
     if overwrite:
@@ -61,11 +61,11 @@ def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Pa
 
 
 def check_folder(name: str, path: Path) -> None:
-    """Raise ValueError if a folder to write to can neither be nor be made."""
+    """Raise ValueError if a folder does not exist and cannot be created, or cannot be written to."""
     if len(os.fsencode(path.absolute().name)) > LONGEST_NAME:
         raise ValueError(f"{name} must have a name of at most {LONGEST_NAME} bytes, got {path}")
     if path.is_symlink():
-        raise ValueError(f"{name} must be a folder and no link to one, got {path}")
+        raise ValueError(f"{name} must be a folder, not a link to one, got {path}")
     place = _place(path)
     if not place.is_dir():
         raise ValueError(f"{name} must be a folder, got {path}, where {place} is a file")
@@ -74,7 +74,7 @@ def check_folder(name: str, path: Path) -> None:
 
 
 def check_room(needs: Mapping[Path, int]) -> None:
-    """See that folders, which need not be there yet, can hold so many bytes, those of one disk together.
+    """Check that the disks of folders, which need not exist yet, have room for so many bytes.
 
     Raises:
         OSError: if a disk has less.

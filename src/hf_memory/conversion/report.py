@@ -21,13 +21,24 @@ CARD = Path(__file__).with_name("model_card.md")
 
 @dataclass(frozen=True)
 class Results:
-    """What is known of a conversion when it is done."""
+    """The results of a conversion, as they are written to results.json and shown by the model card.
+
+    Attributes:
+        teacher: name of the teacher.
+        model_type: type of the student.
+        text: name of the training text.
+        past: a clause about the size of the student's cache.
+        story: how the student was made, a sentence for each step.
+        recipe: settings by name.
+        losses: losses by stage.
+        rows: measurements of each model, the reference first and the student last.
+    """
 
     teacher: str
     model_type: str
-    text: str  # what it learned on
-    past: str  # what the cache of the new model does
-    story: list[str]  # how it was made
+    text: str
+    past: str
+    story: list[str]
     recipe: dict
     losses: dict[str, History]
     rows: list[ModelResult]
@@ -36,15 +47,15 @@ class Results:
 def results_of(
     plan: Plan, losses: dict[str, History], rows: list[ModelResult], *, teacher: str, text: str, training: Mapping
 ) -> Results:
-    """What is known of a plan that was carried out.
+    """The results of a plan that was carried out.
 
     Args:
-        plan: what was done.
-        losses: by stage.
-        rows: a row for each model, the one that others are held to first and the new one last.
-        teacher: what it is called.
-        text: what the text is called.
-        training: arguments of the run.
+        plan: the plan.
+        losses: losses by stage.
+        rows: measurements of each model, the reference first and the student last.
+        teacher: name of the teacher.
+        text: name of the text.
+        training: training arguments of the run.
     """
     return Results(
         teacher=teacher,
@@ -59,20 +70,20 @@ def results_of(
 
 
 def write_report(folder: Path, model: PreTrainedModel, tokenizer, results: Results) -> None:
-    """Write everything that the next user of a student needs."""
+    """Write a student with its tokenizer, model card, plots and results."""
     write_model(folder, model, tokenizer)
     add_results(folder, results)
 
 
 def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
-    """Write a model of which nothing is known yet, so that to measure it cannot lose it."""
+    """Write a model and its tokenizer before it is measured, so that it is safe if measuring fails."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / RESULTS).write_text("{}\n", encoding="utf-8")
 
 
 def add_results(path: Path, results: Results) -> None:
-    """Write what is known of a model into its folder, each file whole."""
+    """Write model card, plots and results into the folder of a model; each file is replaced as a whole."""
     with tempfile.TemporaryDirectory(dir=path) as folder:
         _write_results(Path(folder), results)
         for file in sorted(Path(folder).iterdir()):
@@ -124,7 +135,7 @@ CONTEXT_HEADER = ("tokens", "model", "perplexity", "recall", "cache kB", "tokens
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
-    """The rows of the table of results, as text under HEADER; the first model is the one that others are held to."""
+    """The rows of the table of results, as text under HEADER; ratios are relative to the first model."""
     best = results.rows[0].perplexity
     return [
         (
@@ -159,7 +170,7 @@ def context_table(results: Results) -> list[tuple[str, ...]]:
 
 
 def curves(results: Results) -> dict[str, dict]:
-    """The same as curves over tokens, for `plot_contexts`."""
+    """The results by context as curves over tokens, for `plot_contexts`."""
     measures = {
         "held-out perplexity": ("position", lambda row: row.perplexity_by_position),
         "recall (nats a token)": ("distance", lambda row: row.recall_by_distance),

@@ -42,12 +42,12 @@ SERVABLE: dict[str, dict] = {  # options under which engines have the student, i
 
 
 def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bool:
-    """Whether a student is its teacher before any training: its memory layers see what the teacher's attention sees.
+    """Whether a student equals its teacher before any training, because its memory layers start as the same attention.
 
     Args:
         config: the student's config.
-        teacher: its config.
-        length: tokens of the text that they read.
+        teacher: the teacher's config.
+        length: tokens of the texts that they read.
     """
     seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in attention_types(teacher)]
     replaced = [i for i, kind in enumerate(config.mixer_types) if "memory" in kind]
@@ -69,7 +69,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     """The config of a student that keeps some layers of its teacher's attention.
 
     Raises:
-        ValueError: if the teacher or the family is not supported, or an option is none, or the teacher's to say.
+        ValueError: if the teacher or the family is not supported, or an option does not exist or follows the teacher.
     """
     family, shared = find_student(to), shared_options(teacher)
     kinds = enumerate(attention_types(teacher))
@@ -86,14 +86,14 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
 def make_student(
     teacher: PreTrainedModel, to: str = "linear", *, keep: Keep = (), seed: int = 0, **options
 ) -> MemoryForCausalLM:
-    """A student with the sizes of its teacher, and weights that are still random; `carry_over` brings the teacher's.
+    """A student with the sizes of its teacher and random weights; `carry_over` then copies the teacher's weights.
 
     Args:
         teacher: a causal language model of a type in TEACHERS.
-        to: the family, a name in STUDENTS.
+        to: the student's family, a name in STUDENTS.
         keep: the layers that keep the teacher's attention, as numbers or words; see `kept_layers`.
-        seed: seed for the weights that the teacher does not have.
-        **options: of the family's config, such as `gate`; they win over the presets of a student.
+        seed: seed for the random weights.
+        **options: fields of the family's config, such as `gate`, which replace the presets of a student.
 
     Raises:
         ValueError: if the teacher or the family is not supported, or a layer does not exist.

@@ -1,4 +1,4 @@
-"""Which key-value heads of a teacher find what it has read before: they are the ones that must keep all of it."""
+"""Which key-value heads of a teacher retrieve what it has read before, and so should keep all keys and values."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ OBSERVED = "hf_memory_observed"  # the attention that is watched while it runs
 
 
 class HeadScore(NamedTuple):
-    """How much a key-value head looks up what followed a token when it was read before."""
+    """How much a key-value head retrieves what followed a token when the token was read before."""
 
     layer: int
     head: int  # of keys and values
@@ -23,17 +23,17 @@ class HeadScore(NamedTuple):
 
 
 def rank_heads(teacher: PreTrainedModel, tokens: Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
-    """All key-value heads of a teacher, the one that retrieves most first.
+    """Rank all key-value heads of a teacher; the head that retrieves most comes first.
 
-    The teacher reads a passage, other text, and the passage again. A head's score is the attention that a token of the
-    second reading gives to the token that followed it in the first, on average; of the query heads that share the
-    keys, the largest counts. This finds the heads of induction (https://arxiv.org/abs/2209.11895), which
-    DuoAttention (https://arxiv.org/abs/2410.10819) calls retrieval heads.
+    The teacher reads a passage, other text, and the same passage a second time. A head's score is the average attention
+    of a token of the second reading to the token that followed it in the first reading, taken from the query head with
+    the largest score. This finds induction heads (https://arxiv.org/abs/2209.11895), which DuoAttention
+    (https://arxiv.org/abs/2410.10819) calls retrieval heads.
 
     Args:
-        teacher: stays as it is.
-        tokens: [T] of text; a shorter one gives shorter passages.
-        passages: how many are read; scores are averaged.
+        teacher: the teacher; it is not changed.
+        tokens: [T], a text; if it is short, passages are shorter.
+        passages: number of passages over which scores are averaged.
     """
     passage = min(PASSAGE, len(tokens) // 8)
     rows = _rows(tokens, passage, min(BETWEEN, 2 * passage), passages)
@@ -44,7 +44,7 @@ def rank_heads(teacher: PreTrainedModel, tokens: Tensor, *, passages: int = PASS
 
 
 def _rows(tokens: Tensor, passage: int, between: int, passages: int) -> Iterator[Tensor]:
-    """A passage, other text from elsewhere, the passage again."""
+    """A passage, other text from elsewhere, and the passage a second time."""
     for start in torch.linspace(0, len(tokens) - 2 * (passage + between), passages).long().tolist():
         text = tokens[start : start + passage]
         other = tokens[start + passage + between : start + passage + 2 * between]

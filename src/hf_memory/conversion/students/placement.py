@@ -1,4 +1,4 @@
-"""Which layers of a hybrid keep their attention: said in words, or found by what restoring each does to recall."""
+"""Which layers of a hybrid keep their attention: given by the user, or ranked by how much each helps recall."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,24 +24,31 @@ PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
 
 
 class LayerScore(NamedTuple):
-    """What a student without attention becomes when one layer gets its attention back."""
+    """How good a student without attention becomes when one layer gets the teacher's attention back.
+
+    Attributes:
+        layer: the layer.
+        recall: recall with it (`copy_gain`), averaged, in nats per token.
+        kl: KL divergence from the teacher with it, in nats per token.
+    """
 
     layer: int
-    recall: float  # copy_gain on average, nats a token
-    kl: float  # from the teacher, nats a token
+    recall: float
+    kl: float
 
 
 def kept_layers(keep: Keep, num_layers: int) -> tuple[int, ...]:
-    """The layers that keep their attention, in order.
+    """The numbers of the layers that keep their attention, in order.
 
-    A fraction a/b keeps the last a layers, evenly spread, of each b: `"1/4"` of 8 layers is 3 and 7.
+    A fraction a/b keeps a of every b layers, evenly spread and as late as possible: `"1/4"` of 8 layers keeps 3 and 7.
 
     Args:
-        keep: layers counted from 0, or a fraction, `"every-other"` `"none"`, or layers with commas between them.
-        num_layers: how many layers the model has.
+        keep: layer numbers, counted from 0; or a word: a fraction, `"every-other"`, `"none"`, or numbers with commas
+            between them.
+        num_layers: number of layers of the model.
 
     Raises:
-        ValueError: if the words are none of these, a layer does not exist, or a fraction keeps no layer.
+        ValueError: if the word is not one of these, a layer does not exist, or a fraction keeps no layer.
     """
     if isinstance(keep, str):
         keep = _spread(keep, num_layers) if "/" in keep or keep == "every-other" else _listed(keep)
@@ -81,18 +88,18 @@ def rank_layers(
     length: int = 256,
     report: Callable[[Progress], None] = silent,
 ) -> list[LayerScore]:
-    """Restore the teacher's attention in one layer at a time; the best layer to keep first.
+    """Rank layers by restoring the teacher's attention in one of them at a time; the best layer to keep comes first.
 
-    Recall less KL decides, to a hundredth of a nat, recall on average over a quarter and half of a window: about how
-    well a student predicts what it has read before. By KL alone the first layers seem best, and make hybrids that
-    recall least; by recall alone those seem best that leave the student most to gain, because it knows least.
+    The score is recall minus KL, rounded to 0.01 nats. Recall is averaged over distances of a quarter and of half of
+    a window. By KL alone the first layers score best, but their hybrids recall least. By recall alone those score best
+    with which the student knows least, so that it gains most from reading a passage twice.
 
     Args:
-        student: all its layers are memory, after attention transfer; the same before and after.
-        teacher: stays as it is.
-        tokens: [T] of text; its last 32 windows are read.
-        length: tokens of a window, no more than the teacher was trained on.
-        report: is told how far it is.
+        student: a student of memory layers only, after attention transfer; it is the same afterwards.
+        teacher: the teacher; it is not changed.
+        tokens: [T], a text, of which the last 32 windows are read.
+        length: tokens of a window, no more than in the teacher's training.
+        report: is called with the progress.
     """
     tokens = tokens[-CALIBRATION * length :]
     distances = length // 4, length // 2  # both readings in one window: no teacher reads further

@@ -28,11 +28,17 @@ NEW_WEIGHTS = re.compile(  # where a student may have weights that no teacher ha
 
 
 class CarriedWeights(NamedTuple):
-    """What became of each tensor."""
+    """Which tensors of a teacher were copied into a student.
 
-    used: dict[str, tuple[str, ...]]  # the teacher's name: the student's, several where the teacher fuses them
-    dropped: list[str]  # the teacher's names
-    new: list[str]  # the student's names
+    Attributes:
+        used: names in the student by names in the teacher; several if the teacher fuses them.
+        dropped: names of the teacher's tensors that the student has no use for.
+        new: names of the student's tensors that the teacher does not have.
+    """
+
+    used: dict[str, tuple[str, ...]]
+    dropped: list[str]
+    new: list[str]
 
 
 def rename(name: str, names: Mapping[str, str] = NAMES) -> str:
@@ -52,16 +58,17 @@ def rename_back(name: str) -> str:
 
 @torch.no_grad()
 def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str, ...] = ()) -> CarriedWeights:
-    """Copy every tensor of a teacher into the student's tensor of the same meaning.
+    """Copy every tensor of a teacher into the corresponding tensor of a student.
 
     Args:
-        student: has the teacher's sizes; mixers and memory layers may have tensors that the teacher lacks, left alone.
+        student: a student with the teacher's sizes. Tensors of mixers and memory layers that the teacher does not have
+            are not changed.
         teacher: a causal language model of a type in TEACHERS.
-        drop: regular expressions for whole names of the teacher's tensors that the student does without, beside norms
-            of queries and keys where its memories have none.
+        drop: regular expressions that match the names of the teacher's tensors that are not copied. Norms of queries
+            and keys are left out as well where the student's memories have none.
 
     Raises:
-        ValueError: if a tensor has no place or another shape, or the student has a new one elsewhere.
+        ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
     """
     source, target = teacher.state_dict(), student.state_dict()
     patterns = (*drop, *_norms_without_place(student))

@@ -1,4 +1,4 @@
-"""The Transformers that can be converted: what their configs say in the words of ours."""
+"""The Transformers that can be converted, and how their configs and weights translate into ours."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -34,11 +34,17 @@ def _as_they_are(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str,
 
 
 class Teacher(NamedTuple):
-    """One kind of Transformer: its model type, what of its config and of its weights is not as in Llama."""
+    """A type of Transformer that can be converted, and how it differs from Llama.
+
+    Attributes:
+        model_type: its model type in transformers.
+        options: makes arguments of our config from its config; raises ValueError for what ours does not support.
+        parts: splits and renames a weight into weights with Llama's names.
+    """
 
     model_type: str
-    options: Callable[[PreTrainedConfig], dict]  # arguments of our config; ValueError for what ours does not have
-    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are  # under Llama's names
+    options: Callable[[PreTrainedConfig], dict]
+    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are
 
 
 def _biases(config: PreTrainedConfig) -> dict:

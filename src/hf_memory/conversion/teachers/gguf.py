@@ -36,7 +36,7 @@ DIGIT_CUTS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone
 
 
 def find_gguf(name: str) -> Path | None:
-    """The GGUF file that the name of a teacher means: itself, or the one in a folder without a config.
+    """The GGUF file that the name of a teacher refers to: the file, or the only one in a folder without a config.
 
     Raises:
         ValueError: if a folder has several, or the package to read them is not installed.
@@ -137,9 +137,9 @@ def turn_ends(tokenizer) -> set[int]:
 
 
 def describe_weights(file: Path, count: int) -> str:
-    """The type of the weights in a GGUF file, and the bits that each of so many takes there."""
+    """The type of the weights in a GGUF file, and their bits per weight."""
     import gguf
 
     metadata, _ = read_gguf_metadata(str(file))
     kind = gguf.LlamaFileType(metadata["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, read back to float32"
+    return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, converted to float32"

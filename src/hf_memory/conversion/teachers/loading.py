@@ -1,4 +1,4 @@
-"""A teacher by its name: a folder, a repository of the Hub, or a GGUF file."""
+"""Loading a teacher from a folder, from the Hub, or from a GGUF file."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -7,10 +7,13 @@ from hf_memory.conversion.teachers.gguf import find_gguf, read_config, read_mode
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """What is known of a teacher before its weights are loaded; also of a student, to go on from.
+    """The config of a teacher, or of a model to fine-tune, without its weights.
+
+    Args:
+        name: a folder, a name on the Hub, or a GGUF file.
 
     Raises:
-        ValueError: if it is in a GGUF file that cannot be read whole, see `read_config`, or has a size of 0.
+        ValueError: if a GGUF file cannot be read completely (see `read_config`), or a size in the config is 0.
     """
     file = find_gguf(name)
     try:
@@ -20,12 +23,12 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str):
-    """Its tokenizer."""
+    """The tokenizer of a model; the argument is that of `load_config`."""
     file = find_gguf(name)
     return AutoTokenizer.from_pretrained(name) if file is None else read_tokenizer(file)
 
 
 def load_teacher(name: str) -> PreTrainedModel:
-    """It itself, in float32."""
+    """The teacher in float32; the argument is that of `load_config`."""
     file = find_gguf(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) if file is None else read_model(file)

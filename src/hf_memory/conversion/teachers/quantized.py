@@ -1,4 +1,4 @@
-"""A second teacher in few bits, to learn from where the whole one does not fit."""
+"""Quantised teachers, to learn from where the full one does not fit into memory."""
 
 import logging
 
@@ -9,17 +9,17 @@ from transformers.utils import is_bitsandbytes_available
 
 
 def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrainedModel:
-    """A teacher with the linear layers inside its blocks in 8 (LLM.int8) or 4 bits (NF4), the rest in float32.
+    """A teacher whose linear layers are quantised to 8 (LLM.int8) or 4 bits (NF4); the rest is in float32.
 
-    Its hidden states and logits are float32 and near the teacher's, for a student to learn from; see `convert`.
+    Its hidden states and logits are float32, and close to the teacher's. It is the argument `quantized` of `convert`.
 
     Args:
         name: folder or Hub name of the teacher.
-        bits: how many bits a weight has.
-        device: to run on.
+        bits: bits of a weight, 8 or 4.
+        device: device to run on.
 
     Raises:
-        ValueError: if there are no such weights, or bitsandbytes is not installed.
+        ValueError: if the bits are not supported, or bitsandbytes is not installed.
     """
     check_bits(bits)
     quantized = BitsAndBytesConfig(
