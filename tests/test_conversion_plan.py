@@ -30,11 +30,19 @@ def planned(**recipe):
     ("recipe", "true", "false"),
     [
         ({}, (FIXED, TRANSFER, KL), (GROWS, "trained on the text", "cross-entropy with")),
-        ({"to": "deltaformer"}, (GROWS, "its teacher before any training", "trained on the text"), (FIXED, TRANSFER, KL)),
+        (
+            {"to": "deltaformer"},
+            (GROWS, "its teacher before any training", "trained on the text"),
+            (FIXED, TRANSFER, KL),
+        ),
         ({"to": "titans"}, (FIXED, "its teacher before any training", "trained on the text"), (TRANSFER, KL)),
         ({"to": "titans", "options": {"sliding_window": 4}}, (FIXED, TRANSFER, KL), ("before any training",)),
         ({"cross_entropy": 1.0}, (TRANSFER, "trained on the text, without"), (KL, "distillation")),
-        ({"cross_entropy": 0.25}, (TRANSFER, KL, "cross-entropy with the text with a weight of 0.25"), ("trained on the text",)),
+        (
+            {"cross_entropy": 0.25},
+            (TRANSFER, KL, "cross-entropy with the text with a weight of 0.25"),
+            ("trained on the text",),
+        ),
         ({"transfer": NONE, "distillation": NONE}, ("not trained after that",), (TRANSFER, KL, "distillation")),
         ({"keep": (1,)}, ("grows with the text at 50% of the rate of its teacher's",), (FIXED,)),
         ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("fine-tuned on the text", "LoRA"), ()),
