@@ -6,8 +6,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, make_model, random_tokens
-from hf_memory.decoding import Datastore, NearestNeighbours, build_datastore
-from hf_memory.decoding.datastore import key_module
+from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore
+from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
 from test_cli import run, teacher, text  # noqa: F401  fixtures
 
@@ -64,6 +64,32 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
     torch.testing.assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
 
 
+def test_a_gate_mixes_retrieved_tokens_into_what_the_head_reads(tmp_path):
+    model, read, asked = llama().double(), random_tokens(40), random_tokens(2, 9, seed=1)
+    store = build_datastore(model, read, tmp_path / "store", dtype=torch.float64)
+    gate = RetrievalGate(32).double()
+    plain = model(asked, output_hidden_states=True)
+    h, W = plain.hidden_states[-1], model.lm_head.weight
+    with inputs_of(model, key_module(model)) as seen:
+        model(asked)
+    near = store.nearest(seen[0].flatten(0, 1), 3).tokens.view(2, 9, 3)
+    expected = torch.empty_like(plain.logits)
+    for b in range(2):
+        for t in range(9):
+            y = W[near[b, t]]
+            m = (torch.softmax(y @ h[b, t], 0)[:, None] * y).sum(0)
+            g = torch.sigmoid(gate.weight[0] @ h[b, t])
+            expected[b, t] = W @ ((1 - g) * m + g * h[b, t])
+    with Spalm(model, store, gate, k=3):
+        found = model(asked, labels=asked)
+        last = model(asked, logits_to_keep=1).logits
+        found.loss.backward()
+    torch.testing.assert_close(found.logits, expected)
+    torch.testing.assert_close(last, expected[:, -1:])
+    assert gate.weight.grad.abs().sum() > 0
+    torch.testing.assert_close(model(asked).logits, plain.logits)
+
+
 def test_a_text_that_was_kept_is_written_and_predicted_again(tmp_path):
     model, read = llama(), random_tokens(300)
     store = build_datastore(model, read, tmp_path / "store", length=32, dtype=torch.float32)
@@ -103,6 +129,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         build_datastore(make_model(CASE["rwkv7"]), read, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     model.lm_head.weight.data.mul_(2)
+    NearestNeighbours(model, store).remove()  # the head makes no keys
+    model.model.norm.weight.data.mul_(2)
     with pytest.raises(ValueError, match="datastore must be made by the same model"):
         NearestNeighbours(model, store)
     for name, value in (("k", 0), ("weight", 1.0), ("temperature", 0.0)):

@@ -3,13 +3,15 @@
 from hf_memory.decoding.datastore import Datastore, Neighbours, build_datastore
 from hf_memory.decoding.early_exit import EarlyExit
 from hf_memory.decoding.learning_to_exit import calibrate, exit_loss, fit_classifier
-from hf_memory.decoding.nearest_neighbours import NearestNeighbours
+from hf_memory.decoding.nearest_neighbours import NearestNeighbours, RetrievalGate, Spalm
 
 __all__ = [
     "Datastore",
     "EarlyExit",
     "NearestNeighbours",
     "Neighbours",
+    "RetrievalGate",
+    "Spalm",
     "build_datastore",
     "calibrate",
     "exit_loss",

@@ -175,7 +175,10 @@ def build_datastore(
     try:
         shape = _write_keys(model, tokens, unfinished, length, dtype, module, report)
         header = {"format": FORMAT, "module": module, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
-        header |= {"fingerprint": fingerprint(model), "model": model.config.name_or_path or type(model).__name__}
+        header |= {
+            "fingerprint": fingerprint(model.base_model),
+            "model": model.config.name_or_path or type(model).__name__,
+        }
         (unfinished / HEADER).write_text(json.dumps(header, indent=1), encoding="utf-8")
         if index is not None:
             Datastore(unfinished).add_index(index)

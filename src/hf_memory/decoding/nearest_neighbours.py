@@ -1,12 +1,11 @@
-"""kNN-LM: a model's predictions mixed with what came next at the nearest places of a datastore.
-
-https://arxiv.org/abs/1911.00172.
-"""
+"""A model beside a datastore: what came next at the nearest places of it joins what the model predicts."""
 
 import math
+from contextlib import ExitStack
+from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of
@@ -33,8 +32,40 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
     return torch.where(near.distances.isfinite().any(-1, keepdim=True), mixed, log_p)
 
 
-class NearestNeighbours:
-    """Mixes the predictions of a model with its datastore's until `remove`, or in a `with` statement.
+class Beside:
+    """A model that sees the neighbours of each place until `remove`, or in a `with` statement.
+
+    Raises:
+        ValueError: if k is less than 1, or the datastore was made by another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        if datastore.fingerprint != fingerprint(model.base_model):
+            raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
+        self.datastore, self.k = datastore, k
+        self._attached = ExitStack()
+        self._inputs = self._attached.enter_context(inputs_of(model, datastore.module))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Let the model predict by itself again."""
+        self._attached.close()
+
+    def nearest(self, logits_to_keep: int | Tensor, like: Tensor) -> Neighbours:
+        """Those of the places [n] whose logits are kept, on the device of `like`."""
+        queries = kept_positions(self._inputs[0], logits_to_keep)
+        return self.datastore.nearest(queries.flatten(0, -2).to(like.device), self.k)
+
+
+class NearestNeighbours(Beside):
+    """kNN-LM: mixes the predictions of a model with its datastore's. https://arxiv.org/abs/1911.00172.
 
     All that reads the model's logits sees the mixture: `generate` of any kind, perplexity, and the loss of `labels`.
     The logits are log probabilities then.
@@ -59,33 +90,16 @@ class NearestNeighbours:
         weight: float = 0.25,
         temperature: float = 1.0,
     ):
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
         if not 0 < weight < 1:
             raise ValueError(f"weight must be between 0 and 1, got {weight}")
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        if datastore.fingerprint != fingerprint(model):
-            raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
-        self.datastore, self.k, self.weight, self.temperature = datastore, k, weight, temperature
-        self._inputs = inputs_of(model, datastore.module)
-        self._seen = self._inputs.__enter__()
-        self._handle = model.register_forward_hook(self._mix, with_kwargs=True)
-
-    def __enter__(self) -> "NearestNeighbours":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Let the model predict by itself again."""
-        self._handle.remove()
-        self._inputs.__exit__(None, None, None)
+        super().__init__(model, datastore, k)
+        self.weight, self.temperature = weight, temperature
+        self._attached.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))
 
     def _mix(self, model: PreTrainedModel, _: tuple, given: dict, outputs):
-        queries = kept_positions(self._seen[0], given.get("logits_to_keep", 0))
-        near = self.datastore.nearest(queries.flatten(0, -2).to(outputs.logits.device), self.k)
+        near = self.nearest(given.get("logits_to_keep", 0), outputs.logits)
         mixed = mix(outputs.logits.flatten(0, -2), near, self.weight, self.temperature)
         outputs.logits = mixed.view_as(outputs.logits)
         if given.get("labels") is not None:
@@ -93,3 +107,53 @@ class NearestNeighbours:
                 logits=outputs.logits, labels=given["labels"], vocab_size=model.config.get_text_config().vocab_size
             )
         return outputs
+
+
+class RetrievalGate(nn.Linear):
+    """The gate of SPALM: z = (1 - g) m + g h, g = sigmoid(w h), m = sum_i softmax(y_i h)_i y_i.
+
+    h is what the head reads, and y_i are the rows that the head has for the tokens of the neighbours. Train it with
+    `Spalm` on a text that the datastore does not hold, since there the nearest neighbour of each place is itself.
+    https://arxiv.org/abs/2102.02557.
+    """
+
+    def __init__(self, hidden_size: int, **kwargs):
+        super().__init__(hidden_size, 1, bias=False, **kwargs)
+
+    def forward(self, hidden_states: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+        """h [n, D], tokens [n, k] and all rows of the head [V, D] -> z [n, D]."""
+        y = rows[tokens]
+        weights = (y @ hidden_states[..., None])[..., 0].float().softmax(-1).to(y.dtype)
+        m = (weights[:, None] @ y)[:, 0]
+        return torch.lerp(m, hidden_states, super().forward(hidden_states).sigmoid())
+
+
+class Spalm(Beside):
+    """Lets a gate mix the tokens of neighbours into the hidden states that a model's head reads.
+
+    In training, the gate's gradient comes from any loss of the model. The head may learn with it; what changes keys
+    (all other weights, and embeddings tied to the head) must stay as the datastore knew it.
+
+    Args:
+        model: the one that made the datastore.
+        datastore: see `build_datastore`.
+        gate: a `RetrievalGate(hidden_size)`, on the model's device and in its dtype.
+        k: neighbours of each place.
+
+    Raises:
+        ValueError: if k is less than 1, or the datastore was made by another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, datastore: Datastore, gate: RetrievalGate, *, k: int = 4):
+        super().__init__(model, datastore, k)
+        self.gate, self._kept = gate, 0
+        self._attached.enter_context(model.register_forward_pre_hook(self._note, with_kwargs=True))
+        self._attached.enter_context(model.get_output_embeddings().register_forward_pre_hook(self._mix))
+
+    def _note(self, _: nn.Module, arguments: tuple, given: dict) -> None:
+        self._kept = given.get("logits_to_keep", 0)
+
+    def _mix(self, head: nn.Module, arguments: tuple) -> tuple[Tensor]:
+        h = arguments[0]
+        near = self.nearest(self._kept, h)
+        return (self.gate(h.flatten(0, -2), near.tokens, head.weight).view_as(h),)
