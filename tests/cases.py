@@ -23,6 +23,8 @@ PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim"
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
+PATTERN = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2}
+
 
 class Case(NamedTuple):
     """One small model: a family by its model type, and options of its config."""
@@ -166,8 +168,26 @@ CASES = (
     ),
     Case("mosaic-full", "hf_memory_mosaic", {**FULL_HYBRID, "intermediate_size": 7}),
     Case("transformer", "hf_memory_transformer", {}),
-    Case("transformer-xl", "hf_memory_transformer", {"position": "xl"}),
-    Case("transformer-shaw", "hf_memory_transformer", {"position": "relative", "max_relative_distance": 4}),
+    Case(
+        "transformer-xl",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "xl", "pattern": ["strided", "bigbird"], "num_random_blocks": 1},
+    ),
+    Case(
+        "transformer-shaw",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "relative", "max_relative_distance": 4, "pattern": ["longformer", "block_local"]},
+    ),
+    Case(
+        "transformer-alibi",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "alibi", "pattern": ["linformer", "fixed"]},
+    ),
+    Case(
+        "transformer-learned",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "learned", "max_position_embeddings": 96, "pattern": ["dilated", "blockwise"]},
+    ),
     Case(
         "transformer-universal",
         "hf_memory_transformer",

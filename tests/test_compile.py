@@ -6,7 +6,17 @@ from transformers import StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
-from cases import CASE, CASES, every_case, every_kind_of_layer, make_model, one_layer, random_tokens
+from cases import (
+    CASE,
+    CASES,
+    FIRST_OF_KIND,
+    every_case,
+    every_kind_of_layer,
+    family_of,
+    make_model,
+    one_layer,
+    random_tokens,
+)
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -16,7 +26,10 @@ def prefill(model, tokens, max_cache_len=50):
     return cache
 
 
-@every_case
+COMPILED = [case for case in CASES if family_of(case).growth == "fixed" or case in FIRST_OF_KIND]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])  # growing states take long to trace
 def test_compiled_decoding_is_one_graph_and_equals_eager(case):
     """A sliding window's own cache becomes another graph once, when it is full."""
     graphs = []

@@ -1,4 +1,4 @@
-"""The Transformer's positions are the published equations, and no token sees later ones."""
+"""The Transformer's positions and patterns are the published equations, and no token sees later ones."""
 
 import math
 
@@ -7,9 +7,10 @@ import torch
 
 from cases import CASE, make_model, random_tokens
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
-from hf_memory.modeling.transformer import MemoryTransformerConfig
+from hf_memory.modeling.transformer import PATTERNS, MemoryTransformerConfig
+from hf_memory.ops.masks import random_block
 
-T, H, D = 13, 4, 8
+H, D = 4, 8
 
 
 def make(options):
@@ -22,7 +23,7 @@ def make(options):
 
 def turned(x):
     """Rotary positions of [T, heads, D], in float64."""
-    angles = torch.arange(T, dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+    angles = torch.arange(len(x), dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -45,39 +46,74 @@ def score(position, relation, h, q, k, d):
     return s
 
 
-def dense(mixer, x, position):
+def sees(pattern, h, i, j):
+    """Whether token i sees token j, with blocks, windows and strides of 4."""
+    d, ask, asked = i - j, i // 4, j // 4
+    return {
+        "full": True,
+        "sliding": d < 4,
+        "block_local": ask - asked <= 1,
+        "strided": d <= 4 or d % 4 == 0,
+        "fixed": ask == asked or j % 4 >= 2,
+        "dilated": d < 12 and d % 3 == 0,
+        "longformer": d < 4 or j < 2,
+        "bigbird": ask - asked <= 1 or asked == 0 or asked in drawn(ask),
+        "blockwise": asked == max(ask - h % 3, 0),
+        "linformer": ask == asked,
+    }[pattern]
+
+
+def drawn(block):
+    blocks = [random_block(torch.tensor(block), n, 5).item() for n in range(2)]
+    assert all(1 <= x <= block - 2 for x in blocks) or blocks == [-1, -1]
+    return blocks
+
+
+def dense(mixer, x, position="rope", pattern="full"):
     """Attention of one row [T, hidden_size], a pair at a time."""
+    T = len(x)
     q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     if position == "rope":
         q, k = turned(q), turned(k)
     outputs = torch.zeros(T, H, D, dtype=x.dtype)
     for h in range(H):
         for i in range(T):
-            scores = [score(position, mixer.relation, h, q[i, h], k[j, h // 2], i - j) for j in range(i + 1)]
-            for j, weight in enumerate(torch.stack(scores).softmax(0)):
-                value = v[j, h // 2]
+            pairs = [(k[j, h // 2], v[j, h // 2], i - j) for j in range(i + 1) if sees(pattern, h, i, j)]
+            if pattern == "linformer":
+                blocks = [slice(4 * b, 4 * b + 4) for b in range(i // 4)]
+                sums = [(mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop) for x in blocks]
+                pairs += [(keys[n], values[n], i + 1 - end) for keys, values, end in sums for n in range(2)]
+            scores = [score(position, mixer.relation, h, q[i, h], key, d) for key, _, d in pairs]
+            for (_, value, d), weight in zip(pairs, torch.stack(scores).softmax(0)):
                 if position == "relative":
-                    value = value + mixer.relation.values.weight[min(i - j, 4)]
+                    value = value + mixer.relation.values.weight[min(d, 4)]
                 outputs[i, h] += weight * value
     return mixer.o_proj(outputs.flatten(1))
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
+SIZES |= {"max_relative_distance": 4, "max_position_embeddings": 40, "pattern_seed": 5}
+WORDS = [{"position": word} for word in POSITIONS] + [{"pattern": word} for word in PATTERNS]
+WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
+every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
+
+
+@every_word
 @torch.no_grad()
-def test_attention_is_its_equation(position):
-    model = make({"position": position, "max_relative_distance": 4, "max_position_embeddings": T})
-    mixer, x = model.model.layers[0].mixer, torch.randn(1, T, 32, dtype=torch.float64)
-    tokens = torch.arange(T)[None]
-    angles = model.model.rotary_emb(x, tokens)
-    rounding = 1e-5 if position == "rope" else 1e-10  # angles are made in float32
-    torch.testing.assert_close(mixer(x, angles)[0][0], dense(mixer, x[0], position), rtol=rounding, atol=rounding)
+def test_attention_is_its_equation(words):
+    model = make({**SIZES, **words})
+    mixer, x = model.model.layers[0].mixer, torch.randn(1, 27, 32, dtype=torch.float64)
+    angles = model.model.rotary_emb(x, torch.arange(27)[None])
+    expected = dense(mixer, x[0], **words)
+    rounding = 1e-10 if "position" in words and words["position"] != "rope" else 1e-5  # angles are made in float32
+    torch.testing.assert_close(mixer(x, angles)[0][0], expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("word", ["sinusoidal", "learned"])
 @torch.no_grad()
 def test_embedded_positions_are_their_equation(word):
     positions = torch.tensor([[0, 1, 7]])
-    embed = make({"position": word, "max_position_embeddings": T}).model.embed_positions
+    embed = make({**SIZES, "position": word}).model.embed_positions
     if word == "learned":
         expected = embed.weight[positions]
     else:
@@ -89,14 +125,14 @@ def test_embedded_positions_are_their_equation(word):
     torch.testing.assert_close(embed(positions), expected)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@every_word
 @torch.no_grad()
-def test_no_token_sees_later_ones(position):
-    model, tokens = make({"position": position, "max_position_embeddings": T}), random_tokens(1, T)
-    expected = model(tokens).logits[:, :-1]
-    for t in range(1, T):
+def test_no_token_sees_later_ones(words):
+    model, tokens = make({**SIZES, **words}), random_tokens(1, 27)
+    expected = model(tokens).logits
+    for t in (1, 4, 7, 13, 16, 22, 26):
         changed = tokens.clone()
-        changed[:, t:] = random_tokens(1, T - t, seed=t)
+        changed[:, t:] = random_tokens(1, 27 - t, seed=t)
         torch.testing.assert_close(model(changed).logits[:, :t], expected[:, :t], rtol=0, atol=1e-10)
 
 
@@ -117,6 +153,10 @@ def test_alibi_slopes_are_the_published_ones():
     [
         ({"position": "absolute"}, "position"),
         ({"position": "relative", "max_relative_distance": 0}, "max_relative_distance"),
+        ({"pattern": "sparse"}, "pattern"),
+        ({"pattern": ["full"]}, "pattern"),
+        ({"pattern_size": 0}, "pattern_size"),
+        ({"num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"attention_window": 4}, "attention_window"),
         ({"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2}, "layer_types"),
     ],

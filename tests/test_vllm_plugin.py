@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import CASES, family_of, make_config, make_model
+from cases import CASES, make_config, make_model
 from hf_memory.integrations.vllm import ModelConfig
 from hf_memory.integrations.vllm.states import Pages, check, memory_layers, readings
 
@@ -17,9 +17,17 @@ STEPS = (  # tokens of three sequences that each step reads: begun, gone on with
 SLOTS = torch.tensor([4, 1, 2])
 
 
+def grows(case):
+    """Some memory does, with the text."""
+    config = make_config(case)
+    return any(x.growth != "fixed" for i in memory_layers(config) for x in config.state_specs[i].values())
+
+
 def has_no_place(case):
     """Something grows with the text, or layers keep different states."""
-    return family_of(case).growth == "token" or {"full_attention_heads", "levels"} & case.options.keys()
+    config = make_config(case)
+    kept = [config.state_specs[i] for i in memory_layers(config)]
+    return grows(case) or any(spec != kept[0] for spec in kept)
 
 
 SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(make_config(case))]
@@ -72,7 +80,7 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    fault = "pages of one size" if "full_attention_window" in case.options else r"layer \d of \w+ keeps [\w ]+, which"
+    fault = "pages of one size" if not grows(case) else r"layer \d of \w+ keeps [\w ]+, which"
     with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
         check(make_config(case))
 

@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
     queries: Tensor  # [B * blocks, C, HQ, D]
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
-    visible: Tensor  # [B * blocks, 1, C, S] bool
+    visible: Tensor  # [B * blocks, 1 or HQ, C, S] bool
     asking: Tensor  # [1 or B * blocks, C], positions of the queries
     asked: Tensor  # [1 or B * blocks, S], positions of the keys
 
@@ -117,13 +117,22 @@ def softmax_and_mass(
         scores = softcap * torch.tanh(scores / softcap)
     if relation is not None:
         scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
-    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)  # [B, H, G, C, S]
+    visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (H, -1))
+    scores = scores.masked_fill(~visible, -torch.inf)  # [B, H, G, C, S]
     logsumexp = scores.logsumexp(-1, keepdim=True)
     weights = (scores - logsumexp.clamp(min=torch.finfo(scores.dtype).min)).exp()  # padding sees nothing: zero
     o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
     o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
     beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
     return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+
+
+def joined_softmax(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What `softmax_and_mass` gives over both of two sets of keys, from what it gives over each."""
+    least = torch.finfo(one[1].dtype).min  # the mass of nothing is -inf, which has no difference
+    masses = [mass.clamp(min=least) for _, mass in (one, other)]
+    share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
+    return torch.lerp(one[0], other[0], share), torch.logaddexp(*masses)
 
 
 def full_attention(

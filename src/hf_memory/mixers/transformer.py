@@ -1,4 +1,4 @@
-"""Attention of the Transformers of the survey: any positions, as one mixer."""
+"""Attention with any positions, to all tokens or to those of a pattern that is near."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.patterns import pattern_of
 from hf_memory.mixers.relations import RELATIONS
-from hf_memory.ops.masks import Tokens
+from hf_memory.mixers.window_attention import window_attention
+from hf_memory.ops.masks import Tokens, causal
 
 
 class TransformerMixer(MemoryMixer):
@@ -39,13 +41,53 @@ class TransformerMixer(MemoryMixer):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: `count` [B] tokens read; `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k = self.normalize_and_rotate(q, k, context.positions)
-        tokens, count = context.places(k)
-        new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
-        if context.states:
-            new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
-        past = Columns(Tokens(new["positions"], tokens.sequence), new["keys"], new["values"])
+        q, k, v = self.projected(hidden_states, context)
+        tokens, states = grown(k, v, context)
+        past = Columns(Tokens(states["positions"], tokens.sequence), states["keys"], states["values"])
         softcap = self.config.attn_logit_softcapping
         o = full_attention(q, tokens, past, scaling=self.scaling, softcap=softcap, relation=self.relation)
-        return self.o_proj(o.flatten(2)), {"count": count, **new}
+        return self.o_proj(o.flatten(2)), states
+
+    def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D], k and v [B, T, H, D]."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return *self.normalize_and_rotate(q, k, context.positions), v
+
+
+def grown(k: Tensor, v: Tensor, context: Context) -> tuple[Tokens, States]:
+    """Which tokens the present ones are, and the states `count`, `keys`, `values` and `positions` of all."""
+    tokens, count = context.places(k)
+    new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
+    if context.states:
+        new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
+    return tokens, {"count": count, **new}
+
+
+class LocalMixer(TransformerMixer):
+    """Attention to some of the last tokens, and of the first: the cache has these alone."""
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix`."""
+        _, heads, _, D, _ = config.attention_heads
+        pattern = pattern_of(config, layer_idx)
+        sizes = {"": pattern.reach - 1, "sink_": pattern.first}
+        spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values") if n}
+        return spec | {"seen": State((), torch.long)}
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of `window_attention`."""
+        pattern = pattern_of(self.config, self.layer_idx)
+        o, states = window_attention(
+            *self.projected(hidden_states, context),
+            window=pattern.reach,
+            sees=causal & pattern.sees,
+            scaling=self.scaling,
+            states=context.states,
+            softcap=self.config.attn_logit_softcapping,
+            relation=self.relation,
+            first=pattern.first,
+            attention_mask=context.attention_mask,
+            cu_seqlens=context.cu_seqlens,
+        )
+        return self.o_proj(o.flatten(2)), states

@@ -16,7 +16,7 @@ from hf_memory.mixers.attention_blocks import Columns, full_attention, near_bloc
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.window_attention import after, columns, count_on, last, present, take
+from hf_memory.mixers.window_attention import after, columns, count_on, first_tokens, last, present
 from hf_memory.ops.masks import Tokens, older, sinks
 
 KEPT = ("keys", "values", "sink_keys", "sink_values")  # states of heads with a window
@@ -158,7 +158,8 @@ class WindowedMixer(MemoryMixer):
         S, states = self.config.num_sink_tokens, {name: context.states.get(f"{kind}{name}") for name in KEPT}
         keys, values = after(states["keys"], k, W), after(states["values"], v, W)
         near = columns(tokens, context.states.get("count"), keys, values, self.config.near(W))
-        first = _first(k, v, lengths, S, states, context)._replace(sees=sinks(S) & older(W))
+        first = first_tokens(k, v, S, context.states.get("count"), states, lengths, context.cu_seqlens)
+        first = first._replace(sees=sinks(S) & older(W))
         new = {"keys": last(keys, lengths, W), "values": last(values, lengths, W)}
         new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
         return Past(near, first if S else None, {f"{kind}{name}": x for name, x in new.items()}, keys, values)
@@ -199,28 +200,3 @@ def _heads(x: Tensor, heads: list[int]) -> Tensor:
     if heads == list(range(x.shape[2])):
         return x
     return torch.cat([x[:, :, h : h + 1] for h in heads], 2)
-
-
-def _first(k: Tensor, v: Tensor, lengths: Tensor | None, S: int, states: dict, context: Context) -> Columns:
-    """The first S tokens of each sequence, read before, which `states` have, or among the present ones."""
-    place, T = torch.arange(S, device=k.device), k.shape[1]
-    if context.cu_seqlens is not None:
-        starts, size = context.cu_seqlens[:-1, None].long(), context.cu_seqlens.diff()[:, None]
-        index = (starts + place).clamp(max=T - 1).flatten()[None]
-        sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(S)[None]
-        return Columns(
-            Tokens(torch.where(place < size, place, -1).flatten()[None], sequence), take(k, index), take(v, index)
-        )
-    count = context.states["count"] if context.states else place.new_zeros(len(k))
-    is_read = place < count_on(count, lengths, T)[:, None]
-    count = count[:, None]
-    if T == 1:
-        keys, values = (x.repeat(1, S, 1, 1) for x in (k, v))
-    else:
-        index = (place - count).clamp(min=0, max=T - 1)
-        keys, values = take(k, index), take(v, index)
-    if context.states:
-        is_old = (place < count)[..., None, None]
-        old = (states[name] for name in ("sink_keys", "sink_values"))
-        keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
-    return Columns(Tokens(torch.where(is_read, place, -1)), keys, values)

@@ -3,12 +3,14 @@
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
-from hf_memory.mixers.transformer import TransformerMixer
+from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
+from hf_memory.mixers.transformer import LocalMixer, TransformerMixer
 from hf_memory.modeling.base import (
     MemoryDecoderLayer,
     MemoryForCausalLM,
@@ -19,6 +21,23 @@ from hf_memory.modeling.base import (
 from hf_memory.modeling.configuration import MemoryConfig, check_word
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
+PATTERNS: dict[str, type[TransformerMixer]] = {
+    "full": TransformerMixer,
+    **dict.fromkeys(LOCAL, LocalMixer),
+    "strided": StridedMixer,
+    "fixed": FixedMixer,
+    "bigbird": BigBirdMixer,
+    "linformer": LinformerMixer,
+}
+SIZES = (
+    "max_relative_distance",
+    "pattern_size",
+    "num_global_tokens",
+    "dilation",
+    "num_summary_tokens",
+    "num_random_blocks",
+    "num_block_shifts",
+)
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters of positions
 
 
@@ -31,6 +50,16 @@ class MemoryTransformerConfig(MemoryConfig):
             `"learned"` (added to the embeddings), or in the scores of attention `"relative"` (Shaw), `"xl"`, `"alibi"`
             or `"distance_aware"`.
         max_relative_distance (`int`, defaults to 16): distance from which on `"relative"` treats all distances alike.
+        pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees, in all memory layers or
+            in each: a word of `PATTERNS`.
+        pattern_size (`int`, defaults to 128): tokens of a window, a stride or a block.
+        num_global_tokens (`int`, defaults to 16): first tokens that all see, with `"longformer"`.
+        dilation (`int`, defaults to 2): steps between the tokens that are seen, with `"dilated"`.
+        num_summary_tokens (`int`, defaults to 8): tokens that stand for a block, with `"fixed"` and `"linformer"`.
+        num_random_blocks (`int`, defaults to 2): random blocks that a block sees, with `"bigbird"`.
+        num_block_shifts (`int`, defaults to 2): with `"blockwise"`, how many kinds of heads there are: the first see
+            their own block, the next the one before, and so on.
+        pattern_seed (`int`, defaults to 0): of what is random.
         depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
             that runs `num_hidden_layers` times, or `"reversible"`: layers whose inputs training computes from their
             outputs, so that it keeps no activations.
@@ -52,25 +81,60 @@ class MemoryTransformerConfig(MemoryConfig):
 
     position: str = "rope"
     max_relative_distance: int = 16
+    pattern: str | list[str] = "full"
+    pattern_size: int = 128
+    num_global_tokens: int = 16
+    dilation: int = 2
+    num_summary_tokens: int = 8
+    num_random_blocks: int = 2
+    num_block_shifts: int = 2
+    pattern_seed: int = 0
     depth: str = "fixed"
     adaptive_computation: bool = False
     halting_epsilon: float = 0.01
     ponder_loss_weight: float = 0.01
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of each layer."""
+        return [self.pattern] * self.num_hidden_layers if isinstance(self.pattern, str) else self.pattern
+
+    def mixer_class(self, layer_idx: int) -> type[nn.Module]:
+        """The mixer of a layer."""
+        is_memory = self.mixer_types[layer_idx] == "memory"
+        return PATTERNS[self.patterns[layer_idx]] if is_memory else super().mixer_class(layer_idx)
 
     def rotating_channels(self, layer_idx: int) -> int:
         """None, where positions are not rotations."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """All, where positions and depth are those of its teacher."""
-        return length if self.position == "rope" and self.depth == "fixed" else None
+        """All, where positions and depth are those of its teacher, and the pattern has no gaps in so short a text."""
+        pattern = pattern_of(self, layer_idx)
+        if self.position != "rope" or self.depth != "fixed" or (pattern and pattern.has_gaps):
+            return None
+        if pattern is None or length <= pattern.reach + pattern.first:
+            return length
+        return pattern.reach if self.patterns[layer_idx] == "sliding" else None
 
     def validate_transformer(self):
         """Check the words of this family."""
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
-        if self.max_relative_distance < 1:
-            raise ValueError(f"max_relative_distance must be at least 1, got {self.max_relative_distance}")
+        for name in self.patterns:
+            check_word("pattern", name, tuple(PATTERNS))
+        if len(self.patterns) != self.num_hidden_layers:
+            raise ValueError(
+                f"pattern must be a word, or one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {self.pattern}"
+            )
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_summary_tokens > self.pattern_size:
+            raise ValueError(
+                f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
+            )
         if self.attention_window is not None:
             raise ValueError(f"attention_window must be None for {self.model_type}, got {self.attention_window}")
         if self.position in RELATIONS and set(self.mixer_types) != {"memory"}:
@@ -85,7 +149,7 @@ class MemoryTransformerConfig(MemoryConfig):
         if not 0 < self.halting_epsilon < 1:
             raise ValueError(f"halting_epsilon must be between 0 and 1, got {self.halting_epsilon}")
         if self.depth == "universal":
-            for name in ("layer_types", "mlp_types", "no_rope_layers"):
+            for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns"):
                 if len(set(getattr(self, name) or "-")) > 1:
                     raise ValueError(f"{name} must be all alike with depth='universal', got {getattr(self, name)}")
             if self.mixer_types[0] != "memory":

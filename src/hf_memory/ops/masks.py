@@ -34,6 +34,9 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return Mask(lambda q, k: self.sees(q, k) | other.sees(q, k))
 
+    def __invert__(self) -> "Mask":
+        return Mask(lambda q, k: ~self.sees(q, k))
+
 
 everything = Mask(lambda q, k: (q >= 0) & (k >= 0))
 causal = Mask(lambda q, k: k <= q)
@@ -53,6 +56,62 @@ def older(tokens: int) -> Mask:
 def sinks(tokens: int) -> Mask:
     """The first `tokens` tokens of a sequence."""
     return Mask(lambda q, k: k < tokens)
+
+
+def own_block(size: int) -> Mask:
+    """Tokens of the same block of `size`."""
+    return Mask(lambda q, k: q // size == k // size)
+
+
+def block_local(size: int) -> Mask:
+    """The block of a token and the one before it. https://arxiv.org/abs/1802.05751."""
+    return Mask(lambda q, k: q // size - k // size <= 1)
+
+
+def strided(stride: int) -> Mask:
+    """The last `stride` tokens, and each that is a multiple of it back. https://arxiv.org/abs/1904.10509."""
+    return Mask(lambda q, k: (q - k <= stride) | ((q - k) % stride == 0))
+
+
+def fixed(stride: int, summary: int) -> Mask:
+    """Its own block, and the last `summary` tokens of every other. https://arxiv.org/abs/1904.10509."""
+    return Mask(lambda q, k: (q // stride == k // stride) | (k % stride >= stride - summary))
+
+
+def dilated(tokens: int, step: int) -> Mask:
+    """So many tokens, each `step` before the other."""
+    return Mask(lambda q, k: ((q - k) % step == 0) & (q - k < tokens * step))
+
+
+def bigbird(size: int, blocks: int, seed: int) -> Mask:
+    """Its own block and the one before, the first, and random ones between. https://arxiv.org/abs/2007.14062."""
+
+    def sees(q: Tensor, k: Tensor) -> Tensor:
+        ask, asked = q // size, k // size
+        result = (ask - asked <= 1) | (asked == 0)
+        for i in range(blocks):
+            result = result | (asked == random_block(ask, i, seed))
+        return result
+
+    return Mask(sees)
+
+
+def random_block(block: Tensor, i: int, seed: int) -> Tensor:
+    """The i-th of the random blocks that a block sees, from 1 to two before it; -1 where there are none.
+
+    A hash, so that neither a table nor a length is needed, and a cache finds the same.
+    """
+    x = block.long() * 0x9E3779B1 + (seed * 1000003 + i + 1) * 0x85EBCA6B
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        x = x & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * factor) & 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    return torch.where(block > 2, 1 + x % (block - 2).clamp(min=1), -1)
+
+
+def blockwise(size: int, shifts: Tensor) -> Mask:
+    """One block: `shifts` [HQ, 1, 1] before its own, or the first. https://arxiv.org/abs/1911.02972."""
+    return Mask(lambda q, k: k // size == (q // size - shifts.to(q.device)).clamp(min=0))
 
 
 def count(mask: Tensor) -> Tensor:

@@ -1,0 +1,211 @@
+"""Attention to tokens near, and to a few far ones that differ from token to token: never all pairs."""
+
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import States
+from hf_memory.layers import in_their_places, real_tokens_first
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Blocks,
+    Columns,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+    softmax_and_mass,
+    softmax_attention,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.patterns import pattern_of
+from hf_memory.mixers.transformer import TransformerMixer, grown
+from hf_memory.mixers.window_attention import take
+from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
+
+Attended = tuple[Tensor, Tensor]  # what `softmax_and_mass` gives
+
+
+class WholePastMixer(TransformerMixer, ABC):
+    """A mixer whose cache has all tokens. It is given each row's tokens in order, without padding between them."""
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: those of a `TransformerMixer`."""
+        if context.cu_seqlens is not None:
+            bounds = [slice(a, b) for a, b in pairwise(context.cu_seqlens.tolist())]
+            parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
+            return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
+        q, k, v = self.projected(hidden_states, context)
+        tokens, states = grown(k, v, context)
+        past, order = Columns(Tokens(states["positions"]), states["keys"], states["values"]), None
+        if context.states or context.attention_mask is not None:
+            is_token = states["positions"] >= 0
+            past = past.map(lambda x: real_tokens_first(x, is_token)[0])
+        tokens = tokens.map(lambda x: x.expand(len(q), -1))
+        if context.attention_mask is not None:
+            q, order = real_tokens_first(q, context.attention_mask)
+            tokens = tokens.map(lambda x: x.gather(1, order))
+        o = self.attend_in_order(q, tokens, past)
+        return self.o_proj((o if order is None else in_their_places(o, order)).flatten(2)), states
+
+    @abstractmethod
+    def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
+        """Of queries [B, T, HQ, D] that are these tokens, to those up to the last of them, each in its place."""
+
+
+class SparseMixer(WholePastMixer):
+    """A pattern of near tokens, which are attended to in blocks, and of far ones."""
+
+    def near(self, tokens: Tokens, past: Columns) -> Columns:
+        """All tokens within reach of these."""
+        pattern, T = pattern_of(self.config, self.layer_idx), tokens.position.shape[1]
+        places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=past.keys.device)
+        return at(past, places)._replace(sees=causal & pattern.sees & window(pattern.reach))
+
+    @property
+    def sees_far(self) -> Mask:
+        """Of the pattern, what is out of reach."""
+        pattern = pattern_of(self.config, self.layer_idx)
+        return causal & pattern.sees & older(pattern.reach)
+
+
+class SummaryMixer(SparseMixer):
+    """Far tokens are the same for all queries: `num_summary_tokens` of each complete block."""
+
+    def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
+        """A block of queries at a time, with the summaries of blocks that end before it does."""
+        near, far, parts = self.near(tokens, past), self.summaries(past), []
+        T, size, each = q.shape[1], self.config.pattern_size, self.config.num_summary_tokens
+        unread, before = past.keys.shape[1] - T, near.keys.shape[1] - T
+        for i in range(0, T, BLOCK):
+            here, end = slice(i, i + BLOCK), i + BLOCK
+            columns = far, near.of(slice(i, None))
+            if end < T:
+                columns = far.of(slice((unread + end) // size * each)), near.of(slice(i, before + end))
+            blocks = Blocks.of(q[:, here], tokens.of(here), *columns)
+            parts.append(softmax_attention(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation))
+        return torch.cat(parts, 1)
+
+    @abstractmethod
+    def summaries(self, past: Columns) -> Columns:
+        """Columns [B, blocks * num_summary_tokens], in order."""
+
+
+class GroupMixer(SparseMixer):
+    """Far tokens are the same for groups of queries: each group is attention of its own."""
+
+    def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
+        """Near and far tokens in one softmax."""
+        o, mass = self.softmax(near_blocks(q, tokens, self.near(tokens, past), None))
+        return joined_softmax((rows_of(o, q), rows_of(mass, q)), self.far(q, tokens, past))[0]
+
+    @abstractmethod
+    def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+        """What is far, [B, T, HQ, ...]."""
+
+    def softmax(self, blocks: Blocks) -> Attended:
+        """Of blocks, with this mixer's scores."""
+        return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
+
+    def grouped(self, q: Tensor, position: Tensor, columns: Columns, groups: int) -> Attended:
+        """Queries [B, groups * size] at positions, each group with its columns [B, groups * n]: [B * groups, size]."""
+        mine = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
+        asking, places = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
+        return self.softmax(Blocks.of(asking, Tokens(places), mine))
+
+
+class FixedMixer(SummaryMixer):
+    """The last tokens of every earlier block are its summary."""
+
+    def summaries(self, past: Columns) -> Columns:
+        """See `SummaryMixer`."""
+        size, n = self.config.pattern_size, self.config.num_summary_tokens
+        blocks = torch.arange(past.keys.shape[1] // size, device=past.keys.device)[:, None] * size
+        places = (blocks + torch.arange(size - n, size, device=blocks.device)).flatten()
+        return past.map(lambda x: x[:, places])._replace(sees=self.sees_far)
+
+
+class LinformerMixer(SummaryMixer):
+    """Each complete earlier block is a few weighted sums of its keys and values. https://arxiv.org/abs/2006.04768.
+
+    Over a whole text, as published, tokens would see later ones.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.compress = nn.Parameter(torch.empty(config.num_summary_tokens, config.pattern_size))
+
+    def init_own_parameters(self) -> None:
+        """Means at first, up to noise that tells them apart."""
+        mean = 1 / self.config.pattern_size
+        init.normal_(self.compress, mean=mean, std=mean)
+
+    def summaries(self, past: Columns) -> Columns:
+        """See `SummaryMixer`; a summary stands where its block ends."""
+        n, size = self.compress.shape
+        starts = size * torch.arange(past.keys.shape[1] // size, device=past.keys.device)
+        blocks = starts[:, None] + torch.arange(size, device=starts.device)
+
+        def sums(x: Tensor) -> Tensor:
+            return torch.einsum("ns,bmshd->bmnhd", self.compress.to(x.dtype), x[:, blocks]).flatten(1, 2)
+
+        position = past.tokens.position[:, blocks[:, -1]].repeat_interleave(n, 1)
+        earlier = causal & Mask(lambda q, k: k // size < q // size)
+        return Columns(Tokens(position), sums(past.keys), sums(past.values), earlier)
+
+
+class StridedMixer(GroupMixer):
+    """Queries that are multiples of the stride apart see the same tokens: each such group is attention of its own."""
+
+    def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+        """See `GroupMixer`."""
+        stride, (B, T) = self.config.pattern_size, q.shape[:2]
+        groups = min(stride, T)
+        rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
+        places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
+        seen = at(past, places.flatten(1))._replace(sees=self.sees_far)
+        asking, position = (_groups(x, groups, value) for x, value in ((q, 0), (tokens.position, -1)))
+        both = self.grouped(asking, position, seen, groups)
+        o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in both)
+        return o, mass
+
+
+class BigBirdMixer(GroupMixer):
+    """Blocks of queries, with the first block and the random ones that the blocks see which they touch."""
+
+    def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+        """See `GroupMixer`."""
+        config, T = self.config, q.shape[1]
+        size = min(config.pattern_size, T)
+        blocks = -(-T // size)
+        pad = blocks * size - T
+        position = F.pad(tokens.position, (0, pad), value=-1)
+        touched = tokens.position[:, ::size, None] // config.pattern_size + torch.arange(2, device=q.device)
+        drawn = [random_block(touched, i, config.pattern_seed) for i in range(config.num_random_blocks)]
+        seen = F.pad(torch.cat(drawn, -1), (1, 0))  # [B, blocks, n], the first block among them
+        twice = (seen[..., :, None] == seen[..., None, :]).tril(-1).any(-1)
+        starts = torch.where(twice, -1, seen)[..., None] * config.pattern_size
+        places = torch.where(starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device))
+        columns = at(past, places.flatten(1))._replace(sees=self.sees_far)
+        asking = F.pad(q, (0, 0, 0, 0, 0, pad))
+        both = self.grouped(asking, position, columns, blocks)
+        o, mass = (rows_of(x, q) for x in both)
+        return o, mass
+
+
+def at(past: Columns, places: Tensor) -> Columns:
+    """The tokens at some places [B, n]; there is none at a negative one, or after the last."""
+    is_place = (places >= 0) & (places < past.keys.shape[1])
+    inside = places.where(is_place, 0)
+    position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
+    return Columns(Tokens(position), take(past.keys, inside), take(past.values, inside))
+
+
+def _groups(x: Tensor, groups: int, value: float) -> Tensor:
+    """[B, T, ...] -> [B, T', ...]: every `groups`-th token, beginning with each of the first ones."""
+    pad = -x.shape[1] % groups
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad), value=value)
+    return x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
