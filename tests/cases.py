@@ -144,6 +144,12 @@ CASES = (
         {**FULL_HYBRID, "memory_rule": "atlas", "memory_chunk_size": 3, "memory_window": 3, "memory_max_lr": 0.02},
         has_kernels=False,
     ),
+    Case(
+        "lact",
+        "hf_memory_titans",
+        {"memory_rule": "lact", "sliding_window": 4, "memory_chunk_size": 3, "memory_max_lr": 0.02},
+        has_kernels=False,
+    ),
     Case("titans-mal", "hf_memory_titans", {"variant": "mal", "sliding_window": 4, "memory_chunk_size": 4}),
     Case(
         "gated-window",
@@ -195,7 +201,7 @@ CASES = (
     ),
     Case("transformer-reversible", "hf_memory_transformer", {"depth": "reversible"}),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
-    Case("rwkv7", "hf_memory_rwkv7", {}, has_kernels=False),
+    Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}, has_kernels=False),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
     Case(
         "log-linear-mamba2",

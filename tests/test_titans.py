@@ -128,6 +128,16 @@ def miras(mixer, hidden_states, q, k, v, head):
     return torch.stack(outputs)
 
 
+def newton_schulz(x):
+    """Muon's orthogonal part of a matrix."""
+    transposed = x.shape[0] > x.shape[1]
+    x = (x.T if transposed else x) / (x.square().sum() + 1e-12).sqrt()
+    for _ in range(5):
+        A = x @ x.T
+        x = 3.4445 * x + (-4.7750 * A + 2.0315 * A @ A) @ x
+    return x.T if transposed else x
+
+
 def atlas(mixer, hidden_states, q, k, v, head):
     """The same of ATLAS, with windows of 3 tokens, from the features that the mixer makes."""
     gates = (mixer.token_proj, mixer.lr_proj, mixer.momentum_proj, mixer.decay_proj)
@@ -135,14 +145,6 @@ def atlas(mixer, hidden_states, q, k, v, head):
 
     def f(x, W):
         return F.gelu(x @ W[0]) @ W[1]
-
-    def newton_schulz(x):
-        transposed = x.shape[0] > x.shape[1]
-        x = (x.T if transposed else x) / x.norm()
-        for _ in range(5):
-            A = x @ x.T
-            x = 3.4445 * x + (-4.7750 * A + 2.0315 * A @ A) @ x
-        return x.T if transposed else x
 
     W, outputs = [w[head].detach() for w in mixer.initial_weights()], []
     S = [torch.zeros_like(w) for w in W]
@@ -156,7 +158,33 @@ def atlas(mixer, hidden_states, q, k, v, head):
     return torch.stack(outputs)
 
 
-EQUATIONS = {"ttt_linear": ttt, "ttt_mlp": ttt, "moneta": miras, "yaad": miras, "memora": miras, "atlas": atlas}
+def lact(mixer, hidden_states, q, k, v, head):
+    """The same of LaCT, a chunk of 4 at a time: the gradient is that of the sum over its tokens."""
+    lr, eta = F.softplus(mixer.lr_proj(hidden_states))[0, :, head], mixer.momentum_proj(hidden_states)[0, :, head]
+
+    def f(x, W):
+        return (F.silu(x @ W[0]) * (x @ W[1])) @ W[2]
+
+    first = [w[head].detach() for w in mixer.initial_weights()]
+    W, S, outputs = first, [torch.zeros_like(w) for w in first], []
+    for start in range(0, len(q), 4):
+        chunk = slice(start, start + 4)
+        outputs.append(f(q[chunk], W))
+        A = [w.detach().requires_grad_() for w in W]
+        gradients = torch.autograd.grad((lr[chunk].detach()[:, None] * f(k[chunk], A) * v[chunk]).sum(), A)
+        S = [eta[chunk].sigmoid().mean() * s + g for s, g in zip(S, gradients)]
+        moved = [w + mixer.config.memory_max_lr * newton_schulz(s) for w, s in zip(W, S)]
+        W = [w / w.norm(dim=0) * w0.norm(dim=0) for w, w0 in zip(moved, first)]
+    return torch.cat(outputs)
+
+
+EQUATIONS = {
+    "ttt_linear": ttt,
+    "ttt_mlp": ttt,
+    **dict.fromkeys(("moneta", "yaad", "memora"), miras),
+    "atlas": atlas,
+    "lact": lact,
+}
 
 
 def test_every_rule_has_its_equations():
@@ -166,7 +194,8 @@ def test_every_rule_has_its_equations():
 @pytest.mark.parametrize(("rule", "equations"), EQUATIONS.items())
 def test_a_memory_is_its_papers_equations(rule, equations):
     """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
-    mixer = make_model(TITANS[0], **AS_PUBLISHED, memory_rule=rule, memory_window=3).model.layers[0].mixer.double()
+    options = {**AS_PUBLISHED, "variant": "lmm", "memory_rule": rule, "memory_window": 3}
+    mixer = make_model(TITANS[0], **options).model.layers[0].mixer.double()
     x, said = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
     for parameter in mixer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()

@@ -33,11 +33,11 @@ class InitialWeights(nn.Module):
     With biases, which start at zero, these are one more row.
     """
 
-    def __init__(self, heads: int, sizes: list[int], has_bias: bool = False):
+    def __init__(self, heads: int, shapes: list[tuple[int, int]], has_bias: bool = False):
         super().__init__()
-        self.depth, self.has_bias = len(sizes) - 1, has_bias
-        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in zip(sizes, sizes[1:]))  # numbers of a head
-        for i, (d_in, d_out) in enumerate(zip(sizes, sizes[1:])):
+        self.depth, self.has_bias = len(shapes), has_bias
+        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in shapes)  # numbers of a head
+        for i, (d_in, d_out) in enumerate(shapes):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
             if has_bias:
                 self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(heads, 1, d_out)))
@@ -92,7 +92,7 @@ class NeuralMemoryMixer(MemoryMixer):
         self.num_persistent = config.num_persistent_tokens if reads_persistent else 0
         heads, width = self.num_output_heads, config.hidden_size
         self.make_gates(width, heads)
-        self.initial_weights = InitialWeights(heads, self.layer_sizes(config), self.has_bias)
+        self.initial_weights = InitialWeights(heads, self.layer_shapes(config), self.has_bias)
         if self.num_persistent:
             self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
         self.output_gate = OutputGate(width, heads, self.value_dim, config)
@@ -112,17 +112,18 @@ class NeuralMemoryMixer(MemoryMixer):
         return head_dim
 
     @classmethod
-    def layer_sizes(cls, config) -> list[int]:
-        """Channels that enter the first matrix of the memory, and that leave each."""
+    def layer_shapes(cls, config) -> list[tuple[int, int]]:
+        """Channels that enter each matrix of the memory, and that leave it."""
         *_, K, V = config.memory_heads
-        return [cls.input_size(K), *[config.memory_expansion * K] * (config.memory_depth - 1), V]
+        sizes = [cls.input_size(K), *[config.memory_expansion * K] * (config.memory_depth - 1), V]
+        return list(zip(sizes, sizes[1:]))
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, where the chunk began, and how many tokens the chunk has."""
         query_heads, _, value_heads, *_ = config.memory_heads
-        heads, sizes = max(query_heads, value_heads), cls.layer_sizes(config)
-        size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in zip(sizes, sizes[1:]))
+        heads = max(query_heads, value_heads)
+        size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
         has = {"weights": True, "momentum": cls.has_momentum, "anchor": config.memory_chunk_size > 1}
         spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
         return convolution_spec(config) | spec | {"phase": State((), torch.long)}

@@ -40,17 +40,18 @@ class Rwkv7Mixer(MemoryMixer):
         r, k, v = W_r m_r, W_k m_k, W_v m_v;   after the first layer v <- v + sigmoid(lora_v(m_v)) (v_first - v)
         w = exp(-e^(-1/2) sigmoid(lora_w(m_w))),   a = sigmoid(lora_a(m_a)),   g = lora_g(m_g)
         c = k_k k / |k_k k| by head,   k <- (1 + (a - 1) k_a) k
-        S <- (diag(w) - (a c) c^T) S + k v^T;   y = W_o (g (norm(S^T r) + (r^T (r_k k)) v))
+        S <- (diag(w) - n (a c) c^T) S + k v^T;   y = W_o (g (norm(S^T r) + (r^T (r_k k)) v))
 
-    and the channel mix, of what is then normed, W_v relu(W_k m_k)^2. In its input and output the first layer's values
-    [B, T, H * V] come after the hidden states, and the output is what is added to the latter; the first layer makes
-    them, and does not if none are given.
+    with n = 1, or 2 where eigenvalues may be negative. The channel mix is W_v relu(W_k m_k)^2 of what is then normed.
+    In its input and output the first layer's values [B, T, H * V] come after the hidden states, and the output is what
+    is added to the latter; the first layer makes them, and does not if none are given.
     """
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         width, channels, layers = config.hidden_size, self.q_proj.out_features, config.num_hidden_layers
         self.depth = layer_idx / layers
+        self.largest_erasure = 2.0 if config.allow_negative_eigenvalues else 1.0
         self.is_first = layer_idx == config.layer_types.index("memory")
         self.input_layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         for name in MIXES:
@@ -116,7 +117,7 @@ class Rwkv7Mixer(MemoryMixer):
             a.new_ones(a.shape[:3]),
             -STRONGEST_DECAY * wide(self._by_head(self.w_lora(x_w))).sigmoid(),
             -asked,
-            a * asked,
+            self.largest_erasure * a * asked,
             scale=1.0,
             mask=context.attention_mask,
             initial_state=context.states.get("memory"),

@@ -33,6 +33,9 @@ class Rwkv7Config(WholeLayersConfig):
         v_low_rank_dim (`int`, *optional*): rank of the projection to the gate that interpolates between a layer's
             values and those of the first memory layer.
         gate_low_rank_dim (`int`, *optional*): rank of the projection to the output gate.
+        allow_negative_eigenvalues (`bool`, defaults to `False`): let a write erase up to twice what the memory holds
+            for a key. A write can then negate it, so that the memory can count modulo two
+            (https://arxiv.org/abs/2411.12537).
     """
 
     model_type = "hf_memory_rwkv7"
@@ -58,6 +61,7 @@ class Rwkv7Config(WholeLayersConfig):
     a_low_rank_dim: int | None = None
     v_low_rank_dim: int | None = None
     gate_low_rank_dim: int | None = None
+    allow_negative_eigenvalues: bool = False
 
     def __post_init__(self, **kwargs):
         for name, factor in RANKS.items():

@@ -6,6 +6,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.atlas import AtlasMixer
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
+from hf_memory.mixers.large_chunk import LargeChunkMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.miras import RULES, MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
@@ -25,9 +26,11 @@ MEMORIES = {
     "ttt_mlp": TTTMixer,
     **dict.fromkeys(RULES, MirasMixer),
     "atlas": AtlasMixer,
+    "lact": LargeChunkMixer,
 }
 TITANS = {
     "variant": "mag",
+    "memory_gate": "multiply",
     "memory_depth": 2,
     "memory_expansion": 2,
     "memory_activation": "silu",
@@ -39,6 +42,7 @@ TITANS = {
 }
 TTT = {
     "variant": "lmm",
+    "memory_gate": "multiply",
     "memory_expansion": 4,
     "memory_activation": "gelu_tanh",
     "memory_residual": True,
@@ -62,6 +66,17 @@ PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
     "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
     **dict.fromkeys(RULES, MIRAS),
     "atlas": {**MIRAS, "memory_residual": False},
+    "lact": {
+        **TITANS,
+        "memory_gate": "add",
+        "memory_expansion": 1,
+        "memory_residual": False,
+        "memory_chunk_size": 2048,
+        "sliding_window": 2048,
+        "linear_conv_kernel_dim": 0,
+        "output_gate": "none",
+        "num_persistent_tokens": 0,
+    },
 }
 
 
@@ -72,8 +87,9 @@ class TitansConfig(MemoryHeadsConfig):
     Args:
         memory_rule (`str`, defaults to `"titans"`): how the memory learns: `"titans"`; `"ttt_linear"` or `"ttt_mlp"`
             (https://arxiv.org/abs/2407.04620); `"moneta"`, `"yaad"` or `"memora"` (https://arxiv.org/abs/2504.13173);
-            or `"atlas"` (https://arxiv.org/abs/2505.23735). The last four compute the memory's weights after every
-            token, which makes them slower. Options that are not given follow the paper of the rule; the defaults
+            `"atlas"` (https://arxiv.org/abs/2505.23735); or `"lact"` (https://arxiv.org/abs/2505.23884), whose chunks
+            and window have 2,048 tokens by default. The rules of Miras and ATLAS compute the memory's weights after
+            every token, which makes them slower. Options that are not given follow the paper of the rule; the defaults
             below are those of `"titans"`.
         variant (`str`, defaults to `"mag"`): how the memory works together with attention: `"lmm"` (the memory alone),
             `"mac"` (what the memory recalls is context for attention within segments), `"mag"` (the memory beside
@@ -93,8 +109,10 @@ class TitansConfig(MemoryHeadsConfig):
             long values the inner gradient steps of a memory of more than one matrix are too large, and it may diverge.
             Students of a Transformer, whose values can have any length, set this option.
         memory_window (`int`, defaults to 8): number of last tokens that the memory of ATLAS learns at each token.
-        memory_max_lr (`float`, defaults to 1.0): largest inner learning rate of a chunk, reached if its gate is open.
-        memory_gate (`str`, defaults to `"multiply"`): how MAG combines memory and attention: `"multiply"` or `"add"`.
+        memory_max_lr (`float`, defaults to 1.0): largest inner learning rate of a chunk, reached if its gate is open;
+            with ATLAS and LaCT the learning rate of Muon's steps.
+        memory_gate (`str`, defaults to `"multiply"`): how MAG combines memory and attention: `"multiply"` or `"add"`,
+            which is the default of `"lact"`.
         segment_length (`int`, defaults to 128): tokens of each segment of MAC.
         num_persistent_tokens (`int`, defaults to 4): number of learned tokens before every sequence.
         sliding_window (`int`, *optional*): tokens that attention sees, the present one included; default: 512 for MAG
@@ -114,7 +132,7 @@ class TitansConfig(MemoryHeadsConfig):
     memory_unit_values: bool = False
     memory_window: int = 8
     memory_max_lr: float | None = None
-    memory_gate: str = "multiply"
+    memory_gate: str | None = None
     segment_length: int = 128
     num_persistent_tokens: int | None = None
 

@@ -7,6 +7,8 @@ from hf_memory.ops.delta_rule import delta_rule
 from hf_memory.ops.delta_rule import reference as _delta_rule
 from hf_memory.ops.deltaformer import DeltaFormerState, deltaformer
 from hf_memory.ops.deltaformer import reference as _deltaformer
+from hf_memory.ops.large_chunk_memory import LargeChunkState, large_chunk_memory
+from hf_memory.ops.large_chunk_memory import reference as _large_chunk_memory
 from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 from hf_memory.ops.log_linear_attention import LogLinearState, log_linear_attention
@@ -19,6 +21,7 @@ from hf_memory.ops.selective_scan import selective_scan
 __all__ = [
     "OPS",
     "DeltaFormerState",
+    "LargeChunkState",
     "Learning",
     "LinearState",
     "LogLinearState",
@@ -26,6 +29,7 @@ __all__ = [
     "Op",
     "delta_rule",
     "deltaformer",
+    "large_chunk_memory",
     "linear_attention",
     "log_linear_attention",
     "neural_memory",
@@ -115,5 +119,6 @@ OPS = (
         gates=("decay",),
         kernels="kernel 64 bf",
     ),
+    Op("large_chunk_memory", large_chunk_memory, _large_chunk_memory.example, ({},)),
     Op("selective_scan", selective_scan, _selective_scan.example, ({},), gates=("g",)),
 )

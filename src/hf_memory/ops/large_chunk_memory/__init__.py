@@ -1,0 +1,109 @@
+"""A gated network that learns a large chunk of tokens at once, and is read as it was before the chunk: LaCT."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memory.ops.contract import (
+    Backend,
+    Dims,
+    check_gate,
+    check_inputs,
+    check_tensor,
+    choose_backend,
+    per_sequence,
+    varies,
+    without_padding,
+)
+from hf_memory.ops.large_chunk_memory.forms import form, node
+from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers
+
+__all__ = ["LargeChunkState", "large_chunk_memory"]
+
+
+def large_chunk_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    momentum: Tensor,
+    weights: Layers,
+    *,
+    chunk_size: int,
+    step_size: float = 1.0,
+    mask: Tensor | None = None,
+    initial_state: LargeChunkState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, LargeChunkState | None]:
+    """Teach a gated network f to agree with v when it sees k, chunk by chunk, and ask it about q.
+
+        o_t = f(q_t; A),   f(x; W) = (silu(x W_1) * x W_2) W_3
+        S <- mean of eta_t over the chunk * S + sum over the chunk of lr_t grad <f(k_t; A), v_t>
+        A <- A + step_size NS(S), each column as long as that of the initial weights
+
+    The last two lines happen at the end of a chunk. Gradients are taken at A, and NS are the five Newton-Schulz steps
+    of Muon, so only how the rates of tokens compare with each other matters. A token thus reads chunks that are
+    complete: what is nearer is for a window of attention. chunk_size is a part of the function. Chunks are counted from
+    the first token of a sequence, over calls, and over tokens that the mask keeps.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: keys [B, T, H, K], best of unit length.
+        v: values [B, T, HV, V], HV a multiple of H.
+        lr: how much a token counts [B, T, HV], >= 0.
+        momentum: eta [B, T, HV], in [0, 1].
+        weights: initial weights W_1 and W_2 [HV, K, width] and W_3 [HV, width, V].
+        chunk_size: tokens of a chunk.
+        step_size: how far a chunk moves the weights.
+        mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
+        initial_state: what an earlier call returned; default: `weights` that have read nothing.
+        output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
+        cu_seqlens: boundaries [N + 1] of sequences packed into one row.
+        backend: "reference", "chunk" or "auto", which is chunk; there is no kernel.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of q, and the final state or None.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Source: https://arxiv.org/abs/2505.23884.
+    """
+    dims = check_inputs(q, k, v, cu_seqlens)
+    check_gate("lr", lr, dims, like=q, vector=False)
+    check_gate("momentum", momentum, dims, like=q, vector=False)
+    _check_weights(weights, dims, q)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    state = _state(initial_state, weights, dims, q)
+    chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
+    fresh = initial_state is None
+    op = (node if varies(dims.T) or (torch.compiler.is_exporting() and dims.T > 1) else form)(chosen, fresh=fresh)
+    rows = without_padding(mask, q, k, v, lr, momentum)
+    memory: Any = {"initial_state": state, "weights": tuple(weights), "chunk_size": chunk_size, "step_size": step_size}
+    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
+    return o, state if output_final_state else None
+
+
+def _check_weights(weights: Layers, dims: Dims, q: Tensor) -> None:
+    if not isinstance(weights, (tuple, list)) or len(weights) != 3 or weights[0].ndim != 3:
+        raise ValueError(f"weights must be three tensors [HV, d_in, d_out], got {type(weights).__name__}")
+    width = weights[0].shape[2]
+    for n, shape in enumerate(((dims.K, width), (dims.K, width), (width, dims.V))):
+        check_tensor(f"weights[{n}]", weights[n], (dims.HV, *shape), like=q)
+
+
+def _state(state: LargeChunkState | None, weights: Layers, dims: Dims, q: Tensor) -> LargeChunkState:
+    """The state as given, checked and wide, or the one of a memory that has read nothing."""
+    P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
+    if state is None:
+        none = q.new_zeros(dims.N, dims.HV, P, dtype=dtype)
+        return LargeChunkState(none, none, none, torch.zeros(dims.N, dtype=torch.long, device=q.device))
+    if not isinstance(state, LargeChunkState):
+        raise ValueError(f"initial_state must be a LargeChunkState, got {type(state).__name__}")
+    for name, x, shape in zip(state._fields, state, [(dims.N, dims.HV, P)] * 3 + [(dims.N,)]):
+        check_tensor(f"initial_state.{name}", x, shape, like=q)
+    return LargeChunkState(state[0].to(dtype), state[1].to(dtype), state[2].to(dtype), state.phase)

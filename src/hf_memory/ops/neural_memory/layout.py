@@ -1,0 +1,62 @@
+"""Where tokens go so that the chunks of all rows begin together, whatever phase each row begins at."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Layout(NamedTuple):
+    """Where the tokens of each row go, so that chunks of all rows begin at multiples of C."""
+
+    C: int
+    source: Tensor | None  # [B, NC * C]: the token at a place, T for none; None: tokens stay, and the end is filled
+    place: Tensor | None  # [B, T]: the inverse
+    closed: list  # NC + 1 times: whether a chunk of the memory begins at chunk n: a bool, or one for each row [B]
+    phase: Tensor  # [B], after the last token
+
+
+def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool) -> Layout:
+    """Tokens stay where they are if no chunk of the memory ends before the last of them, or all end together."""
+    after = phase + (T if mask is None else mask.sum(1))
+    if fresh and mask is None:
+        return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
+    many = T + b - 1 if torch.compiler.is_compiling() else 0  # a graph cannot ask how many places the fullest row has
+    places = 1 if T == 1 else many or int(after.max())
+    if places <= b:
+        return Layout(T, None, None, [phase == 0, after == b], after % b)
+    NC, tokens = -(-places // b), torch.arange(T, device=phase.device).expand(phase.shape[0], T)
+    place = phase[:, None] + (tokens if mask is None else mask.cumsum(1) - 1)
+    source = torch.full((phase.shape[0], NC * b + 1), T, device=phase.device)
+    source = source.scatter(1, place if mask is None else place.where(mask, NC * b), tokens)[:, :-1]
+    return Layout(b, source, place.clamp(min=0), [phase == 0, *(after >= n * b for n in range(1, NC + 1))], after % b)
+
+
+def real_places(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tensor) -> Tensor | None:
+    """1 at places with a token and 0 at others [NC, B, C]; None if there are no others."""
+    if mask is None and layout.source is None and T % layout.C == 0:
+        return None
+    ones = like.new_ones(B, T) if mask is None else mask.to(like)
+    return arrange(ones[:, :, None], layout)
+
+
+def arrange(x: Tensor | None, layout: Layout) -> Tensor | None:
+    """[B, T, H, ...] -> [NC, B * H, C, ...] in the layout's order, zeros where there is no token."""
+    if x is None:
+        return None
+    if layout.source is not None:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
+        index = layout.source.view(*layout.source.shape, *(1 for _ in x.shape[2:]))
+        x = x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % layout.C)).transpose(1, 2)  # [B, H, NC * C, ...]
+    return x.unflatten(2, (-1, layout.C)).flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def restore(o: Tensor, T: int, mask: Tensor | None, layout: Layout) -> Tensor:
+    """[NC, B, H, C, V] -> [B, T, H, V] in the order of the tokens, zeros where the mask is False."""
+    o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    if layout.place is not None:
+        o = o.gather(1, layout.place[:, :, None, None].expand(-1, -1, *o.shape[2:]))
+    o = o[:, :T]
+    return o if mask is None else o * mask[:, :, None, None]
