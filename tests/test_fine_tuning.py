@@ -166,7 +166,7 @@ def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
     assert [path.name for path in shards] == [f"logits-0000{i}.safetensors" for i in range(3)]
     content = [path.read_bytes() for path in shards]
     shards[1].unlink()
-    with pytest.raises(ValueError, match=r"without logits-00001.safetensors; save_logits goes on"):
+    with pytest.raises(ValueError, match=r"without logits-00001.safetensors; save_logits writes the rest"):
         distill_from_logits(student_of(teacher), tmp_path, tokens(), SCHEDULE)
     times = [path.stat().st_mtime_ns for path in (shards[0], shards[2])]
     save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)

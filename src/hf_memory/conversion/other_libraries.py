@@ -1,4 +1,4 @@
-"""Memory models of other libraries under our names: their weights give the same function here.
+"""Import of memory models from other libraries: the same function with weights under our names.
 
 They are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet` and `rwkv7` of flash-linear-attention, the last
 also as its authors publish it, Mamba and Mamba-2 of transformers, and the linear layers of its Qwen3-Next and
@@ -229,7 +229,7 @@ def _rwkv7(config: dict) -> dict:
 
 
 def rwkv7_config(weights: Weights) -> dict:
-    """What config.json would say of an RWKV-7 that its authors publish as a .pth file, of its weights by name there."""
+    """A config, as in config.json, for the weights of an RWKV-7 that its authors publish as a .pth file."""
     heads, head_dim = weights["blocks.0.att.r_k"].shape
     names = {"decay_low_rank_dim": "0.att.w1", "a_low_rank_dim": "0.att.a1", "gate_low_rank_dim": "0.att.g1"}
     ranks = {name: weights.get(f"blocks.{place}") for name, place in {**names, "v_low_rank_dim": "1.att.v1"}.items()}
@@ -326,14 +326,15 @@ SOURCES = {
 
 
 def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights) -> MemoryForCausalLM:
-    """A model of ours that is the same function as one of another library.
+    """Import a model of another library as a model of this package that computes the same function.
 
     Args:
-        config: what its config.json says, with `model_type` one of SOURCES; `rwkv7_config(weights)` for a .pth file.
-        weights: its state dict, as safetensors files hold it.
+        config: the content of its config.json, with `model_type` one of SOURCES; for a .pth file
+            `rwkv7_config(weights)`.
+        weights: its state dict, as in its safetensors files.
 
     Raises:
-        ValueError: if the kind of model or one of its options is not ours, or a weight is missing or left over.
+        ValueError: if the type of model or one of its options is not supported, or a weight is missing or left over.
     """
     source, theirs = _find(config)
     for i, kind in enumerate(theirs.get("layer_types") or ()):
@@ -352,9 +353,10 @@ def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights)
 
 
 def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights, layer: int) -> MemoryMixer:
-    """The mixer of ours that is the same function as one memory layer of another library's model, counted from 0.
+    """Import one memory layer of another library's model as a mixer that computes the same function.
 
-    The arguments and errors are those of `import_model`; `weights` need only hold the layer's.
+    `layer_idx` is counted from 0. The other arguments and the errors are those of `import_model`; `weights` needs only
+    the weights of that layer.
     """
     source, theirs = _find(config)
     ours = source.config(hidden_size=theirs["hidden_size"], **source.options(theirs))

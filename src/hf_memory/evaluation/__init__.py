@@ -1,4 +1,4 @@
-"""What a language model has lost or kept: plain functions of a model and tokens."""
+"""Evaluation: plain functions of a model and tokens, for perplexity, agreement, recall and cost."""
 
 from hf_memory.evaluation.efficiency import (
     Cost,

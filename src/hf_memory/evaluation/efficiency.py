@@ -1,4 +1,4 @@
-"""What a model's past costs: bytes of its cache, tokens a second."""
+"""What a context costs a model: bytes of its cache, and tokens per second."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -19,16 +19,23 @@ FAR = 2**24  # tokens: longer than any window
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sequence of `context` tokens costs."""
+    """What one sequence of some length costs a model.
+
+    Attributes:
+        context: length of the sequence in tokens.
+        cache_bytes: size of the cache after all of them.
+        reading: tokens per second of a prefill with all tokens except the last ones.
+        writing: tokens per second of decoding the last ones.
+    """
 
     context: int
-    cache_bytes: int  # of all of them
-    reading: float  # tokens a second, all but the last at once
-    writing: float  # tokens a second, the last one by one
+    cache_bytes: int
+    reading: float
+    writing: float
 
 
 def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_tokens: int = 16) -> tuple[Cost, ...]:
-    """Speed and memory of a model at several lengths, of which it writes the last tokens; the best of three runs."""
+    """The costs of sequences of several lengths, of which the last `new_tokens` are decoded; the best of three runs."""
     return tuple(_cost(model, context, new_tokens) for context in contexts)
 
 
@@ -41,13 +48,13 @@ def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
 def reading_and_writing(
     model: PreTrainedModel, context: int, new_tokens: int, *, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, float, float]:
-    """Bytes of the cache in the end, tokens a second of a prefill, and those of greedy decoding after it.
+    """Bytes of the cache at the end, tokens per second of a prefill, and tokens per second of greedy decoding after it.
 
     Args:
         model: any causal model of transformers.
-        context: tokens in all.
-        new_tokens: how many of them are written one by one.
-        clock: seconds: `time.perf_counter`, or `time.process_time` where other programs take the cores.
+        context: tokens of the whole sequence.
+        new_tokens: number of tokens at its end that are decoded one by one.
+        clock: a clock in seconds: `time.perf_counter`, or `time.process_time` on a machine with other work.
     """
     new_tokens = min(new_tokens, context - 1)
     prompt = context - new_tokens  # some models have positions for `context` tokens and no more
@@ -65,7 +72,7 @@ def reading_and_writing(
 
 @torch.no_grad()
 def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
-    """Bytes that a model's cache holds after it has read one sequence of so many tokens."""
+    """Bytes that a model's cache holds after a sequence of `num_tokens` tokens, found by reading one."""
     cache, past = _past(model)
     model(torch.zeros(1, num_tokens, dtype=torch.long, device=model.device), **past)
     return state_bytes(cache)
@@ -79,9 +86,9 @@ def _past(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
 
 
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
-    """Bytes that the cache of a model with this config needs for one sequence of so many tokens; no weights needed.
+    """Bytes that the cache of a model with this config needs for a sequence of `num_tokens` tokens.
 
-    What layers of ours keep, they declare; those of other models have attention, full or over a window.
+    Layers of this package declare what they keep. Other models must have attention, full or over a window.
     """
     dtype = _dtype(config)
     if isinstance(config, MemoryConfig):
@@ -97,12 +104,12 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
 
 def bytes_per_token(config: PreTrainedConfig) -> int:
-    """Bytes by which the cache of a model with this config grows with each token, once its windows are full."""
+    """Bytes by which the cache of a model with this config grows per token, once its windows are full."""
     return cache_bytes(config, FAR + 1) - cache_bytes(config, FAR)
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; a config that does not say has attention of one kind."""
+    """The type of each layer; if the config has no layer types, all layers have the same attention."""
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     given = getattr(config, "mixer_types", None) or getattr(config, "layer_types", None)
     return list(given or [kind] * config.num_hidden_layers)
@@ -118,7 +125,7 @@ def _token_bytes(config: PreTrainedConfig) -> int:
 
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
-    """Bytes of keys and values of so many tokens, if every layer of a model with this config were full attention."""
+    """Bytes of the keys and values of `num_tokens` tokens if all layers of this config had full attention."""
     return config.num_hidden_layers * num_tokens * _token_bytes(config)
 
 

@@ -1,4 +1,4 @@
-"""Figures that know how sure they are."""
+"""Figures with confidence intervals."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,22 +16,22 @@ def mean(samples: Tensor, weights: Tensor) -> Tensor:
 
 
 def exp_of_mean(samples: Tensor, weights: Tensor) -> Tensor:
-    """A perplexity, of mean losses."""
+    """A perplexity from mean losses."""
     return mean(samples, weights).exp()
 
 
 def best(samples: Tensor, weights: Tensor) -> Tensor:
-    """A speed: what disturbs a run makes it slower."""
+    """The largest sample, for speeds: disturbances only make a run slower."""
     return samples.amax(-1)
 
 
 class Estimate(float):
-    """A figure that was found in samples.
+    """A number that was estimated from samples, with a confidence interval.
 
     Args:
-        samples: [N], one of each window, passage or run.
-        weights: [N], what each of them counts for; default: the same.
-        of: how samples and weights become the figure.
+        samples: [N], a value for each window, passage or run.
+        weights: [N], the weights of the samples; default: equal weights.
+        of: the function of samples and weights that gives the number; default: the mean.
     """
 
     samples: Tensor
@@ -49,7 +49,7 @@ class Estimate(float):
         return self.samples, self.weights, self.of  # what copies and pickles are made from
 
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval that resampled samples give (bootstrap); None of a single sample, which says nothing."""
+        """The 95 % interval by bootstrap; None for a single sample."""
         N = len(self.samples)
         if N < 2:
             return None

@@ -1,7 +1,7 @@
 """How well a model predicts text, recalls it, and agrees with another model.
 
-All measures read at most `max_tokens` tokens, of windows evenly spread over a text that has more (None: all of it), and
-tell `progress` after each batch how many it had.
+All measures read at most `max_tokens` tokens, in windows that are evenly spread over a longer text (None: all of it).
+They call `progress` after each batch with the number of its tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +20,21 @@ Tell = Callable[[int], object]
 
 
 class Agreement(NamedTuple):
-    """How close a student's predictions are to its teacher's, averaged over tokens."""
+    """How close a student's predictions are to its teacher's, averaged over tokens.
 
-    kl: Estimate  # KL(teacher || student) in nats
-    top1: Estimate  # how often both find the same token most likely
-    ratio: Estimate  # the student's perplexity over the teacher's
+    Attributes:
+        kl: KL(teacher || student) in nats per token.
+        top1: fraction of the tokens for which both have the same most likely prediction.
+        ratio: the student's perplexity divided by the teacher's.
+    """
+
+    kl: Estimate
+    top1: Estimate
+    ratio: Estimate
 
 
 def say_nothing(tokens: int) -> None:
-    """The progress of who does not want to know it."""
+    """Ignore the progress."""
 
 
 def perplexity(
@@ -40,15 +46,17 @@ def perplexity(
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Estimate:
-    """exp of the mean loss over tokens, each predicted from at least half a window of context, except the first ones.
+    """The perplexity of a text: exp of the mean loss over tokens.
+
+    Each token is predicted from at least half a window of context, except those in the first half of the first window.
 
     Args:
         model: a causal language model.
-        tokens: [T] of one text, T >= length. Up to half a window at the end may go unread.
+        tokens: [T], a text, T >= length. Up to half a window at its end may be left out.
         length: tokens of a window; windows overlap by half.
-        batch_size: windows read at once.
-        max_tokens: read at most.
-        progress: is told of tokens read.
+        batch_size: windows in a batch.
+        max_tokens: largest number of tokens to read.
+        progress: is called with the number of tokens of each batch.
 
     Raises:
         ValueError: if there are fewer tokens than a window has.
@@ -71,7 +79,7 @@ def agreement(
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Agreement:
-    """Compare two models over the windows of one text [T]; see `perplexity` for the arguments."""
+    """Compare the predictions of two models on the windows of a text; see `perplexity` for the arguments."""
     batches = _batches(_windows(tokens, length, length, max_tokens), batch_size, progress)
     kl, same, more = torch.cat([_compared(student, teacher, batch) for batch in batches]).T
     return Agreement(Estimate(kl), Estimate(same), Estimate(more, of=exp_of_mean))
@@ -104,19 +112,19 @@ def perplexity_by_position(
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> dict[int, Estimate]:
-    """Perplexity of the tokens that stand where in a window: what more context is worth, and where a model gives up.
+    """Perplexity by the position of a token in its window, which shows how much more context helps.
 
     Args:
         model: a causal language model.
-        tokens: [T] of one text, T >= length.
+        tokens: [T], a text, T >= length.
         length: tokens of a window, a power of two.
-        windows: read at most, evenly spread over the text.
-        batch_size: windows read at once.
-        max_tokens: read at most.
-        progress: is told of tokens read.
+        windows: largest number of windows, evenly spread over the text.
+        batch_size: windows in a batch.
+        max_tokens: largest number of tokens to read.
+        progress: is called with the number of tokens of each batch.
 
     Returns:
-        {32: of the tokens before the 32nd, 64: of those from there to the 64th, ..., length: of the last half}
+        {32: perplexity of tokens 0 to 31, 64: of tokens 32 to 63, 128: ..., length: of the last half}
     """
     if max_tokens is not None:
         windows = max(1, min(windows, max_tokens // length))
@@ -137,7 +145,7 @@ def recall_by_distance(
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> dict[int, Estimate]:
-    """`copy_gain` where the second reading of a passage begins so many tokens after the first."""
+    """Recall by distance: `copy_gain` for passages whose second reading begins some distance after the first."""
     gaps = {d: d - passage for d in distances}
     trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
     settings: dict = {"passage": passage, "trials": trials, "batch_size": 4, "max_tokens": None, "progress": progress}
@@ -155,21 +163,21 @@ def copy_gain(
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Estimate:
-    """What it helps, in nats a token, to have read a passage before: what the model still recalls.
+    """Recall: by how many nats per token the loss on a passage falls because the model has read the passage before.
 
-    A row is: some text, the passage, `gap` tokens of other text, the passage again. The loss on the passage at the end
-    is compared with that in a row where other text stands in place of its first reading, so that a model that recalls
-    nothing gains nothing, however well it knows the text, and however badly it reads so far into one.
+    A row consists of some text, the passage, `gap` tokens of other text, and the passage a second time. The loss on the
+    second reading is subtracted from the loss in a row with other text in place of the first reading. A model that
+    recalls nothing thus gains nothing, however well it knows the text, and however bad it is at long contexts.
 
     Args:
         model: a causal language model.
-        tokens: [T] of a text that the model was not trained on.
+        tokens: [T], a text that the model was not trained on.
         passage: tokens of a passage.
-        gap: tokens between its two readings.
-        trials: passages tried, evenly spread over the text.
-        batch_size: rows read at once.
-        max_tokens: read at most, by trying fewer passages.
-        progress: is told of tokens read.
+        gap: tokens between the two readings.
+        trials: number of passages, evenly spread over the text.
+        batch_size: rows in a batch.
+        max_tokens: largest number of tokens to read; fewer passages are tried if they have more.
+        progress: is called with the number of tokens of each batch.
     """
     before, trials = passage // 2, trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(tokens) - passage, trials).long()
@@ -186,7 +194,7 @@ def copy_gain(
 
 
 def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, trials: int) -> int:
-    """How many passages `copy_gain` can try at each gap if all together read no more than so many tokens."""
+    """The number of passages that `copy_gain` can try at each gap without reading more than `max_tokens` in total."""
     if max_tokens is None:
         return trials
     rows = [passage // 2 + passage + gap + passage for gap in gaps]

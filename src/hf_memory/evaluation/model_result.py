@@ -1,4 +1,4 @@
-"""What the card of a conversion says of a model: some of the tasks, without their intervals."""
+"""The measurements of a model for a model card: some of the tasks, without intervals."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,15 +17,26 @@ OF_CARD = ("agreement", "perplexity", "copying", "positions", "recall", "speed")
 
 @dataclass(frozen=True)
 class ModelResult:
-    """One row of the table of results."""
+    """The measurements of one model, a row of the table of results.
+
+    Attributes:
+        name: name of the row.
+        perplexity: perplexity of held-out text.
+        copy_gain: recall in nats per token, see `copy_gain`.
+        kl: KL divergence from the teacher in nats per token; None for the teacher itself.
+        agreement: fraction of tokens with the teacher's most likely prediction; None for the teacher itself.
+        perplexity_by_position: {last position: perplexity of held-out text}.
+        recall_by_distance: {tokens from the first reading to the second: copy_gain}.
+        costs: costs by context.
+    """
 
     name: str
-    perplexity: float  # held-out
-    copy_gain: float  # nats a token
-    kl: float | None  # from the teacher, nats a token; None for the teacher itself
-    agreement: float | None  # with the teacher's most likely token
-    perplexity_by_position: dict[int, float]  # held-out, {last position: perplexity}
-    recall_by_distance: dict[int, float]  # {tokens from one reading to the next: copy_gain}
+    perplexity: float
+    copy_gain: float
+    kl: float | None
+    agreement: float | None
+    perplexity_by_position: dict[int, float]
+    recall_by_distance: dict[int, float]
     costs: tuple[Cost, ...]
 
 
@@ -39,17 +50,16 @@ def measure(
     max_tokens: int | None = BUDGET,
     report: Callable[[Progress], None] = silent,
 ) -> ModelResult:
-    """All that a card says of one model; the teacher itself has none to be compared with.
+    """Measure a model for a model card.
 
     Args:
-        name: the row's name in tables.
-        model: to measure.
-        held_out: [T] of text that it has not seen.
-        teacher: to compare with.
-        contexts: lengths to measure at, of which those are left out that the model or the text is too short for.
-        max_tokens: that the model reads to be measured, beside what it takes to time it; None: as many as a measure
-            can use.
-        report: is told how far it is.
+        name: name of the row in tables.
+        model: the model.
+        held_out: [T], a text that it was not trained on.
+        teacher: the teacher to compare it with; None if it is the teacher.
+        contexts: context lengths; those that are too long for the model or the text are left out.
+        max_tokens: largest number of tokens to read for all measures except speed; None: as many as they can use.
+        report: is called with the progress.
     """
     subject = Subject(model, held_out, teacher, tuple(contexts), max_tokens)
     found = evaluate(subject, OF_CARD, name=name, report=report)

@@ -1,4 +1,4 @@
-"""What a model finds again that was said once in a long text, by where it was said and how long the text is.
+"""Needles in a haystack: whether a model finds something that stands once in a long text, by its place and the length.
 
 The first tasks of RULER (https://arxiv.org/abs/2404.06654), with their words and a haystack of the user's text, and the
 passkey of landmark attention (https://arxiv.org/abs/2305.16300). They are read as plain text, without a chat template.

@@ -1,4 +1,4 @@
-"""What can be found out about a model. One more task is a function and an entry of TASKS, both in this file."""
+"""The tasks of `hf-memory evaluate`. To add a task, add a function and an entry of TASKS in this file."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,22 +36,22 @@ Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, as 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and all that it is measured with.
+    """A model to be evaluated, with the text and the settings.
 
     Args:
-        model: to measure.
-        tokens: [T] of a text that it has not seen.
-        teacher: to compare with.
-        lengths: in tokens, of which those are left out that the model or the text is too short for.
-        max_tokens: that all tasks of a card together read of the text, beside what it takes to time the model;
-            None: as many as they can use.
+        model: the model.
+        tokens: [T], a text that it was not trained on.
+        teacher: the teacher to compare it with.
+        lengths: context lengths in tokens; those that are too long for the model or the text are left out.
+        max_tokens: largest number of tokens that the tasks of a model card read together, without those to measure
+            speed; None: as many as they can use.
         tokenizer: the model's tokenizer, for tasks that need words.
-        samples: needles of a length.
+        samples: number of needles for each length.
         seed: seed for the needles.
-        prompts: to answer.
-        new_tokens: how many tokens an answer has.
-        theirs: what is found of the teacher.
-        tell: is told of tokens read.
+        prompts: prompts of the task `answers`.
+        new_tokens: tokens of an answer.
+        theirs: the results of the teacher, to compare answers with.
+        tell: is called with the number of tokens of each batch.
     """
 
     model: PreTrainedModel
@@ -190,15 +190,15 @@ def evaluate(
     name: str = "model",
     report: Callable[[Progress], None] = silent,
 ) -> Found:
-    """Carry out tasks.
+    """Run tasks and collect their results.
 
     Args:
-        subject: the model and the text that are measured.
-        tasks: names of `TASKS`.
-        found: what is known of them already, and is not measured again; what is found is added.
-        keep: is called after each place.
-        name: the model's name, for the report.
-        report: is told how far it is.
+        subject: the model, the text and the settings.
+        tasks: names in `TASKS`.
+        found: earlier results, which are not measured a second time; new results are added to it.
+        keep: is called after each result, for example to save them.
+        name: the model's name in progress reports.
+        report: is called with the progress.
     """
     found = {} if found is None else found
     places = [(task, place) for task in tasks for place in TASKS[task].places(subject)]

@@ -1,4 +1,4 @@
-"""Our models as architectures that engines have: the same function under other names, checked by loading it back."""
+"""Export to architectures that inference engines have: the same function, checked by loading the result."""
 
 from hf_memory.export.exporting import Export, export_model
 from hf_memory.export.targets import TARGETS, NotExportable, Target, find_target

@@ -27,29 +27,39 @@ IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits again
 
 
 class Export(NamedTuple):
-    """What was written."""
+    """The result of an export.
+
+    Attributes:
+        folder: the folder that was written.
+        target: the architecture.
+        engines: the engines that have the architecture by name; empty, or the reason why one cannot run this model.
+        error: largest difference between the logits of both models, relative to the largest logit.
+    """
 
     folder: Path
     target: Target
-    engines: dict[str, str]  # what runs the target: empty, or what is in the way of this model there
-    error: float  # largest difference of logits, whole and token by token, as a part of the largest logit
+    engines: dict[str, str]
+    error: float
 
 
 def export_model(
     model: MemoryForCausalLM | str | Path, folder: str | Path, target: str = "auto", *, gguf: str | Path | None = None
 ) -> Export:
-    """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have: the same function.
+    """Write a model as an architecture that vLLM, SGLang, llama.cpp, MLX and transformers have.
+
+    The result is loaded with transformers, and its logits are compared with the model's.
 
     Args:
-        model: a causal language model of ours, or where it was saved; then its tokenizer and chat template go along.
-        folder: to write to; it must not exist yet.
-        target: the name of one in TARGETS, or `"auto"`: the first that is exactly this model.
-        gguf: a file for llama.cpp to write too, with the tokenizer and in the precision of the model.
+        model: a causal language model of this package, or the folder or Hub name of one, whose tokenizer and chat
+            template are then copied too.
+        folder: the folder to write to; it must not exist yet.
+        target: a name in TARGETS, or `"auto"`: the first that represents the model exactly.
+        gguf: a file for llama.cpp to write as well, with the tokenizer, and in the precision of the model.
 
     Raises:
-        NotExportable: if no target is exactly the model; it says which fields of its config stand in the way.
-        ValueError: if the result, loaded with transformers, has other logits, whole or token by token; for `gguf` also
-            if llama.cpp does not have the model or its tokenizer.
+        NotExportable: if no target represents the model exactly; the message says which fields of its config differ.
+        ValueError: if the logits differ, in a prefill or token by token; with `gguf` also if llama.cpp does not support
+            the model or its tokenizer.
     """
     folder, tokenizer = Path(folder), None
     if folder.exists():

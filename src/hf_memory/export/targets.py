@@ -1,4 +1,4 @@
-"""The table of targets: architectures that engines have, and which of our models are exactly one of them."""
+"""The table of export targets: architectures that engines have, and which of our models they represent exactly."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ def _as_they_are(config: MemoryConfig, layer: dict[str, Tensor]) -> dict[str, Te
 
 
 class Target(NamedTuple):
-    """One architecture of transformers: which of our models it is, and how their weights are named and laid out."""
+    """An architecture of transformers: which of our models it represents, and how their weights translate."""
 
     name: str
     model_type: str
@@ -59,7 +59,7 @@ class Target(NamedTuple):
     needs_attention: bool = True  # so that a pure model has one layer more, which adds zero
 
     def faults(self, config: MemoryConfig) -> list[str]:
-        """What this target would need a model to be, and what it is; empty where they are the same function."""
+        """Why this target does not represent a model: what it needs, and what the model has; empty if it does."""
         faults = []
         for field in dataclasses.fields(config):
             accepted = self.accepts.get(field.name, (field.default,))
@@ -172,15 +172,15 @@ def has_targets(config: MemoryConfig) -> bool:
 
 
 class NotExportable(ValueError):
-    """No architecture that engines have is the same function as a model."""
+    """Raised if no architecture that engines have represents a model exactly."""
 
 
 def find_target(config: MemoryConfig, name: str = "auto") -> Target:
-    """The target of that name, or the first that is exactly the model.
+    """The target of a name, or the first that represents a model exactly.
 
     Raises:
-        NotExportable: if the model is not exactly the target, or no target is; it says which fields of the config
-            stand in the way.
+        NotExportable: if the target, or no target, represents the model exactly; the message says which fields of the
+            config differ.
         ValueError: if there is no target of that name, or it is for other families.
     """
     if name not in ("auto", *NAMES):

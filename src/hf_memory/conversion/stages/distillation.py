@@ -1,4 +1,4 @@
-"""Distillation: the whole student learns its teacher's predictions."""
+"""Distillation: the whole student is trained to predict what its teacher predicts."""
 
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ class DistillationTrainer(StageTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def loss_of(self, inputs: dict[str, Tensor]) -> LossOfTokens:
-        """Its parts of a batch."""
+        """The parts of the loss of a batch."""
         part, parts = self.cross_entropy, []
         if part < 1:
             parts.append(((1 - part) / inputs["input_ids"].numel(), self.divergence(inputs)))
@@ -57,7 +57,7 @@ class DistillationTrainer(StageTrainer):
         return lambda logits, where: torch.stack([weight * loss(logits, where) for weight, loss in parts]).sum()
 
     def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
-        """From what the teacher predicts now."""
+        """The divergence from the predictions of the teacher, which runs now."""
         with torch.no_grad(), self.accelerator.autocast():
             hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)
 
@@ -80,17 +80,19 @@ def distill(
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
-    """Teach the whole student its teacher's predictions: KL(teacher || student); see `attention_transfer`.
+    """Train the whole student to predict what its teacher predicts, by KL(teacher || student).
+
+    Returns and raises what `attention_transfer` does.
 
     Args:
-        student: learns, in place.
-        teacher: stays as it is.
-        tokens: [T] of the text to learn on.
-        schedule: how long and how fast.
-        temperature: divides the logits of both; above 1, unlikely tokens count more.
-        cross_entropy: part of the loss that is the text's own, from 0 to 1.
+        student: the student, trained in place.
+        teacher: the teacher; it is not changed.
+        tokens: [T], the training text.
+        schedule: the training schedule.
+        temperature: divides the logits of both models; above 1, unlikely tokens count more.
+        cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
         seed: seed for the order of the windows.
-        run: where checkpoints are, and who hears of it.
+        run: checkpoints, progress reports and options of the Trainer.
     """
     data, how = TokenWindows.of(tokens, schedule, seed), {"temperature": temperature, "cross_entropy": cross_entropy}
     belongs_to = {"student": student, "teacher": teacher, **how}
@@ -100,5 +102,5 @@ def distill(
 
 
 def loss_name(cross_entropy: float) -> str:
-    """What a stage with this loss is called: where the text is all that is learned, nothing is distilled."""
+    """The name of a stage with this loss: it is training, not distillation, if the loss is only cross-entropy."""
     return TRAINING if cross_entropy == 1 else DISTILLATION

@@ -1,4 +1,4 @@
-"""The last stage: a student learns the text itself, at a longer context, whole or through low-rank updates."""
+"""Fine-tuning, the last stage: a student is trained on text, usually with longer windows, fully or with LoRA."""
 
 import warnings
 from collections.abc import Iterator
@@ -31,19 +31,20 @@ def fine_tune(
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
-    """Teach a student the text itself: the mean negative log-likelihood of the next token; see `attention_transfer`.
+    """Train a student to predict the next token of a text.
 
-    With LoRA the weights of all linear layers but the last stay, and W + 2 B A is learned for each, A [rank, in],
-    B [out, rank]; in the end it is what W becomes, so that the student is a model like any other.
+    With LoRA the weight W of each linear layer, except the last, becomes W + 2 B A, of which A [rank, in] and
+    B [out, rank] are trained. Afterwards the product is added to W, so that the student is a model like any other.
 
     Args:
-        student: learns, in place. Windows may be longer than its positions, of which it then has as many.
-        tokens: [T] of the text to learn on.
-        schedule: how long and how fast.
-        lora_rank: rank of the low-rank updates; default: all weights learn.
-        adapter: folder to write the updates to, for peft and the student as it was.
-        seed: seed for the order of the windows, and for the low-rank factor A.
-        run: where checkpoints are, and who hears of it.
+        student: the student, trained in place. If windows are longer than its `max_position_embeddings`, that is raised
+            to their length.
+        tokens: [T], the training text.
+        schedule: the training schedule.
+        lora_rank: rank of LoRA; default: all weights are trained.
+        adapter: folder to write the LoRA weights to, for use by peft with the student as it was before.
+        seed: seed for the order of the windows, and for A.
+        run: checkpoints, progress reports and options of the Trainer.
 
     Returns:
         The loss over the steps.
@@ -72,7 +73,7 @@ def fine_tune(
 
 @contextmanager
 def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
-    """A model with low-rank updates that alone learn; merged into its weights when nothing went wrong."""
+    """A model with LoRA, as a context; the updates are merged into its weights if no exception was raised."""
     if rank < 1:
         raise ValueError(f"lora_rank must be at least 1, got {rank}")
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +92,7 @@ def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
 
 
 def num_learned(model: PreTrainedModel, rank: int | None) -> int:
-    """How many numbers `fine_tune` learns, with low-rank updates or all."""
+    """The number of parameters that `fine_tune` trains, with LoRA or without."""
     if rank is None:
         return sum(x.numel() for x in model.parameters())
     linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not model.get_output_embeddings()]

@@ -45,24 +45,25 @@ def save_logits(
     seed: int = 0,
     report: Callable[[Progress], None] = silent,
 ) -> None:
-    """Write what a teacher predicts in the windows that a distillation will read, as shards of safetensors.
+    """Save a teacher's predictions in the windows that a distillation will read, as shards of safetensors.
 
-    Shards that are there stay, so that a call that was stopped can be repeated. They hold, in the order of the windows,
-    `top_ids` [N, T, k], their `top_log_probs` [N, T, k] and `rest_log_prob` [N, T], that of all other tokens together.
+    A call that was stopped can be repeated, and goes on after the last shard. The shards hold, in the order of the
+    windows, `top_ids` [N, T, k], their `top_log_probs` [N, T, k], and `rest_log_prob` [N, T], the logarithm of the
+    probability of all other tokens together.
 
     Args:
-        folder: to write to.
-        teacher: stays as it is.
-        tokens: [T] of the text to distil on.
+        folder: the folder to write to.
+        teacher: the teacher; it is not changed.
+        tokens: [T], the text of the distillation.
         schedule: the schedule of the distillation.
-        k: most likely tokens to save at each place.
+        k: number of most likely tokens to save at each position.
         temperature: the temperature of the distillation.
         seed: the seed of the distillation.
-        report: is told how far it is.
+        report: is called with the progress.
 
     Raises:
-        ValueError: if k is not from 1 to the teacher's vocabulary, or the folder is of other arguments.
-        OSError: if a shard cannot be written; those before it stay.
+        ValueError: if k is not from 1 to the size of the vocabulary, or the folder belongs to other arguments.
+        OSError: if a shard cannot be written; earlier shards stay.
     """
     if not 1 <= k <= teacher.config.vocab_size:
         raise ValueError(f"k must be from 1 to the teacher's {teacher.config.vocab_size} tokens, got {k}")
@@ -94,20 +95,20 @@ def distill_from_logits(
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
-    """The same as `distill`, from what `save_logits` wrote: the divergence is `top_divergence`.
+    """Like `distill`, but from predictions that `save_logits` has saved; the divergence is `top_divergence`.
 
     Args:
-        student: learns, in place.
-        folder: that `save_logits` filled with the same tokens, schedule, temperature and seed.
-        tokens: [T] of the text to learn on.
-        schedule: how long and how fast.
+        student: the student, trained in place.
+        folder: a folder that `save_logits` filled with the same tokens, schedule, temperature and seed.
+        tokens: [T], the training text.
+        schedule: the training schedule.
         temperature: divides the logits of both models before the softmax.
-        cross_entropy: the part of the loss that is cross-entropy with the text, from 0 to 1.
+        cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
         seed: seed for the order of the windows.
-        run: where checkpoints are, and who hears of it.
+        run: checkpoints, progress reports and options of the Trainer.
 
     Raises:
-        ValueError: if the folder is of other arguments, or lacks a shard.
+        ValueError: if the folder belongs to other arguments, or a shard is missing.
     """
     how = {"temperature": temperature, "cross_entropy": cross_entropy}
     data = WindowsWithLogits(folder, TokenWindows.of(tokens, schedule, seed))
@@ -120,11 +121,11 @@ def distill_from_logits(
 def top_divergence(
     student: Tensor, top_ids: Tensor, top_log_probs: Tensor, rest_log_prob: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """temperature^2 KL(teacher || student) where all tokens but the teacher's k most likely count as one.
+    """temperature^2 KL(teacher || student), where all tokens except the teacher's k most likely count as one.
 
-    KL = sum over i in top of p_i log(p_i / q_i) + p_rest log(p_rest / q_rest), p_rest = 1 - sum of p_i, q alike. It is
-    never above the KL of all tokens, equal to it at k = V, and zero only where the student gives the k tokens, and what
-    is left for the rest, the teacher's probabilities; a top that is renormalised would leave the rest to the student.
+    KL = sum over i in top of p_i log(p_i / q_i) + p_rest log(p_rest / q_rest), p_rest = 1 - sum of p_i, q_rest alike.
+    It is at most the KL of all tokens, equal to it at k = V, and zero only if the student has the teacher's
+    probabilities of the k tokens and of the rest. Renormalising the top k instead would leave the rest undetermined.
 
     Args:
         student: [n, V] logits.
@@ -172,9 +173,9 @@ def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None
         raise ValueError(f"folder must be one that save_logits filled, got {folder}")
     saved, expected = json.loads(file.read_text(encoding="utf-8")), describe(_of_windows(windows, temperature))
     if others := sorted(name for name in expected if expected[name] != saved.get(name)):
-        raise ValueError(f"folder must be of the same distillation, got {folder} of another {' and '.join(others)}")
+        raise ValueError(f"folder must belong to this distillation, got {folder} of another {' and '.join(others)}")
     if missing := [shard.name for shard in _shards(folder, windows) if not shard.exists()]:
-        raise ValueError(f"folder must have all logits, got {folder} without {missing[0]}; save_logits goes on")
+        raise ValueError(f"folder must have all logits, got {folder} without {missing[0]}; save_logits writes the rest")
 
 
 def _of_windows(windows: TokenWindows, temperature: float) -> dict:

@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def processes() -> PartialState:
-    """The processes of this run, connected by the first call; one where no launcher started it."""
+    """The processes of this run; the first call connects them. Without a launcher there is one."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 

@@ -26,31 +26,31 @@ TRAINING = "training"
 
 
 class Reporter(TrainerCallback):
-    """Tells a run how far its stage is."""
+    """A callback that reports the progress of a stage."""
 
     def __init__(self, run: Run, schedule: Schedule):
         self.report, self.tokens, self.loss = run.report, schedule.batch_size * schedule.length, None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Where it begins, or goes on."""
+        """Report the step at which training begins or resumes."""
         self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """The loss, when the Trainer has one."""
+        """Remember the latest loss."""
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """One step further."""
+        """Report the step."""
         self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens, self.loss))
 
 
 class StageTrainer(Trainer):
-    """A Trainer that stops at the first step whose loss or gradients are not finite, before it changes a weight."""
+    """A Trainer that stops before the first step whose loss or gradients are not finite."""
 
     memory_factor = 1.0  # of its schedule
 
     def create_optimizer(self, model=None) -> Optimizer:
-        """The Trainer's, where memories have a learning rate of their own."""
+        """The Trainer's optimizer, with a learning rate of their own for new parts."""
         if self.optimizer is not None or self.memory_factor == 1:
             return super().create_optimizer(model)
         optimizer, learner = super().create_optimizer(model), self.model if model is None else model
@@ -78,7 +78,7 @@ class StageTrainer(Trainer):
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
-        """A checkpoint, whole or not at all."""
+        """Write a checkpoint under a temporary name first, so that it is complete or absent."""
         folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
         otherwise = "the checkpoint before it stays, and the same run goes on from there"
         try:
@@ -110,7 +110,7 @@ def train(
     optimizer: Optimizer | None = None,
     run: Run = Run(),
 ) -> History:
-    """Teach a model the text itself: the mean negative log-likelihood; see `attention_transfer`."""
+    """Train a model to predict the next token of a text; arguments and returns are those of `attention_transfer`."""
     data = TokenWindows.of(tokens, schedule, seed)
     return run_trainer(StageTrainer, model, data, schedule, name, run, {"model": model}, optimizer=optimizer)
 
@@ -130,15 +130,15 @@ def run_trainer(
     """Run one stage, on the device of the model.
 
     Args:
-        make_trainer: StageTrainer, or what computes another loss.
-        model: learns, in place.
-        data: to learn on.
-        schedule: how long and how fast.
+        make_trainer: StageTrainer, or a subclass with another loss.
+        model: the model, trained in place.
+        data: the training data.
+        schedule: the training schedule.
         name: the stage's name; callbacks find it in `args.run_name`.
-        run: where there are ten checkpoints, the last of which a stage resumes from, and who hears of it.
-        belongs_to: models and numbers that checkpoints belong to, beside what is said here.
-        inputs: what the model is given of a window.
-        optimizer: default: AdamW.
+        run: checkpoints, of which a stage writes ten and resumes from the last; progress reports; Trainer options.
+        belongs_to: further models and numbers that checkpoints depend on.
+        inputs: names of the model's inputs in a window.
+        optimizer: the optimizer; default: AdamW.
 
     Returns:
         [{"step", "loss"}, ...]

@@ -1,4 +1,4 @@
-"""Attention transfer: each memory layer learns to give what the attention that it replaces gave."""
+"""Attention transfer: each memory layer is trained to give the output of the attention layer that it replaces."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ TRANSFER = "attention transfer"
 class AttentionTransfer(nn.Module):
     """The mixers of a student, and the loss that compares each with the attention that it replaces.
 
-    L = sum over layers of |mixer(x) - attention(x)|^2 / |attention(x)|^2, x the input of the teacher's attention.
-    One run of the teacher serves all layers, and a layer never sees what another layer of the student made.
+    L = sum over layers of |mixer(x) - attention(x)|^2 / |attention(x)|^2, where x is the input of the teacher's
+    attention. One forward pass of the teacher serves all layers; no layer sees outputs of other student layers.
     """
 
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
@@ -87,18 +87,18 @@ def attention_transfer(
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
-    """Teach each memory layer to give what the teacher's attention gives on the teacher's own hidden states.
+    """Train each memory layer to give what the teacher's attention gives on the teacher's hidden states.
 
     Args:
-        student: its memory layers learn, in place; nothing else does.
-        teacher: stays as it is.
-        tokens: [T] of the text to learn on.
-        schedule: how long and how fast.
+        student: the student, whose memory layers are trained in place; other parts are not changed.
+        teacher: the teacher; it is not changed.
+        tokens: [T], the training text.
+        schedule: the training schedule.
         seed: seed for the order of the windows.
-        run: where checkpoints are, and who hears of it.
+        run: checkpoints, progress reports and options of the Trainer.
 
     Returns:
-        The loss over the steps.
+        The losses, [{"step", "loss"}, ...].
     """
     data, models = TokenWindows.of(tokens, schedule, seed), {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
