@@ -13,30 +13,30 @@ CHARTS = {
     "house": """
         cli: hf-memory convert, evaluate, export, chat ... | demo: a whole conversion, offline
         conversion: a Transformer becomes a memory model | export: for inference engines | integrations: vLLM plugin
-        evaluation: perplexity, recall, needles, cost | serving: streams of requests, saved memories
-        modeling: configs and classes of transformers, one thin file a family
-        mixers: projections, one op, output | feed_forward: what follows a mixer
+        evaluation: perplexity, recall, cost | serving: requests, saved memories | decoding: datastores, early exit
+        modeling: configs and model classes of transformers, a short file for each family
+        mixers: projections, an op, output | feed_forward: MLPs and memory layers
         layers: norms, convolutions | cache: memories inside transformers' caches
-        ops: pure functions of tensors, as equation, in PyTorch and in Triton | progress: how far long work is
+        ops: pure functions of tensors, in PyTorch and in Triton | progress: progress reports
     """,
     "token": """
-        embedding: of the token
+        embedding: vector of the token
         norm: RMSNorm
-        mixer: query, key, value and gates; short convolutions; rotation | cache: gives the states of this layer
-        op: state and token in, output and new state out | cache: keeps the new states
-        output: norm, gate and projection, added to the input
-        feed-forward: norm and MLP, added to the input
-        head: final norm, and logits of the next token
+        mixer: query, key, value and gates; short convolutions; rotation | cache: returns the states of this layer
+        op: state and token in, output and new state out | cache: stores the new states
+        output: norm, gate and projection, added to the input of the layer
+        feed-forward: norm and MLP, added to their input
+        head: last norm, and logits of the next token
     """,
     "conversion": """
-        Recipe: what is wanted | teacher: config and weights | text: tokens, a tenth of them held out
-        resolve: decides everything, refuses what cannot work, gives a Plan
-        start: copies weights, sets new parts where the student is nearest to its teacher
-        transfer: each memory layer learns what attention gave
-        distillation: the student learns the teacher's predictions
-        fine-tuning: the student learns the text, if asked to
+        Recipe: choices of the user | teacher: config and weights | text: tokens, a tenth of them held out
+        resolve: makes a Plan, and refuses what cannot work
+        start: copies weights, and initialises new parts so that the student is close to its teacher
+        attention transfer: each memory layer learns to give the output of the attention it replaces
+        distillation: the student learns to predict what the teacher predicts
+        fine-tuning: optional; the student learns to predict the text
         student: saved with tokenizer and run.yaml
-        report: teacher and student measured on held-out text; card and plots
+        report: teacher and student are measured on held-out text; model card and plots
     """,
 }
 KEYS = "ABCDBEFAGHC"  # of the tokens that the memories read: equal letters are equal keys, others are orthogonal
@@ -72,6 +72,7 @@ MEMORIES = {
         erase=1.0,
         momentum=0.5,
     ),
+    "large_chunks": Memory(("matrix: W_1", "matrix: W_2", "matrix: W_3", "columns: window"), held="ooooooooxxx"),
     "memory_transformer": Memory(("columns: k and v of every token",)),
     "window": Memory(("columns: k and v of the window", "matrix: slots"), held="xooooooxxxx"),
 }
