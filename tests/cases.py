@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_memory
+from hf_memory.mixers.adaptive_span import AdaptiveSpan
 from hf_memory.mixers.levels import LevelWeights
 
 SIZES = {
@@ -197,7 +198,14 @@ CASES = (
     Case(
         "transformer-universal",
         "hf_memory_transformer",
-        {"depth": "universal", "adaptive_computation": True, "position": "sinusoidal"},
+        {
+            "depth": "universal",
+            "adaptive_computation": True,
+            "position": "sinusoidal",
+            "pattern": "adaptive_span",
+            "max_span": 4,
+            "span_ramp": 2,
+        },
     ),
     Case("transformer-reversible", "hf_memory_transformer", {"depth": "reversible"}),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
@@ -242,6 +250,8 @@ def make_model(case: Case, **options):
     for module in model.modules():
         if isinstance(module, LevelWeights):  # where all weigh one, as they do at first, a wrong level would not show
             torch.nn.init.normal_(module.proj.weight, std=0.3)
+        if isinstance(module, AdaptiveSpan):  # where all are empty, a head that sees too far would not show
+            torch.nn.init.uniform_(module.span)
     return model
 
 

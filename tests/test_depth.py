@@ -113,6 +113,61 @@ def test_a_frozen_reversible_model_learns_what_is_not_frozen():
     ]
 
 
+def spans(**options):
+    """In float64, with heads that look back by various spans between 0 and the longest, 8 tokens."""
+    model = make_model(TRANSFORMER, pattern="adaptive_span", max_span=8, span_ramp=3, **options).double()
+    for n, layer in enumerate(model.model.layers):
+        layer.mixer.relation.span.data = torch.tensor([0.0, 0.2, 0.55, 0.4 + 0.1 * n], dtype=torch.float64)
+    return model
+
+
+@pytest.mark.parametrize("position", ["none", "alibi"])
+@torch.no_grad()
+def test_heads_see_as_far_as_their_spans(position):
+    T, mixer = 13, spans(position=position).model.layers[0].mixer
+    x = torch.randn(1, T, 32, dtype=torch.float64)
+    q, k, v = (proj(x)[0].unflatten(-1, (-1, 8)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    expected = torch.zeros(T, 4, 8, dtype=torch.float64)
+    for h, z in enumerate(8 * mixer.relation.span):
+        for i in range(T):
+            slope = 2.0 ** (-8 * (h + 1) / 4) if position == "alibi" else 0.0
+            weights = [
+                ((3 + z - (i - j)) / 3).clamp(0, 1) * (q[i, h] @ k[j, h // 2] / 8**0.5 - slope * (i - j)).exp()
+                for j in range(i + 1)
+            ]
+            expected[i, h] = sum(w * v[j, h // 2] for j, w in enumerate(weights)) / sum(weights)
+    torch.testing.assert_close(mixer(x)[0][0], mixer.o_proj(expected.flatten(1)), atol=1e-10, rtol=1e-10)
+
+
+def test_spans_cost_what_they_reach_and_may_grow_again():
+    model, tokens = spans().train(), random_tokens(2, T)
+    spent = [8 * layer.mixer.relation.span.mean() for layer in model.model.layers]
+    model.config.span_loss_weight = 0.5
+    torch.testing.assert_close(model.model(tokens).own_loss, 0.5 * sum(spent))
+    for outside in (-0.1, 1.1):
+        model.zero_grad()
+        for layer in model.model.layers:
+            layer.mixer.relation.span.data.fill_(outside)
+        model(tokens, labels=tokens).loss.backward()
+        assert model.model.layers[0].mixer.relation.span.grad.abs().min() > 0 or outside > 1
+
+
+@torch.no_grad()
+def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
+    model, tokens = spans(), random_tokens(2, 40)
+    before = model(tokens).logits
+    model.model.trim_spans()
+    assert model.config.span_limits == [8, 8]  # ceil(3 + 8 * 0.55)
+    torch.testing.assert_close(model(tokens).logits, before, atol=1e-5, rtol=1e-5)
+    cache = model(tokens[:, :39]).past_key_values
+    assert {layer.states["keys"].shape[1] for layer in cache.layers} == {7}
+    torch.testing.assert_close(
+        model(tokens[:, 39:], past_key_values=cache).logits, before[:, -1:], atol=1e-6, rtol=1e-6
+    )
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.span_limits == [8, 8]
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -123,6 +178,9 @@ def test_a_frozen_reversible_model_learns_what_is_not_frozen():
         ({"depth": "universal", "layer_types": ["full_attention"] * 2}, "layer_types"),
         ({"depth": "universal", "mlp_types": ["mlp", "none"]}, "mlp_types"),
         ({"depth": "reversible", "mlp_types": ["mlp", "memory"]}, "mlp_types"),
+        ({"depth": "reversible", "pattern": "adaptive_span"}, "pattern"),
+        ({"pattern": "adaptive_span", "max_span": 0}, "max_span"),
+        ({"pattern": "adaptive_span", "span_limits": [4]}, "span_limits"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, name):

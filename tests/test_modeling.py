@@ -169,7 +169,7 @@ def test_contradictory_packing_is_refused(argument):
         model(tokens, **kwargs)
 
 
-WIDE = {"A_log", "dt_bias", "D", "projection", "initial_weights"}  # in a model of low precision too
+WIDE = {"A_log", "dt_bias", "D", "projection", "initial_weights", "span"}  # in a model of low precision too
 
 
 @every_case

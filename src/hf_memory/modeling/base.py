@@ -80,7 +80,7 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
 
     config: MemoryConfig
     base_model_prefix = "model"
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "projection", "initial_weights"]
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "projection", "initial_weights", "span"]
     supports_gradient_checkpointing = True
     _no_split_modules = ["MemoryDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]

@@ -1,12 +1,15 @@
 """The Transformer, with the positions and depths that the literature gave it, as options."""
 
+import math
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
@@ -24,6 +27,7 @@ from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer,
 PATTERNS: dict[str, type[TransformerMixer]] = {
     "full": TransformerMixer,
     **dict.fromkeys(LOCAL, LocalMixer),
+    "adaptive_span": AdaptiveSpanMixer,
     "strided": StridedMixer,
     "fixed": FixedMixer,
     "bigbird": BigBirdMixer,
@@ -37,6 +41,8 @@ SIZES = (
     "num_summary_tokens",
     "num_random_blocks",
     "num_block_shifts",
+    "max_span",
+    "span_ramp",
 )
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters of positions
 
@@ -60,6 +66,11 @@ class MemoryTransformerConfig(MemoryConfig):
         num_block_shifts (`int`, defaults to 2): with `"blockwise"`, how many kinds of heads there are: the first see
             their own block, the next the one before, and so on.
         pattern_seed (`int`, defaults to 0): of what is random.
+        max_span (`int`, defaults to 1024): longest span that a head can learn, in tokens, with `"adaptive_span"`.
+        span_ramp (`int`, defaults to 32): tokens beyond its span over which a head sees less and less.
+        span_loss_weight (`float`, defaults to 2e-6): of the mean span of each layer, in tokens, in the training loss.
+        span_limits (`list[int]`, *optional*): tokens that each layer sees at most, which `trim_spans` writes after
+            training; default: `max_span + span_ramp`.
         depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
             that runs `num_hidden_layers` times, or `"reversible"`: layers whose inputs training computes from their
             outputs, so that it keeps no activations.
@@ -75,8 +86,14 @@ class MemoryTransformerConfig(MemoryConfig):
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         "layers.*.mixer.relation": "local_params",
-        **{f"layers.*.mixer.relation.{name}": "colwise" for name in BY_HEAD},
-        **{f"layers.*.mixer.relation.{name}": "replicated_with_grad_allreduce" for name in ("keys", "values")},
+        "layers.*.mixer.relation.inner": "local_params",
+        "layers.*.mixer.relation.span": "colwise",
+        **{f"layers.*.mixer.relation.{x}{name}": "colwise" for x in ("", "inner.") for name in BY_HEAD},
+        **{
+            f"layers.*.mixer.relation.{x}{name}": "replicated_with_grad_allreduce"
+            for x in ("", "inner.")
+            for name in ("keys", "values")
+        },
     }
 
     position: str = "rope"
@@ -89,6 +106,10 @@ class MemoryTransformerConfig(MemoryConfig):
     num_random_blocks: int = 2
     num_block_shifts: int = 2
     pattern_seed: int = 0
+    max_span: int = 1024
+    span_ramp: int = 32
+    span_loss_weight: float = 2e-6
+    span_limits: list[int] | None = None
     depth: str = "fixed"
     adaptive_computation: bool = False
     halting_epsilon: float = 0.01
@@ -113,6 +134,8 @@ class MemoryTransformerConfig(MemoryConfig):
         pattern = pattern_of(self, layer_idx)
         if self.position != "rope" or self.depth != "fixed" or (pattern and pattern.has_gaps):
             return None
+        if self.patterns[layer_idx] == "adaptive_span":  # which starts with the longest spans, and a ramp beyond them
+            return length if length <= self.max_span + 1 else None
         if pattern is None or length <= pattern.reach + pattern.first:
             return length
         return pattern.reach if self.patterns[layer_idx] == "sliding" else None
@@ -131,6 +154,11 @@ class MemoryTransformerConfig(MemoryConfig):
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.span_limits is not None and len(self.span_limits) != self.num_hidden_layers:
+            raise ValueError(
+                f"span_limits must be one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"got {self.span_limits}"
+            )
         if self.num_summary_tokens > self.pattern_size:
             raise ValueError(
                 f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
@@ -156,6 +184,8 @@ class MemoryTransformerConfig(MemoryConfig):
                 raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
         if self.depth == "reversible" and not set(self.feed_forwards) <= {"mlp", "none"}:
             raise ValueError(f"mlp_types must be 'mlp' or 'none' with depth='reversible', got {self.mlp_types}")
+        if self.depth == "reversible" and "adaptive_span" in self.patterns:  # whose loss would have no gradient
+            raise ValueError("pattern must not be 'adaptive_span' with depth='reversible'")
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
@@ -178,6 +208,16 @@ class MemoryTransformerModel(MemoryModel):
             self.layers = self.layers[:1]
             self.recurrence = (AdaptiveUniversal if config.adaptive_computation else Universal)(config)
         self.post_init()
+
+    @torch.no_grad()
+    def trim_spans(self) -> None:
+        """Let the config, and so each cache, keep no more tokens than learned spans reach; no output changes."""
+        config = self.config
+        config.span_limits = [config.max_span + config.span_ramp] * config.num_hidden_layers
+        for i, name in enumerate(config.patterns):
+            if name == "adaptive_span":
+                longest = self.layers[i % len(self.layers)].mixer.relation.spans.max()
+                config.span_limits[i] = math.ceil(config.span_ramp + float(longest))
 
     @property
     def layer_class(self) -> type[MemoryDecoderLayer]:
