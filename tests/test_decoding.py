@@ -1,12 +1,14 @@
 """Ways to decode that need no model of ours: with a datastore."""
 
+import itertools
+
 import faiss
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, make_model, random_tokens
-from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore
+from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore, tune
 from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
 from test_cli import run, teacher, text  # noqa: F401  fixtures
@@ -62,6 +64,21 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
     losses = -expected[:, :-1].log().gather(-1, asked[:, 1:, None])
     torch.testing.assert_close(found.loss.double(), losses.mean(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
+
+
+def test_the_mixture_that_is_chosen_is_the_least_surprised(tmp_path):
+    model, read = llama(), random_tokens(100)
+    store = build_datastore(model, read, tmp_path / "store", dtype=torch.float32)
+    other = torch.cat([read[30:50], random_tokens(20, seed=1)])
+    choices = {"weights": (0.1, 0.5, 0.9), "temperatures": (0.1, 3.0, 30.0)}
+    losses = {}
+    for weight, temperature in itertools.product(*choices.values()):
+        with NearestNeighbours(model, store, k=4, weight=weight, temperature=temperature), torch.no_grad():
+            losses[weight, temperature] = float(model(other[None], labels=other[None]).loss)
+    best = tune(model, store, other, k=4, **choices)
+    assert (best["weight"], best["temperature"]) == min(losses, key=losses.get)
+    assert sorted(losses.values())[1] > min(losses.values()) + 1e-3
+    assert set(tune(model, store, other, k=4)) == {"weight", "temperature"}
 
 
 def test_a_gate_mixes_retrieved_tokens_into_what_the_head_reads(tmp_path):

@@ -3,7 +3,7 @@
 from hf_memory.decoding.datastore import Datastore, Neighbours, build_datastore
 from hf_memory.decoding.early_exit import EarlyExit
 from hf_memory.decoding.learning_to_exit import calibrate, exit_loss, fit_classifier
-from hf_memory.decoding.nearest_neighbours import NearestNeighbours, RetrievalGate, Spalm
+from hf_memory.decoding.nearest_neighbours import NearestNeighbours, RetrievalGate, Spalm, tune
 
 __all__ = [
     "Datastore",
@@ -16,4 +16,5 @@ __all__ = [
     "calibrate",
     "exit_loss",
     "fit_classifier",
+    "tune",
 ]

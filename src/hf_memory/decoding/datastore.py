@@ -224,7 +224,7 @@ def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, mo
     model.eval()
     try:
         with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
-            for window, scored in _windows(last, length):
+            for window, scored in windows(last, length):
                 model.base_model(tokens[None, window].to(model.device), use_cache=False)
                 keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
                 if not keys.isfinite().all():
@@ -238,7 +238,7 @@ def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, mo
     return [last, width]
 
 
-def _windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
+def windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
     """Windows of at most `length` of the first tokens, each with how many at its end have not been in one before."""
     stride = length // 2
     for start in range(0, last, stride):

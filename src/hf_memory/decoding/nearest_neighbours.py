@@ -1,6 +1,7 @@
 """A model beside a datastore: what came next at the nearest places of it joins what the model predicts."""
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of
+from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
 from hf_memory.modeling.base import kept_positions
 from hf_memory.serving.memory_file import fingerprint
+
+WEIGHTS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> Tensor:
@@ -107,6 +110,49 @@ class NearestNeighbours(Beside):
                 logits=outputs.logits, labels=given["labels"], vocab_size=model.config.get_text_config().vocab_size
             )
         return outputs
+
+
+@torch.no_grad()
+def tune(
+    model: PreTrainedModel,
+    datastore: Datastore,
+    tokens: Tensor,
+    *,
+    k: int = 1024,
+    length: int = 1024,
+    weights: Sequence[float] = WEIGHTS,
+    temperatures: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """The `weight` and `temperature` of `NearestNeighbours` with which a text is least surprising.
+
+    Args:
+        model: the one that made the datastore.
+        datastore: see `build_datastore`.
+        tokens: [T] of a text that the datastore does not hold.
+        k: neighbours of each place.
+        length: tokens of a window that is read, as for `build_datastore`.
+        weights: to choose from.
+        temperatures: to choose from; default: the mean distance, and its halves down to a 256th.
+    """
+    parts = []
+    with Beside(model, datastore, k) as beside:
+        for window, scored in windows(len(tokens) - 1, length):
+            read = tokens[None, window].to(model.device)
+            log_p = model(read, use_cache=False).logits[0, -scored:].float().log_softmax(-1)
+            following = tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device)
+            near = beside.nearest(scored, log_p)
+            parts.append((log_p.gather(-1, following)[:, 0], near.distances.float(), near.tokens == following))
+    log_p, distances, same = (torch.cat(x) for x in zip(*parts))
+    mean = float(distances[distances.isfinite()].mean())
+    choices = [(w, t) for w in weights for t in temperatures or [mean / 2**n for n in range(9)]]
+    best = max(choices, key=lambda choice: float(_mixed(log_p, distances, same, *choice).mean()))
+    return dict(zip(("weight", "temperature"), best))
+
+
+def _mixed(log_p: Tensor, distances: Tensor, same: Tensor, weight: float, temperature: float) -> Tensor:
+    """Log probabilities [n] of tokens, given those of the model, and which neighbours [n, k] have these tokens."""
+    retrieved = ((-distances / temperature).softmax(-1) * same).sum(-1).log()
+    return torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved)
 
 
 class RetrievalGate(nn.Linear):
