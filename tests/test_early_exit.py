@@ -153,5 +153,7 @@ def test_what_makes_no_sense_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             EarlyExit(model, **options)
+    with pytest.raises(ValueError, match="model must run its layers one after the other, got depth='reversible'"):
+        EarlyExit(make_model(CASE["transformer-reversible"]))
     with pytest.raises(ValueError, match=r"texts must be at least 150 for tolerance 0.1, error 0.05, got 3"):
         calibrate(model, random_tokens(3, 8))

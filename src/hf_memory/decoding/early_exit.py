@@ -45,7 +45,8 @@ class EarlyExit:
         depths: layers that were computed for each prediction [B, T], a tensor for each forward.
 
     Raises:
-        ValueError: if an option is none of its words, or a layer is none of the model's.
+        ValueError: if an option is none of its words, a layer is none of the model's, or the model's layers are not run
+            one after the other (`depth` of a Memory Transformer).
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class EarlyExit:
         layers: Sequence[int] | None = None,
         states: Literal["copied", "exact"] = "copied",
     ):
+        if getattr(model.config, "depth", "fixed") != "fixed":
+            raise ValueError(f"model must run its layers one after the other, got depth={model.config.depth!r}")
         modules = decoder_layers(model)
         self.num_layers = len(modules)
         self.layers = exit_layers(self.num_layers, layers)
