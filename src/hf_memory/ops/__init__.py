@@ -1,4 +1,4 @@
-"""Pure functions of tensors. OPS is what the contract tests run over."""
+"""Ops: the memories as pure functions of tensors. The contract tests run over all entries of OPS."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Op(NamedTuple):
-    """One op as the contract tests see it."""
+    """An entry of OPS: an op, and what the contract tests must know of it."""
 
     name: str
     op: Callable

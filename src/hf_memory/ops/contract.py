@@ -89,7 +89,7 @@ def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) 
 def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
     """Values are trusted: looking at them would wait for the device."""
     if B != 1:
-        raise ValueError(f"cu_seqlens packs sequences into one row: q must have B=1, got B={B}")
+        raise ValueError(f"q must have B=1 with cu_seqlens, which packs sequences into one row, got B={B}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -199,9 +199,7 @@ def first_derivatives_only(backward: Callable) -> Callable:
     @wraps(backward)
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph must be False, got True: second derivatives are those of backend='reference' alone here"
-            )
+            raise RuntimeError("create_graph must be False, got True: only backend='reference' has second derivatives")
         return backward(ctx, *gradients)
 
     return checked
@@ -285,7 +283,7 @@ def per_sequence(op: Callable, cu_seqlens: Tensor | None, q: Tensor, *others: Te
         return op(q, *others, initial_state=initial_state, **kwargs)
     bounds, T = cu_seqlens.tolist(), q.shape[1]
     if bounds[0] != 0 or bounds[-1] != T or any(b < a for a, b in zip(bounds, bounds[1:])):
-        raise ValueError(f"cu_seqlens must rise from 0 to T={T}, got {bounds}")
+        raise ValueError(f"cu_seqlens must increase from 0 to T={T}, got {bounds}")
     outputs, states = [], []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         state = tree_map(lambda s: s[n : n + 1], initial_state)  # noqa: B023

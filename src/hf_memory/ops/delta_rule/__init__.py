@@ -1,4 +1,4 @@
-"""The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet, Kimi Delta Attention; and RWKV-7's."""
+"""The delta rule with no, scalar or vector decay: DeltaNet, Gated DeltaNet, Kimi Delta Attention and RWKV-7."""
 
 from typing import Any
 
@@ -47,13 +47,13 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Any]:
-    """Replace what a decaying memory recalls for k by v, and read it with q.
+    """Write v into a decaying memory in place of what it returns for k, and read it with q.
 
         S <- e^(g_t) S_{t-1};   S_t = S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S_t^T q_t
 
-    Keys should have unit length: longer ones make the memory diverge. With beta in (1, 2] it is turned over along k.
-    With a and b the memory is asked, and changed by its answer, along other vectors than it is written (RWKV-7). It is
-    asked before it decays, so that a = -e^g k and b = beta k is the rule above:
+    Keys should have unit length: with longer keys the memory diverges. With beta in (1, 2] a write negates part of what
+    the memory holds along k. With a and b (RWKV-7) the memory is read along a, and the result is added along b, instead
+    of k. It is read before it decays, so the rule above is a = -e^g k and b = beta k:
 
         S_t = (diag(e^(g_t)) + b_t a_t^T) S_{t-1} + beta_t k_t v_t^T
 
@@ -64,15 +64,15 @@ def delta_rule(
         beta: write strength [B, T, HV], in [0, 2].
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV] (Gated DeltaNet), or for each of its
             key channels [B, T, HV, K] (Kimi Delta Attention); None means no decay (DeltaNet).
-        a: what is found, S^T a, [B, T, HV, K]; None means that the memory is asked with k.
-        b: where it is added to the memory, [B, T, HV, K]; given with a. This form has no kernels yet.
+        a: vectors [B, T, HV, K] that read the memory before the write, S^T a; None means the rule above.
+        b: vectors [B, T, HV, K] along which the result is added; required with a. This form has no kernels yet.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
-            zero. None means no padding.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
+            padding.
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
-        in_place: the caller gives `initial_state` away. Without gradients one token may then be written into it, and
-            the final state is this tensor; otherwise it is a new one.
+        in_place: allow the op to overwrite `initial_state`, if there are no gradients and only one token. The final
+            state may then be the same tensor.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
@@ -80,7 +80,7 @@ def delta_rule(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692, and
     https://arxiv.org/abs/2503.14456, equation 16, for a and b.

@@ -1,4 +1,6 @@
-"""DeltaFormer: attention over values that are corrected by what was written before. https://arxiv.org/abs/2505.19488."""
+"""DeltaFormer: attention over values from which earlier values of similar keys are subtracted.
+
+https://arxiv.org/abs/2505.19488."""
 
 from typing import Any
 
@@ -41,7 +43,7 @@ def deltaformer(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, DeltaFormerState | None]:
-    """Write values less what the past already says of their keys, and read them with attention.
+    """Subtract from each value what the past returns for its key, and read the results with attention.
 
         u_t = a_t v_t - beta_t sum_{i<t} write(k_i, k_t) u_i;   o_t = sum_{i<=t} read(k_i, q_t) u_i
 
@@ -57,13 +59,14 @@ def deltaformer(
         write_kernel: one of KERNELS.
         read_kernel: one of KERNELS.
         beta_mode: "erase" (a = 1), "delta" (a = beta), "none" (a = beta = 1).
-        mask: [B, T], or [B, S + T] with the past, zero where there is no token: at padding, and at places of a buffer
-            that are still empty. What stands there is never read, and its output is zero. None means no padding.
-        window: how many tokens, itself among them, a token sees in both sums; None means all.
-        scale: factor of the read's products; default K ** -0.5 for softmax, else 1.
-        write_scale: factor of the write's products; the same defaults.
+        mask: [B, T], or [B, S + T] with the past, zero where there is no token: at padding, and at unused entries of a
+            buffer. Their keys and values are not read, and their output is zero. None means no padding.
+        window: number of tokens that a token sees in both sums, itself included; None means all.
+        scale: factor of the products of queries and keys in the read; default: K ** -0.5 for softmax, else 1.
+        write_scale: factor of the products of keys in the write; the same defaults.
         initial_state: keys [B, S, H, K] and corrected values [B, S, HV, V] of the past.
-        output_final_state: return those of past and present; float32, or float64 for float64 inputs.
+        output_final_state: return the keys and corrected values of past and present; float32, or float64 for float64
+            inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row; without states.
         backend: "reference", "chunk", "triton" (for the softmax write of sequences without state, mask and window) or
             "auto": the kernels on CUDA where they can, else chunk.

@@ -1,4 +1,4 @@
-"""Linear attention with no, scalar or vector decay: the additive memories, from Linear Transformer to Mamba-2."""
+"""Linear attention with no, scalar or vector decay: the additive memories, from the Linear Transformer to Mamba-2."""
 
 from typing import Any
 
@@ -50,18 +50,18 @@ def linear_attention(
 
     Args:
         q: queries [B, T, H, K], after the feature map.
-        k: keys [B, T, H, K], after the feature map; with `normalize` both must be such that z^T q > 0.
+        k: keys [B, T, H, K], after the feature map; with `normalize`, z^T q must be positive.
         v: values [B, T, HV, V], HV a multiple of H.
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
             [B, T, HV, K]; None means no decay.
         normalize: divide by the sum of the weights. `scale` would cancel and is not used.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, and whose output is
-            zero. None means no padding.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
+            padding.
         initial_state: [N, HV, K, V], or `LinearState` with `normalize`; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
-        in_place: the caller gives `initial_state` away. Without gradients one token may then be written into it, and
-            the final state is this tensor; otherwise it is a new one.
+        in_place: allow the op to overwrite `initial_state`, if there are no gradients and only one token. The final
+            state may then be the same tensor.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
@@ -69,7 +69,7 @@ def linear_attention(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Sources: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2312.06635, https://arxiv.org/abs/2405.21060.
     """

@@ -35,28 +35,29 @@ def log_linear_attention(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Any]:
-    """Linear attention or the delta rule with a memory for each block of the past, in which a token weighs each block.
+    """Linear attention or the delta rule with a memory for each block of the past, and learned weights of the blocks.
 
-    Token t sees itself at level 0, and the t tokens before it in blocks, the largest first, as the ones of t written in
-    base two: at level l the block of 2^(l - 1) tokens. Level L has all that is further back. With W_ts the weight that
-    `linear_attention`, or with beta `delta_rule`, gives to the value of token s at t:
+    Token t sees itself at level 0. The t tokens before it are divided into blocks as the binary digits of t say, the
+    largest first; the block of 2^(l - 1) tokens has level l. Level L has all that is further back. If W_ts is the
+    weight that `linear_attention`, or with beta `delta_rule`, gives to the value of token s at token t, then
 
         o_t = sum_{s <= t} level_weights_t[level of s at t] W_ts v_s
 
-    So one everywhere is that op. A memory of the delta rule corrects each of its blocks by what that block recalls.
+    With all level weights one, the result is that of these ops. With beta, each block is corrected by what that block
+    returns for a key.
 
     Args:
         q: queries [B, T, H, K].
         k: keys [B, T, H, K]; of unit length with beta.
         v: values [B, T, HV, V], HV a multiple of H.
-        level_weights: of each level [B, T, HV, L + 1], the token's own first.
+        level_weights: weights of the levels [B, T, HV, L + 1], level 0 first.
         beta: write strength [B, T, HV] of the delta rule; None means an additive memory.
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
             [B, T, HV, K]; None means no decay.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which leaves the memory as it is whatever stands there, has no place in a
-            block, and whose output is zero. None means no padding.
-        initial_state: of L levels; default: an empty memory.
+        mask: [B, T] bool, False at padding, which does not change the memory, is not counted in blocks, and has an
+            output of zero. None means no padding.
+        initial_state: a state with L levels; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk" or "auto", which is chunk: there are no kernels.
@@ -65,7 +66,7 @@ def log_linear_attention(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Source: https://arxiv.org/abs/2506.04761.
     """

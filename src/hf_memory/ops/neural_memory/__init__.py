@@ -36,28 +36,28 @@ MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chu
 
 
 class Learning(TypedDict, total=False):
-    """How a neural memory M learns to say v when it sees k, by one step of gradient descent a token.
+    """How a neural memory M is trained to map k to v, by one step of gradient descent for each token.
 
         A <- W if a chunk of chunk_size tokens begins here                   (the anchor)
         S <- eta_t S - lr_t grad l(A),   l = 1/2 |M(k_t; A) - v_t|^2
         W <- a_t W + S                                                       (without momentum S is the last step alone)
         o_t = M(q_t; W)
 
-    where a_t W stands for a_t W + (1 - a_t) W_0 with forget_to="initial", W_0 being the initial weights. M is a matrix,
-    or matrices with an activation between them; with `norm` a layer norm follows the last one; with `residual` its
-    input is added to what it says; with `retention` its weights are R(A) and R(W) in place of A and W. TTT is a memory
-    with residual and norm, and without momentum and decay.
+    where with forget_to="initial" a_t W stands for a_t W + (1 - a_t) W_0, W_0 being the initial weights. M is a matrix,
+    or several matrices with an activation between them. With `norm` a layer norm follows the last matrix; with
+    `residual` the input is added to the output; with `retention` the weights are R(A) and R(W) in place of A and W. TTT
+    is a memory with residual and norm, without momentum and decay.
 
     Args:
-        activation: between matrices: "silu" (default), "gelu" or its approximation "gelu_tanh".
-        residual: add the network's input to its output; K = V.
+        activation: activation between matrices: "silu" (default), "gelu" or its approximation "gelu_tanh".
+        residual: add the network's input to its output; requires K = V.
         norm: weight and bias [HV, V] of a layer norm, or None.
-        forget_to: "initial" weights or "zero"; default: zero for one matrix, else initial, as a deeper network that has
-            come to zero has no gradient and stays there. "anchor" forgets the steps of this chunk alone: decays
-            tau_i / tau_(i-1) and rates tau_i lr make it learn at TTT's rates tau_i lr_j, for position i in a chunk.
-        loss: "squared" (default), with the gradient e = M(k_t; A) - v_t by what M says; "cubed", sum |e|^3, with the
-            gradient 3 sign(e) e^2; or "huber", with e where |e| <= threshold_t and threshold_t sign(e) where it is
-            longer. tanh(10 e) stands for the sign.
+        forget_to: what the weights decay to: "initial" weights or "zero". Default: zero for one matrix, else initial,
+            since a deeper network at zero has no gradient. With "anchor" only the steps of the present chunk decay:
+            decays tau_i / tau_(i-1) and rates tau_i lr give TTT's rates tau_i lr_j for position i in a chunk.
+        loss: the inner loss of the error e = M(k_t; A) - v_t: "squared" (default), with the gradient e; "cubed", sum
+            |e|^3, with the gradient 3 sign(e) e^2; or "huber", with the gradient e where |e| <= threshold_t, else
+            threshold_t sign(e). The sign is approximated by tanh(10 e).
         retention: "all" (default); "norm", R(W) = W / |W|_4^2 of each matrix; or "softmax" over what enters a channel.
     """
 
@@ -91,39 +91,40 @@ def neural_memory(
     backend: Backend = "auto",
     **learning: Unpack[Learning],
 ) -> tuple[Tensor, NeuralMemoryState | None]:
-    """Teach a matrix or a small network to say v when it sees k, and ask it about q; `Learning` has the equations.
+    """Train a matrix or a small network to map k to v while reading, and apply it to q; `Learning` has the equations.
 
-    chunk_size belongs to the function: a memory read with another one is another memory. Chunks are counted from the
-    first token of a sequence, over calls, and over tokens that the mask keeps: each row has a phase of its own.
+    The result depends on chunk_size, so a model must be used with the one it was trained with. Chunks are counted from
+    the first token of a sequence, across calls, and without padding, so each row has its own phase.
 
     Args:
         q: queries [B, T, H, K].
         k: keys [B, T, H, K], best of unit length.
         v: values [B, T, HV, V], HV a multiple of H.
-        lr: rate of learning [B, T, HV], >= 0. Steps of a chunk add up, so it should fall with 1 / chunk_size.
+        lr: inner learning rate [B, T, HV], >= 0. Steps of a chunk add up, so it should be proportional to
+            1 / chunk_size.
         momentum: natural logarithm of eta [B, T, HV], <= 0, or None for none.
         decay: natural logarithm of a [B, T, HV], <= 0, or None for a = 1; -inf forgets everything.
         weights: initial weights, one tensor [HV, d_in, d_out] for each layer. The first d_in is K, the last d_out V.
             If the first has K + 1 rows, all have one more row, which is their bias.
         chunk_size: tokens whose gradients are taken at the same weights.
-        threshold: [B, T, HV], > 0, with loss="huber" alone: how long an error may be before it counts by its sign.
+        threshold: [B, T, HV], > 0, only with loss="huber": the error from which on the gradient is bounded.
         muon_lr: [B, T, HV], >= 0: W becomes a_t W + muon_lr_t NS(S), where NS are the five Newton-Schulz steps of Muon;
             with momentum alone.
-        earlier_k: keys [B, T, H, c, K] of pairs that a token learns beside its own, as ATLAS does the c before it.
-        earlier_v: their values [B, T, HV, c, V].
-        earlier_lr: their rates [B, T, HV, c].
-        mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
-        initial_state: what an earlier call returned; default: `weights` that have read nothing.
+        earlier_k: keys [B, T, H, c, K] of further pairs that a token learns; in ATLAS those of the c tokens before it.
+        earlier_v: values [B, T, HV, c, V] of these pairs.
+        earlier_lr: inner learning rates [B, T, HV, c] of these pairs.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
+        initial_state: the final state of an earlier call; default: `weights`, with no momentum.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA where this module has some, else chunk.
-        **learning: of `Learning`, such as activation="gelu".
+        **learning: fields of `Learning`, such as activation="gelu".
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
