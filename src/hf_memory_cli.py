@@ -1,7 +1,6 @@
-"""Starts the command line: `hf-memory COMMAND`. A command is a file of hf_memory/cli and an entry of COMMANDS.
+"""Entry point of the command line, `hf-memory COMMAND`. A command is a file of hf_memory/cli and an entry of COMMANDS.
 
-This file lies outside the package, whose import takes seconds, since it brings torch and registers the families; so
-the help is there at once.
+This file is outside the package, so that --help does not import it: that takes seconds, since it imports torch.
 """
 
 from importlib import import_module, metadata
@@ -10,15 +9,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "demo": "Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes.",
-    "convert": "Turn a trained Transformer into a memory model.",
-    "fine-tune": "Teach a student the text itself, at a longer context.",
-    "evaluate": "Measure what a model has kept, beside its teacher.",
+    "demo": "Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes.",
+    "convert": "Convert a trained Transformer into a memory model.",
+    "fine-tune": "Train a model on text, for example with longer contexts than before.",
+    "evaluate": "Measure a model, and compare it with its teacher.",
     "generate": "Continue a prompt.",
-    "datastore": "Make a text into a datastore that a model looks up while it writes.",
-    "chat": "Talk line by line on one memory.",
+    "datastore": "Build a datastore of a text, with which generate looks up similar contexts (kNN-LM).",
+    "chat": "Chat with a model; the conversation is in its memory, which can be saved.",
     "export": "Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have.",
-    "info": "Show parameters, layers, and the memory that a sequence needs.",
+    "info": "Show parameters, layers and the size of the cache.",
 }
 HELP = {"help_option_names": ["-h", "--help"]}
 

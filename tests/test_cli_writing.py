@@ -89,7 +89,7 @@ def type_lines(monkeypatch):
 
 
 def tokens_of(out):
-    assert "kept " in out
+    assert "Saved " in out
     return int(out.split(": ")[-1].split()[0])
 
 

@@ -35,7 +35,7 @@ def chat(
     dtype: Dtype = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Talk line by line on one memory; an empty line or the end of the input ends it, /reset makes it forget."""
+    """Chat with a model; the conversation is in its memory. An empty line ends it, and /reset empties the memory."""
     options = sampling(temperature, top_p, top_k, greedy)
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
@@ -98,4 +98,4 @@ def _keep(conversation: Conversation, memory: Path) -> None:
         return
     kept = conversation.memory()
     save_memory(kept, memory, conversation.model)
-    console.out(visible(f"kept {memory}: {kept.get_seq_length()} tokens"))
+    console.out(visible(f"Saved {memory}: {kept.get_seq_length()} tokens"))

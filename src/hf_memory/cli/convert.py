@@ -94,7 +94,7 @@ def convert(
     dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
-    """Turn a trained Transformer into a memory model; the last tenth of the text is held out to compare the two."""
+    """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     with signs_of_life() as report:
         job = prepare(context, teacher, _recipe(context), report)
         done = None if dry_run else _convert(context, teacher, job)

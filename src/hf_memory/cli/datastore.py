@@ -44,7 +44,7 @@ def datastore(
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Keep for each token of a text what the model made of it and what came next; generate --datastore looks it up."""
+    """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
     if key_dtype not in KEY_DTYPES:
         raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {key_dtype}")
     check_output(output)

@@ -18,10 +18,10 @@ from hf_memory.demo import PROMPTS, Demo, run_demo
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the teacher and the student.")] = Path("demo_output"),
-    to: Annotated[str, typer.Option(help="The student's family.")] = "linear",
+    to: Annotated[str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")] = "linear",
     option: Option = None,
 ) -> None:
-    """Train a small Llama on Python's documentation, convert it, compare the two; offline, in minutes."""
+    """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes."""
     conversion.check_output(output, overwrite=True)
     with signs_of_life() as report:
         made = run_demo(to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option))

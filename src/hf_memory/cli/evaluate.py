@@ -47,7 +47,7 @@ HeldOut = Annotated[
     bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
 ]
 Prompts = Annotated[
-    Path | None, typer.Option(help=f"File of prompts, one a line; default: {len(PROMPTS)} built-in prompts.")
+    Path | None, typer.Option(help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts.")
 ]
 LmEval = Annotated[
     str | None,
@@ -77,9 +77,9 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Measure what a model has kept, beside its teacher; each figure with its 95 % interval (bootstrap).
+    """Measure a model, and compare it with its teacher. Each figure has a 95 % interval (bootstrap).
 
-    A call that was stopped goes on, and other models of the same settings join the table in OUTPUT.
+    A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
     chosen, sizes = _chosen(tasks), _numbers(lengths)
     asked = prompts.read_text(encoding="utf-8").splitlines() if prompts else list(PROMPTS)

@@ -20,8 +20,8 @@ def export(
     ] = "auto",
     gguf: Annotated[Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")] = None,
 ) -> None:
-    """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that it is the same."""
+    """Write a model as an architecture that vLLM, SGLang, llama.cpp and MLX have, and check that logits are equal."""
     export = export_model(found(student), output, to, gguf=gguf)
     console.out(f"{output}: {export.target.model_type}, logits within {export.error:.0e} of the largest")
     for engine, fault in export.engines.items():
-        console.print(f"  {engine}: {f'not this model, since {fault}' if fault else 'has it'}")
+        console.print(f"  {engine}: {f'not supported: {fault}' if fault else 'supported'}")

@@ -48,7 +48,7 @@ def fine_tune(
     dry_run: DryRun = False,
     config: Config = None,
 ) -> None:
-    """Teach a student the text itself, at a longer context; with LoRA the output has it merged, and in adapter/."""
+    """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
     schedule = Schedule(steps, learning_rate, batch_size, length)
     recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
     with signs_of_life() as report, tempfile.TemporaryDirectory() as folder:

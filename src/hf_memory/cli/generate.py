@@ -23,9 +23,9 @@ def generate(
     dtype: Dtype = "auto",
     seed: Seed = 0,
     datastore: Annotated[
-        Path | None, typer.Option(help="Folder that hf-memory datastore has made with this model, to look up.")
+        Path | None, typer.Option(help="Folder of a datastore that hf-memory datastore has built with this model.")
     ] = None,
-    datastore_weight: Annotated[float, typer.Option(help="Weight of what is looked up, between 0 and 1.")] = 0.25,
+    datastore_weight: Annotated[float, typer.Option(help="Weight of the datastore's prediction, 0 to 1.")] = 0.25,
 ) -> None:
     """Continue a prompt."""
     options = sampling(temperature, top_p, top_k, greedy)

@@ -17,7 +17,7 @@ CONTEXTS = (1024, 8192, 32768, 131072)
 
 
 def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
-    """Show parameters, layers, and the memory that a sequence needs against the KV cache of the same Transformer."""
+    """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer."""
     config = load_config(found(model))
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()

@@ -84,7 +84,7 @@ class Subject:
 
 
 class Task(NamedTuple):
-    """One thing to find out.
+    """A task of `hf-memory evaluate`.
 
     Args:
         says: what it finds, for the help.
@@ -170,14 +170,16 @@ TASKS = {
     "perplexity": Task("perplexity of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
     "positions": Task("perplexity by position", _whole_window, _positions),
     "copying": Task(
-        "nats a token that a passage gains when it is read a second time, 64 tokens later", lambda x: [GAP], _copying
+        "by how many nats per token the loss on a passage falls when it is read a second time, 64 tokens later",
+        lambda x: [GAP],
+        _copying,
     ),
-    "recall": Task("the same gain for a passage of 32 tokens, by distance", lambda x: x.distances, _recall),
+    "recall": Task("the same for a passage of 32 tokens, by distance", lambda x: x.distances, _recall),
     "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
-    "niah_multikey": _search("one of four numbers hidden in the text, asked by its key", MULTIKEY),
+    "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),
     "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
-    "speed": Task("tokens a second and bytes of the cache, by context", _contexts, _speed),
+    "speed": Task("tokens per second and bytes of the cache, by context", _contexts, _speed),
 }
 
 
