@@ -24,6 +24,7 @@ PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim"
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
+PAST = {"past_window": 4, "num_global_tokens": 2, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
 PATTERN = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2}
 
 
@@ -194,6 +195,16 @@ CASES = (
         "transformer-learned",
         "hf_memory_transformer",
         {**PATTERN, "position": "learned", "max_position_embeddings": 96, "pattern": ["dilated", "blockwise"]},
+    ),
+    Case(
+        "transformer-infinite",
+        "hf_memory_transformer",
+        {**PAST, "past": "infinite", "use_qk_norm": True},
+    ),
+    Case(
+        "transformer-memorizing",
+        "hf_memory_transformer",
+        {**PAST, "position": "distance_aware", "past": ["memorizing", "xl"]},
     ),
     Case(
         "transformer-universal",

@@ -175,6 +175,10 @@ def test_names_go_back(name):
 
 GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.GATES}
 EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))]
+EVERY_STUDENT += [
+    ("transformer", {"past": "memorizing", "past_window": 4, "memory_size": 8}),
+    ("transformer", {"pattern": "longformer", "pattern_size": 1, "num_global_tokens": 1}),
+]
 every_student = pytest.mark.parametrize(("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT])
 
 

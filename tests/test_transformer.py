@@ -7,7 +7,7 @@ import torch
 
 from cases import CASE, make_model, random_tokens
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
-from hf_memory.modeling.transformer import PATTERNS, MemoryTransformerConfig
+from hf_memory.modeling.transformer import PASTS, PATTERNS, MemoryTransformerConfig
 from hf_memory.ops.masks import random_block
 
 H, D = 4, 8
@@ -21,9 +21,11 @@ def make(options):
     return model
 
 
-def turned(x):
-    """Rotary positions of [T, heads, D], in float64."""
-    angles = torch.arange(len(x), dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+def turned(x, most=1000):
+    """Rotary positions of [T, heads, D], in float64; none is larger than `most`."""
+    angles = torch.arange(len(x), dtype=x.dtype).clamp(max=most)[:, None] * 10000.0 ** (
+        -torch.arange(0, D, 2, dtype=x.dtype) / D
+    )
     a, b = x.chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -60,6 +62,9 @@ def sees(pattern, h, i, j):
         "bigbird": ask - asked <= 1 or asked == 0 or asked in drawn(ask),
         "blockwise": asked == max(ask - h % 3, 0),
         "linformer": ask == asked,
+        "xl": j >= 4 * ask - 5,
+        "infinite": d < 5 or j < 2,
+        "memorizing": d < 5,
     }[pattern]
 
 
@@ -69,32 +74,53 @@ def drawn(block):
     return blocks
 
 
-def dense(mixer, x, position="rope", pattern="full"):
+def remembered(mixer, h, i, q, k, v):
+    """Of one query [T, D] of all tokens, from the store of keys and values [T, D]."""
+    cosines = {j: torch.cosine_similarity(q[i], k[j], 0) for j in range(i + 1) if 5 <= i - j < 11}
+    best = sorted(cosines, key=cosines.get)[-2:]
+    weights = (mixer.memory_scale[h] * torch.stack([cosines[j] for j in best])).softmax(0)
+    return sum(weight * v[j] for weight, j in zip(weights, best))
+
+
+def dense(mixer, x, position="rope", pattern="full", past="cache"):
     """Attention of one row [T, hidden_size], a pair at a time."""
     T = len(x)
     q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
-    if position == "rope":
-        q, k = turned(q), turned(k)
+    plain, (q, far, k) = (q, k), (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k)
     outputs = torch.zeros(T, H, D, dtype=x.dtype)
     for h in range(H):
         for i in range(T):
-            pairs = [(k[j, h // 2], v[j, h // 2], i - j) for j in range(i + 1) if sees(pattern, h, i, j)]
+            pairs = [
+                (k[j, h // 2], v[j, h // 2], i - j)
+                for j in range(i + 1)
+                if sees(past if pattern == "full" and past != "cache" else pattern, h, i, j)
+            ]
             if pattern == "linformer":
                 blocks = [slice(4 * b, 4 * b + 4) for b in range(i // 4)]
                 sums = [(mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop) for x in blocks]
                 pairs += [(keys[n], values[n], i + 1 - end) for keys, values, end in sums for n in range(2)]
-            scores = [score(position, mixer.relation, h, q[i, h], key, d) for key, _, d in pairs]
+            queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
+            if past == "infinite":
+                pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
+            scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             for (_, value, d), weight in zip(pairs, torch.stack(scores).softmax(0)):
                 if position == "relative":
                     value = value + mixer.relation.values.weight[min(d, 4)]
                 outputs[i, h] += weight * value
+            if past == "memorizing" and i >= 5:
+                gate = mixer.memory_gate[h]
+                found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
+                outputs[i, h] = (1 - gate) * outputs[i, h] + gate * found
     return mixer.o_proj(outputs.flatten(1))
 
 
 SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
+SIZES |= {"past_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
 SIZES |= {"max_relative_distance": 4, "max_position_embeddings": 40, "pattern_seed": 5}
-WORDS = [{"position": word} for word in POSITIONS] + [{"pattern": word} for word in PATTERNS]
+WORDS = [{"position": word} for word in POSITIONS]
+WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
+WORDS += [{"past": word} for word in PASTS] + [{"position": "relative", "past": "infinite"}]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
 
 
@@ -155,8 +181,11 @@ def test_alibi_slopes_are_the_published_ones():
         ({"position": "relative", "max_relative_distance": 0}, "max_relative_distance"),
         ({"pattern": "sparse"}, "pattern"),
         ({"pattern": ["full"]}, "pattern"),
+        ({"past": "forever"}, "past"),
+        ({"past": "xl", "pattern": "sliding"}, "pattern"),
+        ({"memory_top_k": 0}, "memory_top_k"),
         ({"pattern_size": 0}, "pattern_size"),
-        ({"num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
+        ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"attention_window": 4}, "attention_window"),
         ({"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2}, "layer_types"),
     ],

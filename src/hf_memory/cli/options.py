@@ -48,7 +48,7 @@ Config = Annotated[
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
-    """name=value of a config, the value read as a number, true or false where it is one."""
+    """name=value of a config, the value read as a number, true or false where it is one, or as a list [a, b]."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -58,7 +58,9 @@ def read_pairs(pairs: list[str] | None) -> dict:
     return options
 
 
-def _value(text: str) -> bool | int | float | str:
+def _value(text: str) -> bool | int | float | str | list:
+    if text.startswith("[") and text.endswith("]"):
+        return [_value(part.strip()) for part in text[1:-1].split(",")]
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):

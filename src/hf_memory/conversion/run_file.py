@@ -93,4 +93,6 @@ def _value(parameter, value):
 
 
 def _word(value) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

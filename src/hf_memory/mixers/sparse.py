@@ -1,7 +1,6 @@
 """Attention to tokens near, and to a few far ones that differ from token to token: never all pairs."""
 
 from abc import ABC, abstractmethod
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,7 @@ class WholePastMixer(TransformerMixer, ABC):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of a `TransformerMixer`."""
         if context.cu_seqlens is not None:
-            bounds = [slice(a, b) for a, b in pairwise(context.cu_seqlens.tolist())]
-            parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
-            return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
+            return self.apart(hidden_states, context, context.cu_seqlens)
         q, k, v = self.projected(hidden_states, context)
         tokens, states = grown(k, v, context)
         past, order = Columns(Tokens(states["positions"]), states["keys"], states["values"]), None

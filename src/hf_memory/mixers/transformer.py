@@ -1,5 +1,6 @@
 """Attention with any positions, to all tokens or to those of a pattern that is near."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,12 @@ class TransformerMixer(MemoryMixer):
         softcap = self.config.attn_logit_softcapping
         o = full_attention(q, tokens, past, scaling=self.scaling, softcap=softcap, relation=self.relation)
         return self.o_proj(o.flatten(2)), states
+
+    def apart(self, hidden_states: Tensor, context: Context, cu_seqlens: Tensor) -> tuple[Tensor, States]:
+        """Mix each packed sequence by itself; there are no states of these."""
+        bounds = [slice(a, b) for a, b in pairwise(cu_seqlens.tolist())]
+        parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
+        return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
 
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D]."""

@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
+from hf_memory.mixers.pasts import InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
@@ -33,7 +34,17 @@ PATTERNS: dict[str, type[TransformerMixer]] = {
     "bigbird": BigBirdMixer,
     "linformer": LinformerMixer,
 }
+PASTS: dict[str, type[TransformerMixer]] = {
+    "cache": TransformerMixer,
+    "xl": SegmentMixer,
+    "memorizing": MemorizingMixer,
+    "infinite": InfiniteMixer,
+}
 SIZES = (
+    "segment_length",
+    "past_window",
+    "memory_size",
+    "memory_top_k",
     "max_relative_distance",
     "pattern_size",
     "num_global_tokens",
@@ -71,6 +82,13 @@ class MemoryTransformerConfig(MemoryConfig):
         span_loss_weight (`float`, defaults to 2e-6): of the mean span of each layer, in tokens, in the training loss.
         span_limits (`list[int]`, *optional*): tokens that each layer sees at most, which `trim_spans` writes after
             training; default: `max_span + span_ramp`.
+        past (`str` or `list[str]`, defaults to `"cache"`): what of the past there is to see, in all memory layers or in
+            each: a word of `PASTS`. With others than `"cache"` the pattern is `"full"`.
+        past_window (`int`, defaults to 512): tokens of the window of `"memorizing"` and `"infinite"`, and tokens before
+            its segment that one sees with `"xl"`.
+        segment_length (`int`, defaults to 512): tokens of a segment, with `"xl"`.
+        memory_size (`int`, defaults to 8192): tokens of the store, with `"memorizing"`.
+        memory_top_k (`int`, defaults to 32): of these, how many a head reads.
         depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
             that runs `num_hidden_layers` times, or `"reversible"`: layers whose inputs training computes from their
             outputs, so that it keeps no activations.
@@ -94,6 +112,7 @@ class MemoryTransformerConfig(MemoryConfig):
             for x in ("", "inner.")
             for name in ("keys", "values")
         },
+        **{f"layers.*.mixer.memory_{name}": "colwise" for name in ("gate", "scale")},
     }
 
     position: str = "rope"
@@ -110,6 +129,11 @@ class MemoryTransformerConfig(MemoryConfig):
     span_ramp: int = 32
     span_loss_weight: float = 2e-6
     span_limits: list[int] | None = None
+    past: str | list[str] = "cache"
+    past_window: int = 512
+    segment_length: int = 512
+    memory_size: int = 8192
+    memory_top_k: int = 32
     depth: str = "fixed"
     adaptive_computation: bool = False
     halting_epsilon: float = 0.01
@@ -120,37 +144,60 @@ class MemoryTransformerConfig(MemoryConfig):
         """Of each layer."""
         return [self.pattern] * self.num_hidden_layers if isinstance(self.pattern, str) else self.pattern
 
+    @property
+    def pasts(self) -> list[str]:
+        """Of each layer."""
+        return [self.past] * self.num_hidden_layers if isinstance(self.past, str) else self.past
+
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
-        is_memory = self.mixer_types[layer_idx] == "memory"
-        return PATTERNS[self.patterns[layer_idx]] if is_memory else super().mixer_class(layer_idx)
+        if self.mixer_types[layer_idx] != "memory":
+            return super().mixer_class(layer_idx)
+        past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
+        return PATTERNS[pattern] if past == "cache" else PASTS[past]
 
     def rotating_channels(self, layer_idx: int) -> int:
         """None, where positions are not rotations."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """All, where positions and depth are those of its teacher, and the pattern has no gaps in so short a text."""
-        pattern = pattern_of(self, layer_idx)
+        """All, where positions and depth are those of its teacher, and there are no gaps in so short a text."""
+        past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
         if self.position != "rope" or self.depth != "fixed" or (pattern and pattern.has_gaps):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # which starts with the longest spans, and a ramp beyond them
             return length if length <= self.max_span + 1 else None
-        if pattern is None or length <= pattern.reach + pattern.first:
-            return length
-        return pattern.reach if self.patterns[layer_idx] == "sliding" else None
+        if past == "memorizing" or self.patterns[layer_idx] == "sliding":  # the gate starts closed
+            return min(length, self.past_window if past == "memorizing" else self.pattern_size)
+        seen = length if pattern is None else pattern.reach + pattern.first
+        if past != "cache":
+            seen = self.past_window + {"infinite": self.num_global_tokens}.get(past, 0)
+        return length if length <= seen else None
 
     def validate_transformer(self):
         """Check the words of this family."""
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
-        for name in self.patterns:
-            check_word("pattern", name, tuple(PATTERNS))
-        if len(self.patterns) != self.num_hidden_layers:
+        if self.attention_window is not None:
+            raise ValueError(f"attention_window must be None for {self.model_type}, got {self.attention_window}")
+        if self.position in RELATIONS and set(self.mixer_types) != {"memory"}:
             raise ValueError(
-                f"pattern must be a word, or one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                f"got {self.pattern}"
+                f"layer_types must all be 'memory' with position={self.position!r}, got {self.layer_types}"
             )
+
+    def validate_pasts(self):
+        """Check what is kept of the past, and which of it is seen."""
+        for name, given, words in (("pattern", self.patterns, PATTERNS), ("past", self.pasts, PASTS)):
+            for word in given:
+                check_word(name, word, tuple(words))
+            if len(given) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} must be a word, or one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                    f"got {given}"
+                )
+        for past, pattern in zip(self.pasts, self.patterns):
+            if past != "cache" and pattern != "full":
+                raise ValueError(f"pattern must be 'full' in layers with past={past!r}, got {pattern!r}")
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -159,15 +206,9 @@ class MemoryTransformerConfig(MemoryConfig):
                 f"span_limits must be one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
                 f"got {self.span_limits}"
             )
-        if self.num_summary_tokens > self.pattern_size:
+        if {"fixed", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
             raise ValueError(
                 f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
-            )
-        if self.attention_window is not None:
-            raise ValueError(f"attention_window must be None for {self.model_type}, got {self.attention_window}")
-        if self.position in RELATIONS and set(self.mixer_types) != {"memory"}:
-            raise ValueError(
-                f"layer_types must all be 'memory' with position={self.position!r}, got {self.layer_types}"
             )
 
     def validate_depth(self):
@@ -177,7 +218,7 @@ class MemoryTransformerConfig(MemoryConfig):
         if not 0 < self.halting_epsilon < 1:
             raise ValueError(f"halting_epsilon must be between 0 and 1, got {self.halting_epsilon}")
         if self.depth == "universal":
-            for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns"):
+            for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns", "pasts"):
                 if len(set(getattr(self, name) or "-")) > 1:
                     raise ValueError(f"{name} must be all alike with depth='universal', got {getattr(self, name)}")
             if self.mixer_types[0] != "memory":

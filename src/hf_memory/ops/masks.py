@@ -68,6 +68,11 @@ def block_local(size: int) -> Mask:
     return Mask(lambda q, k: q // size - k // size <= 1)
 
 
+def segments(length: int, before: int) -> Mask:
+    """Its own segment of `length` tokens, and so many before that."""
+    return Mask(lambda q, k: k >= q // length * length - before)
+
+
 def strided(stride: int) -> Mask:
     """The last `stride` tokens, and each that is a multiple of it back. https://arxiv.org/abs/1904.10509."""
     return Mask(lambda q, k: (q - k <= stride) | ((q - k) % stride == 0))

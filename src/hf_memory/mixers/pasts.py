@@ -1,0 +1,221 @@
+"""What a Transformer sees of a long past: the segment before, the first tokens, or a store that it searches."""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wide
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Blocks,
+    Columns,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+    softmax_and_mass,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.transformer import TransformerMixer
+from hf_memory.mixers.window_attention import (
+    after,
+    columns,
+    count_on,
+    first_tokens,
+    last,
+    present,
+    take,
+)
+from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sinks, window
+
+
+class RowsMixer(TransformerMixer):
+    """A mixer that is given the tokens of each row in order, padding after them, and one sequence a row."""
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """States: `seen` [B] tokens read, and those of the subclass."""
+        if context.cu_seqlens is not None:
+            return self.apart(hidden_states, context, context.cu_seqlens)
+        lengths, order, mask = None, None, context.attention_mask
+        if mask is not None:
+            hidden_states, order = real_tokens_first(hidden_states, mask)
+            context = context._replace(positions=context.positions and context.positions.gather(order))
+            lengths = mask.sum(1)
+        seen = context.states.get("seen", hidden_states.new_zeros(len(hidden_states), dtype=torch.long))
+        tokens = present(seen, lengths, None, hidden_states.shape[1])
+        tokens = tokens.map(lambda x: x.expand(len(hidden_states), -1))
+        o, states = self.mix_rows(hidden_states, tokens, lengths, context)
+        output = self.o_proj(o.flatten(2))
+        states["seen"] = count_on(seen, lengths, hidden_states.shape[1])
+        return output if order is None else in_their_places(output, order), states
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """[B, T, hidden_size] of these tokens, `lengths` [B] of which are no padding or all, -> heads and states."""
+        raise NotImplementedError
+
+    def softmax(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Of blocks, with this mixer's scores."""
+        return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
+
+    def near(self, q: Tensor, tokens: Tokens, seen: Columns) -> tuple[Tensor, Tensor]:
+        """Of queries in blocks that see nothing else than what is near."""
+        o, mass = self.softmax(near_blocks(q, tokens, seen, None))
+        return rows_of(o, q), rows_of(mass, q)
+
+
+class InfiniteMixer(RowsMixer):
+    """Attention to the last tokens and the first ones, as if nothing had been between. https://arxiv.org/abs/2309.17453.
+
+    Positions are places in the cache: of a query they stop growing at S + W - 1, with S first tokens and a window of W.
+    So a text may be endless, and no distance is larger than those of training.
+    """
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix_rows`."""
+        _, heads, _, D, _ = config.attention_heads
+        sizes = {"": config.past_window - 1, "sink_": config.num_global_tokens}
+        spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
+        if channels := config.rotating_channels(layer_idx):
+            spec["last_angles"] = State((1, channels), None)
+        return spec | {"seen": State((), torch.long)}
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """States: `keys` and `values` [B, W - 1, H, D] of the last tokens, `sink_keys` and `sink_values` [B, S, H, D]
+        of the first, and the rotation of the last position that there is, `last_angles` [B, 1, channels]."""
+        W, S, states = self.config.past_window, self.config.num_global_tokens, context.states
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        asking, k = self.rotate(q, k, context.positions)
+        first = first_tokens(k, v, S, states.get("seen"), states, lengths, None)
+        new = {"sink_keys": first.keys, "sink_values": first.values}
+        k, v = after(states.get("keys"), k, W - 1), after(states.get("values"), v, W - 1)
+        new |= {"keys": last(k, lengths, W - 1), "values": last(v, lengths, W - 1)}
+        near = self.near(asking, tokens, columns(tokens, states.get("seen"), k, v, causal & window(W)))
+        if context.positions is not None:
+            turned, new["last_angles"] = _last_turn(q, context.positions, tokens, S + W - 1, states.get("last_angles"))
+            asking = torch.where((tokens.position <= S + W - 1)[..., None, None], asking, turned)
+        places = tokens.map(lambda x: x.clamp(max=S + W - 1))
+        far = self.softmax(Blocks.of(asking, places, first._replace(sees=sinks(S) & older(W))))
+        return joined_softmax(near, far)[0], new
+
+
+def _last_turn(
+    q: Tensor, angles: Positions, tokens: Tokens, place: int, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries [B, T, H, D] rotated as those at a place, and that rotation [B, 1, channels] as far as it was read."""
+    halves, position = angles.halves().expand(len(q), -1, -1), tokens.position
+    newest = position.amax(1, keepdim=True)
+    here = take(halves, (newest.clamp(max=place) - position[:, :1]).clamp(min=0))
+    if before is not None:
+        here = torch.where(((newest < 0) | (position[:, :1] > place))[..., None], before.to(here.dtype), here)
+    return Positions.of_halves(here).turn(q), here
+
+
+class SegmentMixer(RowsMixer):
+    """Attention to one's own segment and the `past_window` tokens before it. https://arxiv.org/abs/1901.02860.
+
+    No gradient goes through the hidden states before the segment, as where a text is read a segment at a time.
+    """
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix_rows`."""
+        _, heads, _, D, _ = config.attention_heads
+        kept = State((config.segment_length + config.past_window - 1, heads, D), None)
+        return {"keys": kept, "values": kept, "seen": State((), torch.long)}
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """States: `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
+        L, states = self.config.segment_length, context.states
+        W, seen = L + self.config.past_window - 1, states.get("seen")
+        q, k, v = self.projected(hidden_states, context)
+        kept = [after(states.get(name), x, W) for name, x in (("keys", k), ("values", v))]
+        new = {"keys": last(kept[0], lengths, W), "values": last(kept[1], lengths, W)}
+        sees = causal & segments(L, self.config.past_window)
+        if not torch.is_grad_enabled():
+            return self.near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees))[0], new
+        near = [x[:, W - L + 1 :] for x in kept]
+        own = self.near(q, tokens, columns(tokens, seen, near[0], near[1], causal & own_block(L)))
+        _, k, v = self.projected(hidden_states.detach(), context)
+        past = [after(states[name].detach() if states else None, x, W) for name, x in (("keys", k), ("values", v))]
+        before = self.near(q, tokens, columns(tokens, seen, past[0], past[1], sees & ~own_block(L)))
+        return joined_softmax(own, before)[0], new
+
+
+class MemorizingMixer(RowsMixer):
+    """Attention to the last tokens, and to the nearest in a store of what was before. https://arxiv.org/abs/2203.08913.
+
+        o = local + gate (remembered - local)
+        remembered = sum over the memory_top_k best of softmax(scale cos(q, k)) v
+
+    The store is exact and first in, first out. It has keys as they were before rotation, and no gradient goes into it.
+    The gate of a head is a number: at 0 the mixer is attention over a window, and learns from there.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.memory_gate = nn.Parameter(torch.empty(config.num_attention_heads))
+        self.memory_scale = nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def init_own_parameters(self) -> None:
+        """Half open; sharp enough for one key of unit length among many."""
+        init.constant_(self.memory_gate, 0.5)
+        init.constant_(self.memory_scale, 20.0)
+
+    def start_open(self, half_life: int) -> None:
+        """The gate is closed, so that the mixer is attention over its window."""
+        self.memory_gate.zero_()
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix_rows`."""
+        _, heads, _, D, _ = config.attention_heads
+        near = State((config.past_window - 1, heads, D), None)
+        store = State((config.past_window + config.memory_size - 1, heads, D), None)
+        states = {"keys": near, "values": near, "memory_keys": store, "memory_values": store}
+        return states | {"seen": State((), torch.long)}
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """States: `keys` and `values` [B, past_window - 1, H, D] of the last tokens; and of the window and the store
+        behind it `memory_keys` and `memory_values` [B, past_window + memory_size - 1, H, D]."""
+        W, states = self.config.past_window, context.states
+        N = W + self.config.memory_size - 1
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        asking, keys = self.rotate(q, k, context.positions)
+        near = [after(states.get(name), x, W - 1) for name, x in (("keys", keys), ("values", v))]
+        new = {name: last(x, lengths, W - 1) for name, x in zip(("keys", "values"), near)}
+        local, _ = self.near(asking, tokens, columns(tokens, states.get("seen"), near[0], near[1], causal & window(W)))
+        stored = {"memory_keys": unit_length(k).detach(), "memory_values": v.detach()}
+        stored = {name: after(states.get(name), x, N) for name, x in stored.items()}
+        new |= {name: last(x, lengths, N) for name, x in stored.items()}
+        sees = older(W) & window(N + 1)
+        seen = columns(tokens, states.get("seen"), stored["memory_keys"], stored["memory_values"], sees)
+        remembered, has_any = self._remembered(unit_length(q), tokens, seen)
+        share = (self.memory_gate.to(local.dtype) * has_any)[..., None]
+        return local + share * (remembered - local), new
+
+    def _remembered(self, q: Tensor, tokens: Tokens, seen: Columns) -> tuple[Tensor, Tensor]:
+        """o [B, T, HQ, V] of the best in the store, and whether there was any [B, T, 1]."""
+        T, parts = q.shape[1], []
+        W, M, before = self.config.past_window, self.config.memory_size, seen.keys.shape[1] - q.shape[1]
+        for i in range(0, T, BLOCK):
+            here = slice(i, i + BLOCK)
+            first, end = max(0, before + i - W - M + 1), max(1, before + min(i + BLOCK, T) - W)
+            parts.append(self._best(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
+        o, has_any = (torch.cat(x, 1) for x in zip(*parts))
+        return o, has_any
+
+    def _best(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        q, k, v, visible = blocks[:4]
+        C, H = q.shape[1], k.shape[2]
+        q = q.unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, H, G * C, K]
+        scores = wide(q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).masked_fill(~visible[:, :, None], -torch.inf)
+        best, places = scores.topk(min(self.config.memory_top_k, scores.shape[-1]))  # [B, H, G, C, k]
+        is_any = best.isfinite()
+        best = best.where(is_any, 0) * self.memory_scale.to(best.dtype).view(H, -1, 1, 1)
+        weights = best.masked_fill(~is_any, torch.finfo(best.dtype).min).softmax(-1) * is_any
+        index = places.flatten(2)[..., None].expand(-1, -1, -1, v.shape[-1])
+        values = v.transpose(1, 2).gather(2, index).unflatten(2, places.shape[2:])
+        o = (weights[..., None].to(v.dtype) * values).sum(-2)  # [B, H, G, C, V]
+        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), visible.any(-1).transpose(1, 2)
