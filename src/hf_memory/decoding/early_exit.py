@@ -1,7 +1,7 @@
 """Early exit: a token leaves the model after the first layer where its prediction is sure.
 
 The layers above still need the token's keys, values or state updates, since later tokens may go higher. They compute
-them from the hidden state that the token left with; only their feed-forward networks are skipped.
+them from the hidden state that the token left with; what makes their output alone is skipped.
 
 https://arxiv.org/abs/2207.07061 (CALM).
 """
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward, last_norm
+from hf_memory.mixers.base import MemoryMixer
 
 CONFIDENCES = ("softmax", "cosine")
 STATES = ("copied", "exact")
@@ -75,7 +76,7 @@ class EarlyExit:
         self.is_active = False
         self._attached = ExitStack()
         for i, layer in enumerate(modules):
-            run = partial(self._run, i, layer.forward, feed_forward(layer))
+            run = partial(self._run, i, layer.forward, stateless_parts(layer))
             self._attached.enter_context(replaced(layer, run))
 
     def __enter__(self) -> "EarlyExit":
@@ -99,7 +100,7 @@ class EarlyExit:
             return torch.full_like(start, self.threshold)
         return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
 
-    def _run(self, i: int, layer: Callable, skipped: nn.Module | None, hidden_states: Tensor, *args, **kwargs):
+    def _run(self, i: int, layer: Callable, skipped: list[nn.Module], hidden_states: Tensor, *args, **kwargs):
         """What stands in the place of a layer's forward."""
         if i == 0:
             self._begin(hidden_states, [*args, *kwargs.values()])
@@ -109,7 +110,9 @@ class EarlyExit:
             self._decide(i, hidden_states)
         self.before = hidden_states
         left = self.states == "copied" and bool(self.has_left.all())
-        with replaced(skipped, silent) if left and skipped is not None else ExitStack():
+        with ExitStack() as stack:
+            for part in skipped if left else ():
+                stack.enter_context(replaced(part, partial(silent, part)))
             made = layer(hidden_states, *args, **kwargs)
         mixed, *others = made if isinstance(made, tuple) else (made,)
         if left:
@@ -188,6 +191,13 @@ def replaced(module: nn.Module, forward: Callable):
             module.forward = before
 
 
-def silent(hidden_states: Tensor, *_, **__) -> Tensor:
-    """A feed-forward network that says nothing."""
-    return torch.zeros_like(hidden_states)
+def stateless_parts(layer: nn.Module) -> list[nn.Module]:
+    """Parts of a layer on which no keys, values or states depend: what follows the mixer, and queries of attention."""
+    mlp, attention = feed_forward(layer), [x for x in layer.children() if not isinstance(x, MemoryMixer)]
+    found = [getattr(x, name) for x in attention for name in ("q_proj", "o_proj") if hasattr(x, name)]
+    return found if mlp is None else [*found, mlp]
+
+
+def silent(part: nn.Module, x: Tensor, *_, **__) -> Tensor:
+    """What a part gives that is not computed."""
+    return x.new_zeros(*x.shape[:-1], getattr(part, "out_features", x.shape[-1]))
