@@ -43,9 +43,9 @@ def main() -> None:
         return
     rows = []
     for T in LENGTHS:
-        said = subprocess.run([sys.executable, __file__, str(T)], capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run([sys.executable, __file__, str(T)], capture_output=True, text=True, check=True).stdout
         rows.append(
-            {"T": T, "peak_megabytes": float(said), "scores_of_all_tokens_megabytes": SHAPE["H"] * T * T * 4e-6}
+            {"T": T, "peak_megabytes": float(printed), "scores_of_all_tokens_megabytes": SHAPE["H"] * T * T * 4e-6}
         )
         print(f"T {T:6}  peak {rows[-1]['peak_megabytes']:8.1f} MB  T^2 scores {4e-6 * SHAPE['H'] * T * T:8.1f} MB")
     results = {

@@ -264,7 +264,7 @@ def measure(model: PreTrainedModel, target: str, request: dict, environments: di
             yield {"engine": engine, "same": same, "of": new * len(prompts), **answer}
 
 
-def said(row: dict) -> str:
+def described(row: dict) -> str:
     """A row in a line."""
     speed = "  ".join(f"{length}: {x:.1f}" for length, x in row["speed"].items())
     counted = f"same tokens {row['same']}/{row['of']}" + (f"  tokens/s {speed}" if speed else "")
@@ -378,7 +378,7 @@ def main() -> None:
             for row in measure(model, target, request | {"dtype": arguments.dtype}, environments):
                 row = {"model": name, **row, **about, "parameters": model.num_parameters()}
                 keep(table, row)
-                print(said(row), flush=True)
+                print(described(row), flush=True)
 
 
 if __name__ == "__main__":

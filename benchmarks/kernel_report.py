@@ -88,9 +88,9 @@ def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.ptx").write_text(ptx)
         command = [get_ptxas(architecture).path, "-v", f"--gpu-name={target}", "kernel.ptx", "-o", "kernel.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
-    return int(re.findall(r"Used (\d+) registers", said)[0]), sum(
-        int(n) for n in re.findall(r"(\d+) bytes spill stores", said)
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
+    return int(re.findall(r"Used (\d+) registers", printed)[0]), sum(
+        int(n) for n in re.findall(r"(\d+) bytes spill stores", printed)
     )
 
 
@@ -115,8 +115,8 @@ def main() -> None:
 
 
 def _line(r: Report) -> str:
-    said = f"{r.name:60} {r.architecture:>4} {r.registers:>9} {r.shared_bytes:>8} {r.spilled_bytes:>8}"
-    return f"{said} {r.blocks:>7} {r.occupancy:>6.0%}"
+    printed = f"{r.name:60} {r.architecture:>4} {r.registers:>9} {r.shared_bytes:>8} {r.spilled_bytes:>8}"
+    return f"{printed} {r.blocks:>7} {r.occupancy:>6.0%}"
 
 
 if __name__ == "__main__":

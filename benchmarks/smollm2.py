@@ -68,12 +68,12 @@ DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 def best_recipe() -> tuple[Recipe, int]:
     """That of the example, and how many tokens of the text it reads."""
-    said = yaml.safe_load(example.RECIPE.read_text(encoding="utf-8"))
+    run = yaml.safe_load(example.RECIPE.read_text(encoding="utf-8"))
     stages = {
-        name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in said[name].items()])
+        name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in run[name].items()])
         for name in ("transfer", "distillation")
     }
-    return Recipe(to=said["to"], keep=said["keep-attention"], options=said["option"], **stages), said["max-tokens"]
+    return Recipe(to=run["to"], keep=run["keep-attention"], options=run["option"], **stages), run["max-tokens"]
 
 
 def without_memory(recipe: Recipe) -> Recipe:
@@ -236,7 +236,7 @@ def read(recipe: Recipe) -> int:
     return sum(x.steps * x.batch_size * x.length for x in recipe.schedules.values())
 
 
-def said(name: str, row: dict) -> str:
+def described(name: str, row: dict) -> str:
     """A row in a line."""
     cells = {
         "{:,} tokens": row["tokens"],
@@ -346,7 +346,7 @@ def main() -> None:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # of calls beside this one
         known["rows"] = {**known.get("rows", {}), name: row}
         write(about, known["rows"], rows)
-        print(said(name, row), flush=True)
+        print(described(name, row), flush=True)
 
 
 if __name__ == "__main__":

@@ -152,13 +152,13 @@ def main() -> None:
     say_how_long(teacher)
     student = convert(file, text)
     model = AutoModelForCausalLM.from_pretrained(student)
-    said = {
+    answered = {
         "teacher": answers(teacher.eval(), load_tokenizer(str(file))),
         "student": answers(model, AutoTokenizer.from_pretrained(student)),
     }
-    for question, theirs, ours in zip(QUESTIONS, said["teacher"], said["student"]):
+    for question, theirs, ours in zip(QUESTIONS, answered["teacher"], answered["student"]):
         print(f"\n{question}\n  teacher: {theirs}\n  student: {ours}", flush=True)
-    rows = [dict(zip(("question", *said), row)) for row in zip(QUESTIONS, *said.values())]
+    rows = [dict(zip(("question", *answered), row)) for row in zip(QUESTIONS, *answered.values())]
     (student / "answers.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     card = ROOT / "model_cards" / f"smollm2_{model.config.model_type.removeprefix('hf_memory_')}"
     card.mkdir(exist_ok=True)

@@ -100,8 +100,8 @@ def verdict(rows: Rows) -> tuple[str, str]:
     nats = {variant: mean(row["nats"] for row in runs_of(rows, variant)) for variant in VARIANTS}
     change = {variant: nats[variant] - nats["all"] for variant in WORSE + BETTER}
     wrong = [v for v in change if (change[v] > 0) != (v in WORSE)]
-    said = ", ".join(f"{v} {change[v]:+.3f}" for v in sorted(change, key=lambda v: -change[v]))
-    return ("differently" if wrong else "reproduced"), f"nats a byte against all: {said}"
+    summary = ", ".join(f"{v} {change[v]:+.3f}" for v in sorted(change, key=lambda v: -change[v]))
+    return ("differently" if wrong else "reproduced"), f"nats a byte against all: {summary}"
 
 
 CLAIM = Claim("ablation", "Parts of Titans", __doc__, 20, plan, measure, table, draw, verdict)

@@ -108,14 +108,16 @@ def verdict(rows: Rows) -> tuple[str, str]:
     fits = {m: 1.4 < x < 2.2 if m in GROWING else 0.75 < x < 1.25 for m, x in reading.items()}
     off = [f"reading with {m}: {reading[m]:.2f}" for m, fit in fits.items() if not fit]
     off += [f"bytes of {m}: {x:.2f}" for m, x in size.items() if abs(x - (m in GROWING)) > 0.02]
-    said = ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING) + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
+    summary = (
+        ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING) + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
+    )
     memories = [x for m, x in reading.items() if m not in GROWING]
     return (
         ("differently", "; ".join(off))
         if off
         else (
             "reproduced",
-            f"exponents of reading: {said}, memories {min(memories):.2f} to {max(memories):.2f}; of bytes: 1 and 0",
+            f"exponents of reading: {summary}, memories {min(memories):.2f} to {max(memories):.2f}; of bytes: 1 and 0",
         )
     )
 

@@ -114,11 +114,11 @@ def verdict(rows: Rows) -> tuple[str, str]:
     change = {model: rises(runs) for model, runs in runs_of(rows).items()}
     attention = [change["attention, RoPE"], change["attention, no positions"]]
     worse = {m: x for m, x in change.items() if x > 0.05 and "RoPE" not in m and not m.startswith("attention")}
-    said = f"rotary attention loses {attention[0]:.2f} nats a byte, without positions {attention[1]:.2f}"
+    summary = f"rotary attention loses {attention[0]:.2f} nats a byte, without positions {attention[1]:.2f}"
     if worse or not 0.05 < attention[0] > attention[1]:
-        return "differently", said + "".join(f", {m} {x:.2f}" for m, x in worse.items())
+        return "differently", summary + "".join(f", {m} {x:.2f}" for m, x in worse.items())
     most = max(x for m, x in change.items() if "RoPE" not in m and not m.startswith("attention"))
-    return "reproduced", f"{said}, memories without positions at most {most:.2f}"
+    return "reproduced", f"{summary}, memories without positions at most {most:.2f}"
 
 
 CLAIM = Claim("length", "Beyond the trained length", __doc__, 15, plan, measure, table, draw, verdict, DECISIVE)

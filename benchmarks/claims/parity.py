@@ -125,13 +125,13 @@ def verdict(rows: Rows) -> tuple[str, str]:
         for model, runs in found.items()
         if "[-1" not in model and model != UNBOUNDED
     }
-    said = "worst seeds at 64 bits with eigenvalues in [-1, 1]: "
-    said += ", ".join(f"{model.split(',')[0]} {x:.3f}" for model, x in turned.items())
-    said += f"; best of all others: {max(others.values()):.2f}"
+    summary = "worst seeds at 64 bits with eigenvalues in [-1, 1]: "
+    summary += ", ".join(f"{model.split(',')[0]} {x:.3f}" for model, x in turned.items())
+    summary += f"; best of all others: {max(others.values()):.2f}"
     above = {model: x for model, x in others.items() if x > 0.6}
     if above or min(turned.values()) < 0.99:
-        return "differently", said + "".join(f", {model} {x:.2f}" for model, x in above.items())
-    return "reproduced", said
+        return "differently", summary + "".join(f", {model} {x:.2f}" for model, x in above.items())
+    return "reproduced", summary
 
 
 CLAIM = Claim("parity", "Parity", __doc__, 10, plan, measure, table, draw, verdict, DECISIVE)

@@ -182,15 +182,15 @@ def verdict(rows: Rows) -> tuple[str, str]:
     beyond = {kernel: untrained(rows, kernel, 256) for kernel in KERNELS}
     linear, softmax, plain = ([row["accuracy"] for row in runs_of(rows, model)] for model in MODELS)
     staged = {model: runs for model in MODELS if (runs := runs_of(rows, model, len(STAGES)))}
-    said = f"256 symbols untrained: {', '.join(f'{k} {x:.2f}' for k, x in beyond.items())}; 32 swaps at once: "
-    said += f"linear write {min(linear):.2f}, softmax write {max(softmax):.2f}, Transformer {max(plain):.2f}; "
-    said += "by curriculum, worst seeds of 16 swaps and of 64: " + ", ".join(
+    summary = f"256 symbols untrained: {', '.join(f'{k} {x:.2f}' for k, x in beyond.items())}; 32 swaps at once: "
+    summary += f"linear write {min(linear):.2f}, softmax write {max(softmax):.2f}, Transformer {max(plain):.2f}; "
+    summary += "by curriculum, worst seeds of 16 swaps and of 64: " + ", ".join(
         f"{model} {min(row['accuracy'] for row in runs):.2f} and {min(row['longer'] for row in runs):.2f}"
         for model, runs in staged.items()
     )
     holds = exact and beyond["round"] == 1 and max(beyond["linear"], beyond["relu"]) < 0.5
     holds = holds and min(*linear, *(row["accuracy"] for row in staged[SOFTMAX])) > 0.99 and max(plain) < 0.3
-    return ("reproduced" if holds else "differently"), said
+    return ("reproduced" if holds else "differently"), summary
 
 
 CLAIM = Claim("swaps", "Swaps", __doc__, 40, plan, measure, table, draw, verdict, (SOFTMAX,))

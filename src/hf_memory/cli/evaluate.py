@@ -153,5 +153,5 @@ def _show(known: dict[str, Any]) -> None:
     console.print(rows)
     for prompt, *texts in record.side_by_side(known):
         console.print(visible(f"\n{prompt}"), style="bold", soft_wrap=True)
-        for name, said in zip(names, texts):
-            console.print(visible(f"  {name}: {' '.join(said.split())}"), soft_wrap=True)
+        for name, text in zip(names, texts):
+            console.print(visible(f"  {name}: {' '.join(text.split())}"), soft_wrap=True)

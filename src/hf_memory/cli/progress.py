@@ -47,17 +47,21 @@ class Lines:
 
     def __init__(self) -> None:
         self.first, self.last = Progress("", 0, 0), Progress("", 0, 0)
-        self.began = self.said = 0.0
+        self.began = self.last_line = 0.0
 
     def __call__(self, now: Progress) -> None:
         """Say it, if it is time."""
         moment = time.monotonic()
         if now.task != self.last.task or now.done < self.last.done:
             self.first = self.last = now
-            self.began = self.said = moment
-        elif now.done == now.total or moment - self.said >= MINUTE or 10 * (now.done - self.last.done) >= now.total > 0:
+            self.began = self.last_line = moment
+        elif (
+            now.done == now.total
+            or moment - self.last_line >= MINUTE
+            or 10 * (now.done - self.last.done) >= now.total > 0
+        ):
             console.print(self._line(now, moment - self.began), soft_wrap=True)
-            self.last, self.said = now, moment
+            self.last, self.last_line = now, moment
 
     def _line(self, now: Progress, seconds: float) -> str:
         rate = (now.done - self.first.done) / max(seconds, 1e-9)

@@ -23,7 +23,7 @@ from hf_memory.modeling.configuration import MemoryConfig
 TOKENS = 24  # that both models read, in two rows
 TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 in small models, where a fault is 1e-2
 TIMES_ROUNDING = 10  # what deep models may differ by, of what they differ by from themselves
-IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits again
+IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits once more
 
 
 class Export(NamedTuple):
@@ -153,10 +153,10 @@ def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
         ValueError: if it is more than rounding. How much that is, our own model says, read whole and token by token.
     """
     tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    expected, again = _logits(model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens)
+    expected, repeated = _logits(model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     largest = float(expected.abs().max())
-    noise = float((again - expected).abs().max()) / largest
+    noise = float((repeated - expected).abs().max()) / largest
     error = max(float((x - expected).abs().max()) for x in _logits(theirs, tokens, target.cache)) / largest
     rounding = max(TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise)
     if not error < rounding:

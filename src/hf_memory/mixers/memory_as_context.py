@@ -47,7 +47,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their
-        keys and values, and those of what the memory said, [N, segment, 2, H, D]."""
+        keys and values, and those of what the memory recalled, [N, segment, 2, H, D]."""
         if context.cu_seqlens is not None:
             alone = context._replace(cu_seqlens=None)
 

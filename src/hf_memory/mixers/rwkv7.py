@@ -154,7 +154,7 @@ class ChannelMix(nn.Module):
 
 
 class LowRank(nn.Module):
-    """W_up activation(W_down x), and a bias where it is said how it begins."""
+    """W_up activation(W_down x), plus a bias if a start for it is given."""
 
     def __init__(self, hidden_size: int, rank: int, channels: int, activation: Callable | None, head_dim: int, start):
         super().__init__()

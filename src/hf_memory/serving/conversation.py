@@ -52,7 +52,7 @@ class Conversation:
 
     def answer(self, line: str) -> Generator[int, None, None]:
         """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it."""
-        said: list = []
+        answered: list = []
         unread = self.unread + self._turn(line)
         request = Request(unread, self.max_new_tokens, self.options, self.seed, self.cache, keep_cache=True)
         self.seed += 1
@@ -60,13 +60,13 @@ class Conversation:
             for step in generate_stream(self.model, [request], max_batch_size=1):
                 if step.error is not None:
                     raise step.error
-                said.append(step.token)
+                answered.append(step.token)
                 if step.finished:
-                    self.cache, unread, said = step.cache, [], said[-1:]
-                yield said[-1]
+                    self.cache, unread, answered = step.cache, [], answered[-1:]
+                yield answered[-1]
         finally:
-            if said:
-                self.unread = unread + self._closed(said)
+            if answered:
+                self.unread = unread + self._closed(answered)
 
     def memory(self) -> DynamicCache:
         """The cache after the whole conversation.
@@ -99,13 +99,13 @@ class Conversation:
         closing = closed[end:]
         return self._tokens(text, start + len(closing) if text.startswith(closing, start) else start)
 
-    def _closed(self, said: list[int]) -> list[int]:
+    def _closed(self, answered: list[int]) -> list[int]:
         """The end of an answer as the template has it, whichever token it ended with, or none."""
         if self.tokenizer.chat_template is None:
-            return said
+            return answered
         end = self.options.get("eos_token_id", self.model.generation_config.eos_token_id)
-        ended = said[-1] in (end if isinstance(end, list) else [end])
-        return (said[:-1] if ended else said) + self._tokens(*self._text(EXCHANGE))
+        ended = answered[-1] in (end if isinstance(end, list) else [end])
+        return (answered[:-1] if ended else answered) + self._tokens(*self._text(EXCHANGE))
 
     def _text(self, messages: list[dict], **options) -> tuple[str, int]:
         """What the template makes of messages, and where an answer in it ends."""

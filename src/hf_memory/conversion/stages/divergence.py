@@ -52,8 +52,8 @@ def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfToken
     hidden_states = hidden_states.flatten(0, -2)
     if is_sharded():  # FSDP brings weights for a module's forward and backward, and for nothing between
         places = slices(len(hidden_states), model.config.vocab_size)
-        again = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
-        return torch.stack([again(hidden_states[where], where) for where in places]).sum()
+        checkpointed = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
+        return torch.stack([checkpointed(hidden_states[where], where) for where in places]).sum()
     parameters = [x for x in model.get_output_embeddings().parameters() if x.requires_grad]
     return _SlicedLoss.apply(model, loss, hidden_states, *parameters)
 

@@ -62,19 +62,19 @@ def _forward_kernel(
             s = tl.cast(before, tl.int64) + rows
             X = scale * split_dot(k_t, tl.trans(_tile(k, s, T, h, H, i_k, K)), K_PARTS, PRECISION)
             m_new = tl.maximum(m, tl.max(X, axis=1))
-            p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
-            l = l * fade + tl.sum(p, axis=1)
-            acc = acc * fade[:, None] + tl.dot(p, _tile(u, s, T, h, H, i_v, V), input_precision=PRECISION)
+            p, rescale = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
+            l = l * rescale + tl.sum(p, axis=1)
+            acc = acc * rescale[:, None] + tl.dot(p, _tile(u, s, T, h, H, i_v, V), input_precision=PRECISION)
             m = m_new
         X = scale * split_dot(k_t, tl.trans(k_t), K_PARTS, PRECISION)
         X = tl.where(rows[:, None] > rows[None, :], X, -float("inf"))
         m_new = tl.maximum(tl.maximum(m, tl.max(X, axis=1)), -1e30)
-        p, fade = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
-        l = l * fade + tl.sum(p, axis=1)
+        p, rescale = tl.exp(X - m_new[:, None]), tl.exp(m - m_new)
+        l = l * rescale + tl.sum(p, axis=1)
         b_t = tl.cast(tl.load(beta + t * H + h, mask=t < T, other=0.0), tl.float32)
         a_t = tl.cast(tl.load(a + t * H + h, mask=t < T, other=0.0), tl.float32)
         part = tl.where(l > 0, b_t / tl.where(l > 0, l, 1.0), 0.0)
-        R = a_t[:, None] * _tile(v, t, T, h, H, i_v, V) - (part * fade)[:, None] * acc
+        R = a_t[:, None] * _tile(v, t, T, h, H, i_v, V) - (part * rescale)[:, None] * acc
         u_t = tl.dot(unit_lower_inverse(part[:, None] * p, C), R, input_precision=PRECISION)
         _put(u, u_t, t, T, h, H, i_v, V)
         tl.store(L + t * H + h, tl.where(l > 0, m_new + tl.log(tl.where(l > 0, l, 1.0)), float("inf")), mask=t < T)

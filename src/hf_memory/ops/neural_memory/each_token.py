@@ -29,8 +29,10 @@ def run(learned, muon, q, k, v, coefficients, closed: list, state, initial: Laye
     `coefficients` then those of momentum.
     """
     W, S, A = state
-    outputs, rows, again = [], ((q, k, v), learned, coefficients, muon), torch.is_grad_enabled()
-    form: Any = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if again else _chunk
+    outputs, rows, needs_gradients = [], ((q, k, v), learned, coefficients, muon), torch.is_grad_enabled()
+    form: Any = (
+        partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if needs_gradients else _chunk
+    )
     for n in range(len(q)):
         A = pick(closed[n] if A else True, W, A)
         row = [x and [y if y is None else y[n] for y in x] for x in rows]

@@ -14,8 +14,8 @@ import triton.language as tl
 from hf_memory.ops.triton.launch import CHUNK, SCALAR, decay_kind, walk_constants
 from hf_memory.ops.triton.tiles import (
     column_of,
+    decay_between,
     decays,
-    fade,
     load_rows,
     program,
     row_of,
@@ -100,7 +100,7 @@ def dq_kernel(
                 sums += tl.where((rows >= j)[:, None], row_of(gates, here), 0.0)
         else:
             if DECAY == 1:
-                P = fade(P, gates, False)
+                P = decay_between(P, gates, False)
             dq_c += tl.dot(tl.cast(P, k_c.dtype), k_c, input_precision=PRECISION)
         store_rows(dq, dq_c, t, in_t, hv, HV, i_k, in_k, K)
         if DECAY > 0:
@@ -203,7 +203,7 @@ def dk_kernel(
                 dk_c += column_of(PT, here) * tl.exp2(sums) * row_of(q32, here)
         else:
             if DECAY == 1:
-                PT = fade(PT, gates, True)
+                PT = decay_between(PT, gates, True)
             dk_c += tl.dot(tl.cast(PT, q_c.dtype), q_c, input_precision=PRECISION)
         i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
         in_tk = in_t[:, None] & in_k[None, :]

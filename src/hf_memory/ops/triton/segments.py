@@ -99,19 +99,19 @@ def sum_kernel(
         in_t = t < end
         y_c = load_rows(y, t, in_t, hv, HV, i_v, in_v, V)
         x_c = load_rows(x, t, in_t, h, H, i_k, in_k, K)
-        fade = 1.0
+        weight = 1.0  # the decay from here to the state
         if DECAY > 0:
             _gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
             if BACKWARDS:
-                fade = past * enter
+                weight = past * enter
             else:
-                fade = leave
+                weight = leave
                 S *= tl.trans(whole)
                 z *= tl.sum(whole, axis=0)
             past *= whole
-        S += write(x_c, y_c, fade, DECAY, PRECISION)
+        S += write(x_c, y_c, weight, DECAY, PRECISION)
         if NORMALIZE:
-            x32 = tl.cast(x_c, tl.float32) * fade
+            x32 = tl.cast(x_c, tl.float32) * weight
             if w is not None:
                 x32 *= tl.load(w + t * HV + hv, mask=in_t, other=0.0)[:, None]
             z += tl.sum(x32, axis=0)

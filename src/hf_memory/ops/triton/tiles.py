@@ -85,7 +85,7 @@ def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
 
 
 @triton.jit
-def fade(A, gates, OF_KEYS: tl.constexpr):
+def decay_between(A, gates, OF_KEYS: tl.constexpr):
     """A_ij [C, C] times the decay after j up to i, from gates [C]; rows are i and columns j, or OF_KEYS the other way.
 
     In two parts, so that sums do not cancel: multiples of 1 / 16, whose sums are exact, and the rest, which are small.
@@ -184,7 +184,7 @@ def scores(
     else:
         A = split_dot(x, tl.trans(y), PARTS, PRECISION)
         if DECAY == 1:
-            A = fade(A, gates, OF_KEYS)
+            A = decay_between(A, gates, OF_KEYS)
     return tl.where(seen, A, 0.0)
 
 

@@ -100,7 +100,7 @@ def read_backward_kernel(
         at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
         x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
-        q_t = load_tile(q_c, rows, C, i_k, K)  # again, to hold it no longer
+        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, so that it is not held meanwhile
         u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
         y_t, slope, _ = activate(u - dot(scores_1, d, DTYPE, BC // 16), ACTIVATION)
         scores_2 += dot(y_t, tl.trans(x), DTYPE)
@@ -140,7 +140,7 @@ def read_backward_kernel(
         dq_c, dbeta_c, dc_c = dq_c + dq_t, dbeta_c + dbeta_t, dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(P + at * C * C, rows, C, cols, C)  # again, to hold it no longer
+    P_c = load_tile(P + at * C * C, rows, C, cols, C)  # loaded a second time, so that it is not held meanwhile
     dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), DTYPE)
     if RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)

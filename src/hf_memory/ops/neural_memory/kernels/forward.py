@@ -93,28 +93,28 @@ def write_kernel(
         if ANCHOR:
             anchor += tl.where(tl.load(closed + at) != 0, 0, OFFSET)
         k_c, z_c, f_c, e_c = k + at * C * K, z + at * C * HIDDEN, f + at * C * HIDDEN, e + at * C * V
-        said = -load_tile(v + at * C * V, rows, C, i_v, V)
+        error = -load_tile(v + at * C * V, rows, C, i_v, V)
         if RESIDUAL:
-            said += load_tile(k_c, rows, C, i_k, K)
+            error += load_tile(k_c, rows, C, i_k, K)
         for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
             j = tile + tl.arange(0, BH)
             at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
             A_1, A_2 = load(anchor + at_1, in_1), load(anchor + at_2, in_2)
             z_t = dot(load_tile(k_c, rows, C, i_k, K), A_1, DTYPE)
             x, _, _ = activate(z_t, ACTIVATION)
-            said += dot(x, A_2, DTYPE)
+            error += dot(x, A_2, DTYPE)
             store_tile(z_c, z_t, rows, C, j, HIDDEN)
             if ANCHOR:
                 tl.store(after + OFFSET + at_1, A_1, mask=in_1)
                 tl.store(after + OFFSET + at_2, A_2, mask=in_2)
-        store_tile(e_c, said, rows, C, i_v, V)
+        store_tile(e_c, error, rows, C, i_v, V)
         tl.debug_barrier()  # what threads have written others read
         w_c, m_c, beta_n, c_n, H_n = of_write(P, beta, c, m, H, at, rows, C, DECAY, MOMENTUM)
         for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
             j = tile + tl.arange(0, BH)
             at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
             x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), ACTIVATION)
-            e_t = load_tile(e_c, rows, C, i_v, V)  # in every tile again, to hold it no longer
+            e_t = load_tile(e_c, rows, C, i_v, V)  # loaded in every tile, so that it is not held meanwhile
             f_t = dot(e_t, tl.trans(load(anchor + at_2, in_2)), DTYPE)
             store_tile(f_c, f_t, rows, C, j, HIDDEN)
             write(x, e_t, state, after, initial, at_2, in_2, w_c, m_c, beta_n, c_n, H_n, SIZE, RETURNS, MOMENTUM, DTYPE)
@@ -168,18 +168,18 @@ def read_kernel(
     P_c = load_tile(P + at * C * C, rows, C, cols, C)
     beta_c, c_c = column(beta, at * C, rows, C, DECAY, 1.0), column(c, at * C, rows, C, MOMENTUM, 0.0)
     scores = P_c * dot(load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k + at * C * K, cols, C, i_k, K)), DTYPE)
-    said, scores_2 = tl.zeros([BR, BV], tl.float32), tl.zeros([BR, BC], tl.float32)
+    output, scores_2 = tl.zeros([BR, BV], tl.float32), tl.zeros([BR, BC], tl.float32)
     for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
         j = tile + tl.arange(0, BH)
         at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
         x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
-        q_t = load_tile(q_c, rows, C, i_k, K)  # again, to hold it no longer
+        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, so that it is not held meanwhile
         u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
         y, _, _ = activate(u - dot(scores, d, DTYPE), ACTIVATION)
-        said += read(y, state, initial, at_2, in_2, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
+        output += read(y, state, initial, at_2, in_2, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
         scores_2 += dot(y, tl.trans(x), DTYPE)
-    said -= dot(P_c * scores_2, load_tile(e + at * C * V, cols, C, i_v, V), DTYPE)
+    output -= dot(P_c * scores_2, load_tile(e + at * C * V, cols, C, i_v, V), DTYPE)
     if RESIDUAL:
-        said += load_tile(q_c, rows, C, i_k, K)
-    store_tile(o + at * C * V, said, rows, C, i_v, V)
+        output += load_tile(q_c, rows, C, i_k, K)
+    store_tile(o + at * C * V, output, rows, C, i_v, V)
