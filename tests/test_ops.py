@@ -241,6 +241,26 @@ def test_grouped_values_equal_repeated_heads(op, variant):
     )
 
 
+@pytest.mark.parametrize(("op", "variant"), [form for form in FORMS if form.values[0].is_linear])
+@pytest.mark.parametrize(("backend", "T"), [("reference", 5), ("chunk", 37), ("chunk", 1)])
+def test_query_heads_of_one_memory_equal_as_many_memories(op, variant, backend, T):
+    arguments = make(op, variant, T, H=2, HV=2)
+    arguments["q"] = make(op, variant, T, H=6, HV=6, seed=9)["q"]
+    others = {n: x for n, x in arguments.items() if n not in ("q", "initial_state")}
+    repeated = {
+        "q": arguments["q"],
+        "initial_state": tree_map(lambda x: x.repeat_interleave(3, 1), arguments["initial_state"]),
+        **{n: x.repeat_interleave(3, 2) if is_real(x) else x for n, x in others.items()},
+    }
+    o, state = op.op(**arguments, backend=backend, output_final_state=True)
+    expected, states = op.op(**repeated, backend="reference", output_final_state=True)
+    assert_equal((o, state), (expected, tree_map(lambda x: x[:, ::3], states)))
+    inputs = [x for x in tree_flatten(arguments)[0] if is_real(x)]
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).double()
+    first, second = (torch.autograd.grad((x * weights).sum(), inputs, allow_unused=True) for x in (o, expected))
+    assert_equal(first, second)
+
+
 @every_form
 def test_an_empty_memory_is_the_default(op, variant):
     arguments = make(op, variant, 20)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import varies
+from hf_memory.ops.contract import first_derivatives_only, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
-BLOCK = 64  # queries of a block, at least
+BLOCK = 64  # queries of a block: longer ones look at more keys that they do not see
 
 
 class Columns(NamedTuple):
@@ -77,7 +77,7 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     """
     B, T = q.shape[:2]
     past = near.keys.shape[1] - T
-    C = min(T, max(past + 1, BLOCK)) if past and not varies(T) else T
+    C = min(T, BLOCK) if past and not varies(T) else T
     n = 1 if varies(T) else -(-T // C)
     asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, n, -1))
     asked = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
@@ -111,16 +111,14 @@ def softmax_and_mass(
     q, k, v, visible = blocks[:4]
     B, C, HQ, D = q.shape
     H = k.shape[2]
-    q = q.reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # a group shares its keys
-    scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).to(torch.promote_types(q.dtype, torch.float32)) * scaling
+    q = (scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # groups share keys
+    scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if relation is not None:
         scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
     visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (H, -1))
-    scores = scores.masked_fill(~visible, -torch.inf)  # [B, H, G, C, S]
-    logsumexp = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - logsumexp.clamp(min=torch.finfo(scores.dtype).min)).exp()  # padding sees nothing: zero
+    weights, logsumexp = _Softmax.apply(scores, visible)  # [B, H, G, C, S]
     o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
     o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
     beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
@@ -133,6 +131,29 @@ def joined_softmax(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
     masses = [mass.clamp(min=least) for _, mass in (one, other)]
     share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
     return torch.lerp(one[0], other[0], share), torch.logaddexp(*masses)
+
+
+class _Softmax(torch.autograd.Function):
+    """exp(s - l) and l, the logarithm of the sum of exp(s) [..., 1], over what is visible: with one backward for both.
+
+    A row that sees nothing has zero weights, and -inf.
+    """
+
+    @staticmethod
+    def forward(ctx, scores, visible):
+        scores = scores.masked_fill(~visible, -torch.inf)
+        logsumexp = scores.logsumexp(-1, keepdim=True)
+        weights = scores.sub_(logsumexp.clamp(min=torch.finfo(scores.dtype).min)).exp_()
+        ctx.save_for_backward(weights)
+        return weights, logsumexp
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, dweights, dlogsumexp):
+        (weights,) = ctx.saved_tensors
+        dscores = weights * dweights
+        shared = dlogsumexp - dscores.sum(-1, keepdim=True)
+        return dscores.addcmul_(weights, shared), None
 
 
 def full_attention(

@@ -14,6 +14,7 @@ from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.contract import repeat_heads
 
 NOTHING = 1e-30  # mass of an empty memory or slot: more would take a share from the window
+LEAST = 1e-12  # of a weight, else zero: products of less are denormal, which CPUs multiply a hundred times slower
 SHARPNESS = 8  # of slots at their start, over the mean square of how far a key is from its centroid
 
 
@@ -92,35 +93,30 @@ class SlotMemory(nn.Module):
         """
         asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
-        weights, values = (asked - most).exp(), F.pad(leaving.values, (0, 1), value=1.0)
+        weights, values = _no_less((asked - most).exp()), F.pad(leaving.values, (0, 1), value=1.0)
         o, states = self._recall(linear_attention, weights, self._slots_of(leaving), values, leaving, context)
         mass = o[..., -1:].to(most.dtype).clamp(min=NOTHING)
         return (o[..., :-1] / mass).to(values.dtype), (most + mass.log())[..., 0], states
 
     def _slots_of(self, leaving: Leaving) -> Tensor:
         """How much of each slot a key is in, [B, T, H, slots] float32."""
-        return torch.where(leaving.exists[..., None, None], self.k_slots(leaving.keys).softmax(-1), 0)
+        return torch.where(leaving.exists[..., None, None], _no_less(self.k_slots(leaving.keys).softmax(-1)), 0)
 
     def _recall(self, op, q, slots, v, leaving: Leaving, context: Context) -> tuple[Tensor, States]:
-        """Each group of query heads reads one state, and one is kept."""
-        G, past = q.shape[2] // v.shape[2], context.states.get("slot_values")
-        if past is not None and G > 1:
-            past = past.repeat_interleave(G, 1)
         gates = torch.where(leaving.exists[..., None, None], leaving.gates, 0)
-        slots, v, gates = (repeat_heads(x, q.shape[2]) for x in (slots, v, gates))
         o, state = op(
             q.to(v.dtype),
             slots.to(v.dtype),
             v,
             *gates.unbind(-1),
             scale=1.0,
-            initial_state=past,
+            initial_state=context.states.get("slot_values"),
             output_final_state=True,
             in_place=True,
             cu_seqlens=context.cu_seqlens,
             backend=self.backend,
         )
-        return o, {"slot_values": state if G == 1 else state[:, ::G]}
+        return o, {"slot_values": state}
 
     @torch.no_grad()
     def start_near(self, q: Tensor, k: Tensor, rotation: Tensor) -> None:
@@ -198,7 +194,7 @@ class DeltaSlots(SlotMemory):
         counts, states = self._counts(slots, context)
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
         mass = weights.logsumexp(-1, keepdim=True)
-        o, new = self._recall(delta_rule, (weights - mass).exp(), slots, leaving.values, leaving, context)
+        o, new = self._recall(delta_rule, _no_less((weights - mass).exp()), slots, leaving.values, leaving, context)
         return o, mass[..., 0], states | new
 
     def _counts(self, slots: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -211,6 +207,11 @@ class DeltaSlots(SlotMemory):
         if context.states:
             counts = counts + context.states["slot_counts"][:, None]
         return counts, {"slot_counts": counts[:, -1]}
+
+
+def _no_less(weights: Tensor) -> Tensor:
+    """Zeros in place of the least weights."""
+    return F.threshold(weights, LEAST, 0.0)
 
 
 def centroids(points: Tensor, number: int, *, rounds: int = 8) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class Op(NamedTuple):
     without_kernels: tuple[dict, ...] = ()  # the same of forms that no kernel runs yet
     gates: tuple[str, ...] = ()  # arguments that are logarithms of the state's decay
     growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; by token, packed sequences have none
-    is_linear: bool = False  # in its state: products of 16-bit operands, kernels of all forms, in_place
+    is_linear: bool = False  # in its state: products of 16-bit operands, kernels, in_place, more query heads
     kernels: str = ""  # what names of variants of a usual size have in common; empty without kernels
 
 

@@ -58,13 +58,26 @@ def split_chunks(x: Tensor, C: int) -> Tensor:
 
 
 def head_rows(x: Tensor, HV: int) -> Tensor:
-    """[B, 1, H, D] -> [B * HV, 1, D]: the one token of each value head, from the key head that it reads."""
-    return repeat_heads(x, HV).reshape(-1, 1, x.shape[-1])
+    """[B, 1, H, D] -> [B * HV, 1, D]: the one token of each value head, from the key head that it reads.
+
+    Of queries [B, 1, HQ, D] the HQ // HV rows that read it.
+    """
+    return repeat_heads(x, HV).reshape(len(x) * HV, -1, x.shape[-1])
 
 
-def joined_chunks(o: Tensor, B: int) -> Tensor:
-    """[NC, B * H, C, V] -> [B, NC, C, H, V], a view."""
-    return o.unflatten(1, (B, -1)).movedim((0, 2), (1, 3))
+def joined_chunks(o: Tensor, B: int, C: int) -> Tensor:
+    """[NC, B * H, G * C, V] -> [B, NC, C, H * G, V], a view."""
+    return o.unflatten(2, (-1, C)).unflatten(1, (B, -1)).flatten(2, 3).movedim((0, 2), (1, 3))
+
+
+def grouped_rows(q: Tensor, k: Tensor) -> Tensor:
+    """Chunks of queries [NC, B * H * G, C, K] of keys [NC, B * H, C, K] -> [NC, B * H, G * C, K]."""
+    return q.view(*k.shape[:2], -1, q.shape[-1])
+
+
+def rows_by_head(x: Tensor, k: Tensor) -> Tensor:
+    """Rows of such queries [..., G * C, :] with keys [..., C, K] -> [..., G, C, :]."""
+    return x.unflatten(-2, (-1, k.shape[-2]))
 
 
 def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False) -> Tensor:

@@ -4,6 +4,7 @@ Dimensions, in this package and nowhere else by other letters:
 
     B   rows of the batch                   T   tokens
     H   query and key heads                 HV  value heads, a multiple of H: value head j reads key head j // (HV // H)
+    HQ  query heads where they are more than value heads: query head j reads the memory of value head j // (HQ // HV)
     K   key channels of a head              V   value channels of a head
     N   sequences: B, or the number of packed sequences
     C   tokens of a chunk                   NC  chunks of a sequence
@@ -35,7 +36,7 @@ class Dims(NamedTuple):
     N: int
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Dims:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, grouped: bool = False) -> Dims:
     """Check what all ops share and return the sizes.
 
     Args:
@@ -43,6 +44,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = No
         k: keys [B, T, H, K].
         v: values [B, T, HV, V].
         cu_seqlens: boundaries of packed sequences [N + 1], or None.
+        grouped: whether q may have HQ heads, a multiple of HV.
 
     Raises:
         ValueError: naming the argument, what was expected and what was given.
@@ -50,6 +52,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = No
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got shape {tuple(q.shape)}")
     B, T, H, K = q.shape
+    if grouped and k.ndim == v.ndim == 4 and v.shape[2] and not H % v.shape[2]:
+        H = k.shape[2]
     if not B or not T:
         raise ValueError(f"q must have at least one row and one token, got B={B} and T={T}")
     check_tensor("k", k, (B, T, H, K), like=q)
@@ -145,7 +149,11 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
 
 
 class Forms(NamedTuple):
-    """What can run an op whose state is a matrix for each head. All are the same function of the same arguments."""
+    """What can run an op whose state is a matrix for each head. All are the same function of the same arguments.
+
+    The chunk form and that of one token take HQ heads of queries, if the op does; others have each group's memory once
+    for every query head.
+    """
 
     reference: Callable
     chunk: Callable
@@ -167,14 +175,31 @@ class Forms(NamedTuple):
         scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
         refusal = "this form has none yet" if self.kernels is None else kernel_limits(q, dims)
         backend = choose_backend(backend, q, refusal)
+        if backend != "chunk" and q.shape[2] > dims.HV:
+            inputs, initial_state = _per_query(inputs, initial_state, dims.HV)
         if backend == "triton" and self.kernels is not None:
-            return self.kernels()(*inputs, initial_state, scale, cu_seqlens)
+            o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)
+            return o, _per_value(state, dims.HV)
         if backend == "chunk" and dims.T == 1 and cu_seqlens is None:
             states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
             own = may_overwrite(in_place, *states)
             return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
         op = self.reference if backend == "reference" else self.chunk
-        return per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
+        o, state = per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
+        return o, _per_value(state, dims.HV)
+
+
+def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:
+    """All inputs, and the state, with as many heads as q: each group's once for every query head."""
+    q, *others = inputs
+    G = q.shape[2] // HV
+    others = [x if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in others]
+    return [q, *others], tree_map(lambda x: x.repeat_interleave(G, 1), state)
+
+
+def _per_value(state: Any, HV: int) -> Any:
+    """The state of each group, of states that are alike in it."""
+    return tree_map(lambda x: x[:, :: x.shape[1] // HV], state)
 
 
 def triton_is_installed() -> bool:
@@ -244,8 +269,8 @@ def _widen(x, dtype: torch.dtype):
 
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:
-    """[B, T, H, ...] -> [B, T, HV, ...]: each key head once for every value head that reads it."""
-    return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
+    """[B, T, H, ...] -> [B, T, HV, ...]: each key head once for every value head; queries of HQ heads as they are."""
+    return x if x.shape[2] >= HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
 def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> list:

@@ -14,7 +14,8 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
-CALIBRATION = 4  # windows of text that a start looks at
+CALIBRATION = 4  # windows of text that a start looks at, at most
+CALIBRATION_TOKENS = 4096  # and tokens in them, or one window
 RIDGE = 0.1  # of what a channel's square is on average, in fits to so little text
 STEADY = 1e-4  # the same where hidden states of an elsewhere equal direction are to give a constant
 FARTHEST = 32  # windows behind a query, for which a memory's first queries are made
@@ -41,7 +42,8 @@ def start_near(
     """
     weights = carry_over(student, teacher)
     runs = observed or teacher
-    windows = tokens[: min(CALIBRATION, len(tokens) // length) * length].view(-1, length).to(runs.device)
+    number = min(CALIBRATION, max(1, CALIBRATION_TOKENS // length), len(tokens) // length)
+    windows = tokens[: number * length].view(-1, length).to(runs.device)
     _fill_slots(student, runs, windows)
     start_open(student, length)
     if not is_exact:
@@ -96,7 +98,8 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         input_ids: [B, T] of the text to learn on.
     """
     transfer = AttentionTransfer(student, teacher)
-    for mixer, output, target in transfer.outputs(input_ids):
+    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x or hasattr(x, "gate")}
+    for mixer, output, target in transfer.outputs(input_ids) if transfer.mixers else ():
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
         mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]

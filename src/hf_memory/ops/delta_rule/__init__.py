@@ -58,7 +58,7 @@ def delta_rule(
         S_t = (diag(e^(g_t)) + b_t a_t^T) S_{t-1} + beta_t k_t v_t^T
 
     Args:
-        q: queries [B, T, H, K].
+        q: queries [B, T, H, K], or [B, T, HQ, K] with HQ a multiple of HV: several heads that read one memory.
         k: keys [B, T, H, K].
         v: values [B, T, HV, V], HV a multiple of H.
         beta: write strength [B, T, HV], in [0, 2].
@@ -77,7 +77,7 @@ def delta_rule(
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
     Returns:
-        o [B, T, HV, V] in the dtype of q, and the final state or None.
+        o [B, T, HV, V], or with HQ heads of q [B, T, HQ, V], in the dtype of q, and the final state or None.
 
     Raises:
         ValueError: if an argument has a wrong shape, dtype or value; the message names it.
@@ -85,7 +85,7 @@ def delta_rule(
     Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692, and
     https://arxiv.org/abs/2503.14456, equation 16, for a and b.
     """
-    dims = check_inputs(q, k, v, cu_seqlens)
+    dims = check_inputs(q, k, v, cu_seqlens, grouped=True)
     check_gate("beta", beta, dims, like=q, vector=False)
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)

@@ -21,8 +21,10 @@ from torch.nn import functional as F
 from hf_memory.ops.chunks import (
     add_product,
     chunk_size,
+    grouped_rows,
     in_segments,
     joined_chunks,
+    rows_by_head,
     scalar_decays,
     split_chunks,
     unit_lower_inverse,
@@ -48,9 +50,10 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     B, _, H, _ = v.shape
     q, k, v, beta = (split_chunks(x, C) for x in (scale * q, k, v, beta))  # [NC, B * H, C, ...]
+    q = grouped_rows(q, k)
     P, A, q_in, k_in, k_out, decay = decayed(q, k, None if g is None else split_chunks(g, C))
     o, S = _Pass.apply(beta * A, P, q_in, k_in, k_out, v, beta, decay, None, S.flatten(0, 1))
-    return joined_chunks(o, B), S.unflatten(0, (B, H))
+    return joined_chunks(o, B, C), S.unflatten(0, (B, H))
 
 
 @with_bfloat16_products
@@ -77,15 +80,20 @@ def _rank_one_segment(
 ) -> tuple[Tensor, Tensor]:
     B, _, H, _ = v.shape
     q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))  # [NC, B * H, C, ...]
-    reads, writes = torch.stack([q.to(b.dtype), _one_later(a, -1)]), torch.stack([k.to(b.dtype), b])
-    found, read_in, write_out, decay = vector_decays(reads[:, None], writes[None], g)
-    (q_in, a_in), (k_out, b_out) = read_in[:, 0], write_out[0]
-    (P_k, P_b), (A_k, A_b) = found[0], _one_later(found[1])  # what q and a find of k and b
+    queries = rows_by_head(grouped_rows(q, k), k)
+    reads = torch.cat([queries.to(b.dtype), _one_later(a, -1).unsqueeze(-3)], -3)
+    writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)
+    found, read_in, write_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
+    q_in, a_in, (k_out, b_out) = read_in[..., :-1, :, :].flatten(-3, -2), read_in[..., -1, :, :], write_out.squeeze(-3)
+    P_k, P_b = found[..., :-1, :, :].flatten(-3, -2)  # what q finds of k and b
+    A_k, A_b = _one_later(found[..., -1, :, :])  # and what a finds
     a_in = torch.cat([a[..., :1, :], a_in[..., :-1, :]], dim=-2)
     P_k, P_b, A_k, q_in, a_in, k_out, b_out = (x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out))
     ones = torch.ones_like(a[..., :1])
-    o, S = _Pass.apply(-A_b, P_b, q_in, -a_in, b_out, A_k @ v, ones, decay.mT, k_out.mT @ v, S.flatten(0, 1))
-    return joined_chunks(o + P_k @ v, B), S.unflatten(0, (B, H))
+    o, S = _Pass.apply(
+        -A_b, P_b, q_in, -a_in, b_out, A_k @ v, ones, decay.squeeze(-3).mT, k_out.mT @ v, S.flatten(0, 1)
+    )
+    return joined_chunks(o + P_k @ v, B, C), S.unflatten(0, (B, H))
 
 
 def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
@@ -96,31 +104,38 @@ def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
 def decayed(q: Tensor, k: Tensor, g: Tensor | None):
     """P, A without beta, and the rows that meet the state: q and k on the way in, k on the way out, and its decay.
 
-    A is never made of rounded products: where keys are alike, its inverse makes much of them.
+    Rows of q are those of one or several heads under each other. A is never made of rounded products: where keys are
+    alike, its inverse makes much of them.
     """
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
-        return (q @ k.mT).tril(), (wide @ wide.mT).tril(-1), q, k, k.view_as(k), None
+        return rows_by_head(q @ k.mT, k).tril().flatten(-3, -2), (wide @ wide.mT).tril(-1), q, k, k.view_as(k), None
+    queries = rows_by_head(q, k)
     if g.ndim == q.ndim:
-        (P, A), (q_in, k_in), k_out, decay = vector_decays(torch.stack([q.to(wide), wide]), wide, g)
+        reads, writes = torch.cat([queries.to(wide), wide.unsqueeze(-3)], -3), wide.unsqueeze(-3)
+        found, read_in, k_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
+        (P, A), (q_in, k_in) = ((x[..., :-1, :, :], x[..., -1, :, :]) for x in (found, read_in))
+        k_out, decay = k_out.squeeze(-3), decay.squeeze(-3)
     else:
         mask, enter, leave = scalar_decays(g)
-        P, A = (q @ k.mT) * mask, (wide @ wide.mT) * mask
-        q_in, k_in, k_out, decay = enter * q, enter * k, leave * k, enter[..., -1:, :]
-    return P.to(q.dtype), A.tril(-1), *(x.to(q.dtype) for x in (q_in, k_in, k_out)), decay.mT
+        P, A = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3), (wide @ wide.mT) * mask
+        q_in, k_in, k_out, decay = enter.unsqueeze(-3) * queries, enter * k, leave * k, enter[..., -1:, :]
+    P, q_in, k_in, k_out = (x.to(q.dtype) for x in (P.flatten(-3, -2), q_in.flatten(-3, -2), k_in, k_out))
+    return P, A.tril(-1), q_in, k_in, k_out, decay.mT
 
 
 class _Pass(torch.autograd.Function):
     """X, O and S as at first in the module's docstring, and what else is written of each chunk, or None.
 
-    Tensors [NC, B * H, C, ...], S [B * H, K, V], written [NC, B * H, K, V].
+    Tensors [NC, B * H, C, ...], P and q with rows of all heads that read a state, S [B * H, K, V], written
+    [NC, B * H, K, V].
     """
 
     @staticmethod
     def forward(ctx, A, P, q, k, k_out, v, beta, decay, written, S):
         inverse = unit_lower_inverse(A)
         solve, before = (inverse * beta.mT).to(v.dtype), []
-        R, X, o = (torch.empty_like(v) for _ in range(3))
+        R, X, o = torch.empty_like(v), torch.empty_like(v), v.new_empty(*q.shape[:3], v.shape[3])
         each = zip(*(x.unbind() for x in (q, k, k_out.mT, v, P, solve, R, X, o)))
         for n, (q_n, k_n, k_out_n, v_n, P_n, solve_n, R_n, X_n, o_n) in enumerate(each):
             before.append(S_n := S.to(v.dtype))

@@ -21,12 +21,13 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference for T = 1; `in_place` writes over the initial state and returns it."""
     B, HV = v.shape[0], v.shape[2]
-    q, k, v = (head_rows(x, HV) for x in (q, k, v))  # [B * HV, 1, D]
+    q, k, v = (head_rows(x, HV) for x in (q, k, v))  # [B * HV, 1, D], q as many rows as read it
     decay = None if g is None else g.exp().reshape(B * HV, -1, 1)  # of each key channel, or of all
     S = initial_state.flatten(0, 1)
     error = torch.baddbmm(v, k if decay is None else k * decay.mT, S, alpha=-1)
     S = add_product(S, k.mT, beta.reshape(-1, 1, 1) * error, decay, in_place=in_place)
-    return scale * torch.bmm(q, S).view(B, 1, HV, -1), initial_state if in_place else S.view_as(initial_state)
+    o = scale * torch.bmm(q, S)
+    return o.view(B, 1, -1, S.shape[-1]), initial_state if in_place else S.view_as(initial_state)
 
 
 @in_float32
@@ -49,4 +50,5 @@ def diagonal_plus_rank_one(
     S = initial_state.flatten(0, 1)
     keys, values = torch.cat([b, k], 1), torch.cat([torch.bmm(a, S), v], 1)
     S = add_product(S, keys.mT, values, g.exp().reshape(B * HV, -1, 1), in_place=in_place)
-    return scale * torch.bmm(q, S).view(B, 1, HV, -1), initial_state if in_place else S.view_as(initial_state)
+    o = scale * torch.bmm(q, S)
+    return o.view(B, 1, -1, S.shape[-1]), initial_state if in_place else S.view_as(initial_state)

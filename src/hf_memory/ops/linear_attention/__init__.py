@@ -49,7 +49,8 @@ def linear_attention(
 
 
     Args:
-        q: queries [B, T, H, K], after the feature map.
+        q: queries after the feature map, [B, T, H, K], or [B, T, HQ, K] with HQ a multiple of HV: several heads that
+            read one memory.
         k: keys [B, T, H, K], after the feature map; with `normalize`, z^T q must be positive.
         v: values [B, T, HV, V], HV a multiple of H.
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
@@ -66,14 +67,14 @@ def linear_attention(
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
     Returns:
-        o [B, T, HV, V] in the dtype of q, and the final state or None.
+        o [B, T, HV, V], or with HQ heads of q [B, T, HQ, V], in the dtype of q, and the final state or None.
 
     Raises:
         ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Sources: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2312.06635, https://arxiv.org/abs/2405.21060.
     """
-    dims = check_inputs(q, k, v, cu_seqlens)
+    dims = check_inputs(q, k, v, cu_seqlens, grouped=True)
     if g is not None:
         check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from hf_memory.ops.chunks import (
     add_product,
     chunk_size,
+    grouped_rows,
     in_segments,
     joined_chunks,
+    rows_by_head,
     scalar_decays,
     split_chunks,
     vector_decays,
@@ -51,22 +53,27 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     B, _, H, _ = v.shape
     q, k, v = (split_chunks(x, C) for x in (scale * q, k, v))  # [NC, B * H, C, ...]
+    q = grouped_rows(q, k)
     A, q_in, k_out, decay = decayed(q, k, None if g is None else split_chunks(g, C))
     outputs, S = [], S.flatten(0, 1)
     decays = [None] * len(v) if decay is None else decay.unbind()
     for own, q_n, k_n, v_n, decay_n in zip((A @ v).unbind(), q_in.unbind(), k_out.mT.unbind(), v.unbind(), decays):
         outputs.append(torch.baddbmm(own, q_n, S.to(q_n.dtype)))
         S = add_product(S, k_n, v_n, decay_n)
-    return joined_chunks(torch.stack(outputs), B), S.unflatten(0, (B, H))
+    return joined_chunks(torch.stack(outputs), B, C), S.unflatten(0, (B, H))
 
 
 def decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A, the rows that meet the state (q on the way in, k on the way out), and the decay of the state."""
+    """A, the rows that meet the state (q of one or several heads on the way in, k on the way out), and its decay."""
     if g is None:
-        return (q @ k.mT).tril(), q, k, None
+        return rows_by_head(q @ k.mT, k).tril().flatten(-3, -2), q, k, None
+    queries = rows_by_head(q, k)
     if g.ndim == q.ndim:
-        A, q_in, k_out, decay = vector_decays(q, k, g)
+        A, q_in, k_out, decay = vector_decays(queries, k.unsqueeze(-3), g.unsqueeze(-3))
+        k_out, decay = k_out.squeeze(-3), decay.squeeze(-3)
     else:
         mask, enter, leave = scalar_decays(g)
-        A, q_in, k_out, decay = (q @ k.mT) * mask, enter * q, leave * k, enter[..., -1:, :]
+        A, q_in = rows_by_head(q @ k.mT, k) * mask.unsqueeze(-3), enter.unsqueeze(-3) * queries
+        k_out, decay = leave * k, enter[..., -1:, :]
+    A, q_in = A.flatten(-3, -2), q_in.flatten(-3, -2)
     return A.to(q.dtype), q_in.to(q.dtype), k_out.to(k.dtype), decay.mT

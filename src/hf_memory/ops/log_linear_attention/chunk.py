@@ -99,7 +99,7 @@ def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale:
         read = torch.maximum(_levels(past.held, q), level_between(position[n], position[n, :, :1], L)[..., None])
         outputs.append(own[n] + _wide(chunk.q, _at_levels(weights[n], read)) @ past.S.flatten(1, 2))
         past = _after(past, chunk, v[n], position[n], after[n], min(C, T - n * C), L)
-    return joined_chunks(torch.stack(outputs), B), past
+    return joined_chunks(torch.stack(outputs), B, C), past
 
 
 def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int) -> Past:
