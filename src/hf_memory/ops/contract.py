@@ -288,6 +288,12 @@ def blank(x: Tensor, mask: Tensor) -> Tensor:
     return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
 
 
+def normal_numbers(seed: int) -> Callable[..., Tensor]:
+    """A maker of float64 tensors of given shapes, for the examples of ops."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def varies(size: int) -> bool:
     """Whether a graph is exported for any such size: there a loop over it cannot be unrolled."""
     return torch.compiler.is_exporting() and isinstance(size, torch.SymInt)

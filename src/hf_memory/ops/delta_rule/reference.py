@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
 
 @in_float32
@@ -70,13 +70,9 @@ def example(
 
     `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme" (0, 1 or 2), `erase` "k" or "own".
     """
-    generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     strength = (
         2 * random(B, T, HV).sigmoid() if beta == "random" else random(B, T, HV).mul(1.5).round().abs().clamp(max=2)
     )

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from hf_memory.ops.contract import in_float32
+from hf_memory.ops.contract import in_float32, normal_numbers
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
 from hf_memory.ops.masks import seen
 
@@ -52,12 +52,9 @@ def example(
     beta_mode: str = "erase",
 ) -> dict:
     """Valid random arguments, with a state of three tokens."""
-    generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    random = normal_numbers(seed)
 
     def unit(*shape: int) -> Tensor:
         return F.normalize(random(*shape), dim=-1)

@@ -6,7 +6,7 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, keep, learned, leave, network
 
 
@@ -62,12 +62,8 @@ def example(
     width: int = 6,
 ) -> dict:
     """Valid random arguments of the op."""
-    generator = torch.Generator().manual_seed(seed)
     HV, V, wide = HV or H, V or K, torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     shapes = ((K, width), (K, width), (width, V))
     P = sum(d_in * d_out for d_in, d_out in shapes)
     open_phase = torch.arange(1, B + 1) % chunk_size

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
 EPS = 1e-6  # keeps the normaliser from zero
 
@@ -58,13 +58,9 @@ def example(
     normalize: bool = False,
 ) -> dict:
     """Valid random arguments of the op; `decay` is "none", "scalar" or "vector"."""
-    generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     feature = torch.nn.functional.softplus if normalize else (lambda x: x)
     arguments = {
         "q": feature(random(B, T, H, K)).to(dtype),

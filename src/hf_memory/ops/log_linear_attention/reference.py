@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
 
 class LogLinearState(NamedTuple):
@@ -78,13 +78,9 @@ def example(
     levels: int = 8,
 ) -> dict:
     """Valid random arguments; `decay` is "none", "scalar" or "vector", with `delta` there is a beta."""
-    generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     arguments = {
         "q": random(B, T, H, K).to(dtype),
         "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),

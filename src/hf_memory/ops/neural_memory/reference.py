@@ -9,7 +9,7 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 from hf_memory.ops.neural_memory.network import (
     NeuralMemoryState,
     Norm,
@@ -126,12 +126,8 @@ def example(
     **options,
 ) -> dict:
     """Valid random arguments of the op; `options` are passed on to it."""
-    generator = torch.Generator().manual_seed(seed)
     HV, V, wide = HV or H, V or K, torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     sizes = [K, *[expansion * K] * (depth - 1), V]
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(sizes, sizes[1:])]
     P = sum(d_in * d_out for d_in, d_out in shapes)

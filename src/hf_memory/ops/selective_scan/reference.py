@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, repeat_heads
+from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
 
 @in_float32
@@ -35,13 +35,9 @@ def example(
     seed: int = 0,
 ) -> dict:
     """Valid random arguments of the op."""
-    generator = torch.Generator().manual_seed(seed)
     HV = HV or H
     wide = torch.promote_types(dtype, torch.float32)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = normal_numbers(seed)
     arguments = {
         "q": random(B, T, H, K).to(dtype),
         "k": random(B, T, H, K).to(dtype),
