@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 CLAIMS = Path(__file__).parents[1] / "benchmarks" / "claims"
 
@@ -56,6 +57,10 @@ def test_other_seeds_have_the_rate_that_was_best(module):
         ("parity", {"model": "DeltaNet, [-1, 1]", "lr": 0.01, "seed": 0, "length": 4, "steps": 2}),
         ("recall", {"model": "softmax attention", "lr": 0.01, "seed": 0, "steps": 1}),
         ("cost", {"model": "GLA", "tokens": 32}),
+        ("groups", {"group": "S3", "model": "RWKV-7, [-1, 1], two tokens", "seed": 0, "steps": 2}),
+        ("levels", {"model": "Mamba-2, log-linear", "lr": 0.01, "seed": 0, "steps": 1}),
+        ("facts", {"model": "16,384 slots", "seed": 0, "facts": 64, "steps": 1}),
+        ("context", {"rule": "network", "memory": "TTT-Linear", "seed": 0}),
     ],
 )
 def test_a_small_setting_runs(module, name, options):
@@ -63,6 +68,16 @@ def test_a_small_setting_runs(module, name, options):
     figures = [x for x in found.values() if isinstance(x, int | float)]
     assert figures
     assert all(x >= 0 for x in figures)
+
+
+def test_a_product_is_a_sum_modulo_three_where_the_group_is_one(module):
+    groups = module("groups")
+    tokens, targets = groups.products(groups.GROUPS["Z3"], 2, 8, 4, torch.Generator().manual_seed(0), last=5)
+    elements = tokens[:, ::2]
+    assert tokens[:, 1::2].equal(elements + 3)
+    assert targets[:, 7::2].equal((elements.cumsum(1) % 3)[:, 3:])
+    assert (targets[:, :7] == -100).all()
+    assert (targets[:, ::2] == -100).all()
 
 
 def test_the_page_says_what_the_results_say(module):

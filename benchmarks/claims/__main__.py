@@ -8,10 +8,14 @@ python benchmarks/claims --page          # nothing but pictures and page, from w
 import sys
 
 import ablation
+import context
 import cost
+import facts
 import forgetting
+import groups
 import interference
 import length
+import levels
 import parity
 import recall
 import swaps
@@ -20,7 +24,20 @@ from page import texts
 
 CLAIMS = {
     module.CLAIM.name: module.CLAIM
-    for module in (interference, forgetting, cost, parity, recall, swaps, length, ablation)
+    for module in (
+        interference,
+        forgetting,
+        cost,
+        parity,
+        groups,
+        recall,
+        levels,
+        context,
+        facts,
+        swaps,
+        length,
+        ablation,
+    )
 }
 
 

@@ -31,11 +31,12 @@ MODELS = {
     "Titans, linear": ("hf_memory_titans", {"variant": "lmm", "memory_depth": 1}),
     "Titans": ("hf_memory_titans", {"variant": "lmm"}),
 }
+ONLY_HERE = {"RWKV-7": ("hf_memory_rwkv7", {})}  # and not in the claim about costs
 
 
 def make(name: str, sizes: dict, **options) -> PreTrainedModel:
-    """A model of `MODELS` at these sizes; Mamba-2's own has no feed-forward layers, and twice the width inside."""
-    model_type, own = MODELS[name]
+    """A model by its name at these sizes; Mamba-2's own has no feed-forward layers, and twice the width inside."""
+    model_type, own = {**MODELS, **ONLY_HERE}[name]
     if model_type == "mamba2":
         sizes = {key: value for key, value in sizes.items() if key in SIZES_OF_MAMBA}
         sizes["num_heads"] = 2 * sizes["hidden_size"] // own["head_dim"]

@@ -16,13 +16,14 @@ Small models on one CPU core, every figure over several seeds. `make claims` run
 
 
 def texts(claims: Iterable[Claim]) -> dict[Path, str]:
-    """Both files, from what is finished."""
+    """Both files, from what is finished; README has those claims alone that have a verdict."""
     found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
     summary = [summary_row(claim, rows) for claim, rows in found]
     here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
     page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
     readme, between = ROOT / "README.md", re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    table = between.sub(lambda found: f"{found[1]}\n{markdown(summary)}\n{found[2]}", readme.read_text())
+    shown = markdown([row for row in summary if row["verdict"] not in ("**not run yet**", "**under way**")])
+    table = between.sub(lambda found: f"{found[1]}\n{shown}\n{found[2]}", readme.read_text())
     return {ROOT / "docs" / "claims.md": page, readme: table}
 
 

@@ -86,11 +86,11 @@ class WithTheTokenBefore(nn.Sequential):
         return super().forward(tokens)[0]
 
 
-def questions(length: int, pairs: int, tokens: int, generator: torch.Generator):
+def questions(length: int, pairs: int, tokens: int, generator: torch.Generator, vocabulary: int = VOCABULARY):
     """Pairs, then keys with a filler after each; the value of a key is its target. Rows of so many tokens in all."""
-    rows, half, rest = tokens // length, VOCABULARY // 2, length - 2 * pairs
+    rows, half, rest = tokens // length, vocabulary // 2, length - 2 * pairs
     keys = 1 + torch.rand(rows, half - 1, generator=generator).argsort(1)[:, :pairs]
-    values = torch.randint(half, VOCABULARY, (rows, pairs), generator=generator)
+    values = torch.randint(half, vocabulary, (rows, pairs), generator=generator)
     asked = torch.randint(pairs, (rows, rest), generator=generator)
     asks = (torch.arange(rest) % 2 == 0).expand(rows, -1)
     row = torch.cat([torch.stack([keys, values], 2).flatten(1), keys.gather(1, asked) * asks], 1)
