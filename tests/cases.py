@@ -25,6 +25,7 @@ FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
 PAST = {"past_window": 4, "num_global_tokens": 2, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
+PAST |= {"compression_rate": 2, "compressed_length": 3}
 PATTERN = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2}
 
 
@@ -204,8 +205,9 @@ CASES = (
     Case(
         "transformer-memorizing",
         "hf_memory_transformer",
-        {**PAST, "position": "distance_aware", "past": ["memorizing", "xl"]},
+        {**PAST, "position": "distance_aware", "past": ["memorizing", "compressive"]},
     ),
+    Case("transformer-segments", "hf_memory_transformer", {**PAST, "past": "xl"}),
     Case(
         "transformer-universal",
         "hf_memory_transformer",

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cases import CASE, make_model, random_tokens
+from hf_memory.mixers.pasts import COMPRESSIONS
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
 from hf_memory.modeling.transformer import PASTS, PATTERNS, MemoryTransformerConfig
 from hf_memory.ops.masks import random_block
@@ -63,6 +65,7 @@ def sees(pattern, h, i, j):
         "blockwise": asked == max(ask - h % 3, 0),
         "linformer": ask == asked,
         "xl": j >= 4 * ask - 5,
+        "compressive": j >= 4 * ask - 6,
         "infinite": d < 5 or j < 2,
         "memorizing": d < 5,
     }[pattern]
@@ -82,7 +85,14 @@ def remembered(mixer, h, i, q, k, v):
     return sum(weight * v[j] for weight, j in zip(weights, best))
 
 
-def dense(mixer, x, position="rope", pattern="full", past="cache"):
+def compressed(compression, block):
+    """One slot of two keys or values [2, D]."""
+    if compression.kind == "convolution":
+        return block[0] @ compression.weight[0] + block[1] @ compression.weight[1]
+    return block.mean(0) if compression.kind == "mean" else block.amax(0)
+
+
+def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
     """Attention of one row [T, hidden_size], a pair at a time."""
     T = len(x)
     q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
@@ -102,6 +112,14 @@ def dense(mixer, x, position="rope", pattern="full", past="cache"):
             queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
             if past == "infinite":
                 pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
+            if past == "compressive":
+                start, of_head = i // 4 * 4 - 6, (plain[1][:, h // 2], v[:, h // 2])
+                for end in range(max(0, start - 6), start, 2):
+                    maps = zip((mixer.compress_keys, mixer.compress_values), of_head)
+                    key, value = (compressed(f, x[end : end + 2]) for f, x in maps)
+                    key = turned(F.pad(key[None, None], (0, 0, 0, 0, end + 1, 0)))[-1, 0]
+                    pairs.append((key, value, i - end - 1))
+                queries = [q[i, h]] * len(pairs)
             scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             for (_, value, d), weight in zip(pairs, torch.stack(scores).softmax(0)):
                 if position == "relative":
@@ -116,18 +134,20 @@ def dense(mixer, x, position="rope", pattern="full", past="cache"):
 
 SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
 SIZES |= {"past_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
+SIZES |= {"compression_rate": 2, "compressed_length": 3}
 SIZES |= {"max_relative_distance": 4, "max_position_embeddings": 40, "pattern_seed": 5}
 WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
-WORDS += [{"past": word} for word in PASTS] + [{"position": "relative", "past": "infinite"}]
+WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
+WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
 
 
 @every_word
 @torch.no_grad()
 def test_attention_is_its_equation(words):
-    model = make({**SIZES, **words})
+    model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
     mixer, x = model.model.layers[0].mixer, torch.randn(1, 27, 32, dtype=torch.float64)
     angles = model.model.rotary_emb(x, torch.arange(27)[None])
     expected = dense(mixer, x[0], **words)
@@ -154,7 +174,7 @@ def test_embedded_positions_are_their_equation(word):
 @every_word
 @torch.no_grad()
 def test_no_token_sees_later_ones(words):
-    model, tokens = make({**SIZES, **words}), random_tokens(1, 27)
+    model, tokens = make(SIZES | words | ({"past_window": 6} if "compression" in words else {})), random_tokens(1, 27)
     expected = model(tokens).logits
     for t in (1, 4, 7, 13, 16, 22, 26):
         changed = tokens.clone()
@@ -174,6 +194,22 @@ def test_alibi_slopes_are_the_published_ones():
         assert alibi_slopes(heads, torch.zeros(1, dtype=torch.float64)).tolist() == pytest.approx(published(heads))
 
 
+def test_only_the_maps_learn_from_what_compression_loses():
+    model = make(SIZES | {"past": "compressive", "past_window": 4}).train()
+    mixer, losses = model.model.layers[0].mixer, []
+    for compress in (mixer.compress_keys, mixer.compress_values):
+        compress.init_own_parameters()
+    x = torch.randn(1, 10, 32, dtype=torch.float64).repeat_interleave(2, 1)  # pairs that are alike lose nothing
+    mixer(x, model.model.rotary_emb(x, torch.arange(20)[None]), own_losses=losses)
+    mixer(x[:, 1:], model.model.rotary_emb(x, torch.arange(19)[None]), own_losses=losses)
+    assert losses[0] < 1e-20 < 1e-4 < losses[1]
+    losses[1].backward()
+    assert {name for name, p in mixer.named_parameters() if p.grad is not None} == {
+        "compress_keys.weight",
+        "compress_values.weight",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -184,6 +220,8 @@ def test_alibi_slopes_are_the_published_ones():
         ({"past": "forever"}, "past"),
         ({"past": "xl", "pattern": "sliding"}, "pattern"),
         ({"memory_top_k": 0}, "memory_top_k"),
+        ({"compression": "sum"}, "compression"),
+        ({"past": "compressive", "compression_rate": 3}, "compression_rate"),
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"attention_window": 4}, "attention_window"),

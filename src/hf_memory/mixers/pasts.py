@@ -1,7 +1,10 @@
 """What a Transformer sees of a long past: the segment before, the first tokens, or a store that it searches."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
@@ -27,7 +30,7 @@ from hf_memory.mixers.window_attention import (
     present,
     take,
 )
-from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sinks, window
+from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sinks, slots_before, window
 
 
 class RowsMixer(TransformerMixer):
@@ -127,6 +130,11 @@ class SegmentMixer(RowsMixer):
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         """States: `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
+        attended, states = self.segment(hidden_states, tokens, lengths, context)
+        return attended[0], states
+
+    def segment(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[tuple[Tensor, Tensor], States]:
+        """What `softmax_and_mass` gives over the segment and what is before it, and the states."""
         L, states = self.config.segment_length, context.states
         W, seen = L + self.config.past_window - 1, states.get("seen")
         q, k, v = self.projected(hidden_states, context)
@@ -134,13 +142,135 @@ class SegmentMixer(RowsMixer):
         new = {"keys": last(kept[0], lengths, W), "values": last(kept[1], lengths, W)}
         sees = causal & segments(L, self.config.past_window)
         if not torch.is_grad_enabled():
-            return self.near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees))[0], new
+            return self.near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees)), new
         near = [x[:, W - L + 1 :] for x in kept]
         own = self.near(q, tokens, columns(tokens, seen, near[0], near[1], causal & own_block(L)))
         _, k, v = self.projected(hidden_states.detach(), context)
         past = [after(states[name].detach() if states else None, x, W) for name, x in (("keys", k), ("values", v))]
         before = self.near(q, tokens, columns(tokens, seen, past[0], past[1], sees & ~own_block(L)))
-        return joined_softmax(own, before)[0], new
+        return joined_softmax(own, before), new
+
+
+class CompressiveMixer(SegmentMixer):
+    """The same, and what is before that in a few numbers: every `compression_rate` tokens become one slot.
+
+    Of unrotated keys and of values a slot has the mean, the maximum or a learned linear map ("convolution"), and it
+    stands where its last token does. The last `compressed_length` slots are seen. As published, the loss of predictions
+    does not train the map: it learns to keep what attention to the tokens would have given.
+    https://arxiv.org/abs/1911.05507.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.compress_keys, self.compress_values = (Compression(config) for _ in range(2))
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `mix_rows`."""
+        _, heads, _, D, _ = config.attention_heads
+        sizes = {"compressed": slots_of(config), "block": config.compression_rate - 1}
+        more = {f"{kind}_{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
+        return super().state_spec(config, layer_idx) | more
+
+    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
+        """As the others'; what is lost costs something in training, where a map can learn to keep it."""
+        if own_losses is not None and self.training and self.config.compression == "convolution":
+            own_losses += self._lost(hidden_states)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def _lost(self, hidden_states: Tensor) -> list[Tensor]:
+        """The square of what attention to a segment differs by from attention to its slots, without positions.
+
+        Each segment asks for the one that becomes invisible when it begins; nothing but the maps learns from it.
+        """
+        L, T = self.config.segment_length, hidden_states.shape[1]
+        back, n = self.config.past_window // L + 1, -(-T // L)
+        if n <= back:
+            return []
+        with torch.no_grad():
+            whole = F.pad(hidden_states, (0, 0, 0, n * L - T)).unflatten(1, (n, L))
+            q, k, v = self.split_heads(*(proj(whole) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+            q, k = self.normalize_and_rotate(q, k, None)
+            q, k, v = (x.flatten(0, 1) for x in (q[:, back:], k[:, :-back], v[:, :-back]))
+        attend = partial(F.scaled_dot_product_attention, scale=self.scaling, enable_gqa=True)
+        q, k, v, slot_k, slot_v = (x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v)))
+        kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
+        return [self.config.compression_loss_weight * (kept - compressed).square().mean()]
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """States: those of a `SegmentMixer`; of the slots `compressed_keys` and `compressed_values` [B, slots, H, D],
+        among which are those that will be seen; and of the tokens that fill none yet `block_keys` and `block_values`
+        [B, compression_rate - 1, H, D], not rotated."""
+        attended, new = self.segment(hidden_states, tokens, lengths, context)
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        seen, new_slots = self._slots({"keys": k, "values": v}, tokens, lengths, context)
+        if context.positions is not None:
+            q = context.positions.turn(q) if self.rotates else q
+        parts, config, n = [], self.config, slots_of(self.config)
+        L, m, rate = config.segment_length, config.past_window, config.compression_rate
+        for i in range(0, q.shape[1], BLOCK):
+            first = max(0, (i - L + 1 - m) // rate - config.compressed_length + n)
+            end = max(1, (i + BLOCK - m) // rate + 2 + n)
+            here = slice(i, i + BLOCK)
+            parts.append(self.softmax(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
+        far = torch.cat([o for o, _ in parts], 1), torch.cat([mass for _, mass in parts], 1)
+        return joined_softmax(attended, far)[0], new | new_slots
+
+    def _slots(self, read: dict[str, Tensor], tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+        """All slots, and the states; new ones are of blocks whose last token is among the present ones."""
+        rate, n, (B, T) = self.config.compression_rate, slots_of(self.config), read["keys"].shape[:2]
+        states, new, slots = context.states, {}, {}
+        count = states.get("seen", torch.zeros(B, dtype=torch.long, device=read["keys"].device))
+        numbers = count[:, None] // rate + torch.arange(-(-(T + rate - 1) // rate), device=count.device)  # [B, U]
+        ends = (numbers + 1) * rate - 1 - count[:, None]  # among the present tokens
+        done = count_on(count, lengths, T) // rate - count // rate
+        places = (ends[..., None] + torch.arange(rate, device=count.device)).clamp(0, T + rate - 2)
+        for name, compress in (("keys", self.compress_keys), ("values", self.compress_values)):
+            x = after(states.get(f"block_{name}"), read[name].detach(), rate - 1)
+            new[f"block_{name}"] = last(x, lengths, rate - 1)
+            slots[name] = compress(take(x, places.flatten(1)).unflatten(1, (-1, rate)).flatten(0, 1))
+            slots[name] = slots[name].detach().view(B, -1, *x.shape[2:])
+        if context.positions is not None and self.rotates:
+            slots["keys"] = context.positions.gather(ends.clamp(0, T - 1)).turn(slots["keys"])
+        slots = {name: after(states.get(f"compressed_{name}"), x, n) for name, x in slots.items()}
+        new |= {f"compressed_{name}": last(x, done, n) for name, x in slots.items()}
+        before = numbers[:, :1] + torch.arange(-n, 0, device=count.device)
+        numbers = torch.cat([before, numbers.where(ends < (T if lengths is None else lengths[:, None]), -1)], 1)
+        position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
+        sees = slots_before(self.config.segment_length, self.config.past_window, self.config.compressed_length * rate)
+        return Columns(Tokens(position), slots["keys"], slots["values"], sees), new
+
+
+class Compression(nn.Module):
+    """Keys or values [B, blocks * rate, H, D] -> [B, blocks, H, D]."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.kind, self.rate = config.compression, config.compression_rate
+        if self.kind == "convolution":
+            self.weight = nn.Parameter(torch.empty(self.rate, config.head_dim, config.head_dim))
+
+    def init_own_parameters(self) -> None:
+        """The mean."""
+        if self.kind == "convolution":
+            init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight) / self.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        blocks = x.unflatten(1, (-1, self.rate))
+        if self.kind == "mean":
+            return blocks.mean(2)
+        if self.kind == "max":
+            return blocks.amax(2)
+        return torch.einsum("bnrhd,rde->bnhe", blocks, self.weight.to(x.dtype))
+
+
+COMPRESSIONS = ("mean", "max", "convolution")
+
+
+def slots_of(config) -> int:
+    """That a cache holds: those that are seen, and those that are not yet, since their tokens are."""
+    return config.compressed_length + (config.past_window + config.segment_length) // config.compression_rate
 
 
 class MemorizingMixer(RowsMixer):

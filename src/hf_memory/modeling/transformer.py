@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
-from hf_memory.mixers.pasts import InfiniteMixer, MemorizingMixer, SegmentMixer
+from hf_memory.mixers.pasts import COMPRESSIONS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
@@ -37,6 +37,7 @@ PATTERNS: dict[str, type[TransformerMixer]] = {
 PASTS: dict[str, type[TransformerMixer]] = {
     "cache": TransformerMixer,
     "xl": SegmentMixer,
+    "compressive": CompressiveMixer,
     "memorizing": MemorizingMixer,
     "infinite": InfiniteMixer,
 }
@@ -45,6 +46,8 @@ SIZES = (
     "past_window",
     "memory_size",
     "memory_top_k",
+    "compression_rate",
+    "compressed_length",
     "max_relative_distance",
     "pattern_size",
     "num_global_tokens",
@@ -85,8 +88,13 @@ class MemoryTransformerConfig(MemoryConfig):
         past (`str` or `list[str]`, defaults to `"cache"`): what of the past there is to see, in all memory layers or in
             each: a word of `PASTS`. With others than `"cache"` the pattern is `"full"`.
         past_window (`int`, defaults to 512): tokens of the window of `"memorizing"` and `"infinite"`, and tokens before
-            its segment that one sees with `"xl"`.
-        segment_length (`int`, defaults to 512): tokens of a segment, with `"xl"`.
+            its segment that one sees with `"xl"` and `"compressive"`.
+        segment_length (`int`, defaults to 512): tokens of a segment, with `"xl"` and `"compressive"`.
+        compression (`str`, defaults to `"convolution"`): how tokens become one slot with `"compressive"`: the
+            `"mean"`, the `"max"` or a learned map.
+        compression_rate (`int`, defaults to 4): tokens that become a slot.
+        compressed_length (`int`, defaults to 512): slots that are seen.
+        compression_loss_weight (`float`, defaults to 1.0): of what the map loses, in the training loss.
         memory_size (`int`, defaults to 8192): tokens of the store, with `"memorizing"`.
         memory_top_k (`int`, defaults to 32): of these, how many a head reads.
         depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
@@ -132,6 +140,10 @@ class MemoryTransformerConfig(MemoryConfig):
     past: str | list[str] = "cache"
     past_window: int = 512
     segment_length: int = 512
+    compression: str = "convolution"
+    compression_rate: int = 4
+    compressed_length: int = 512
+    compression_loss_weight: float = 1.0
     memory_size: int = 8192
     memory_top_k: int = 32
     depth: str = "fixed"
@@ -209,6 +221,15 @@ class MemoryTransformerConfig(MemoryConfig):
         if {"fixed", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
             raise ValueError(
                 f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
+            )
+
+    def validate_compression(self):
+        """Check what becomes one slot."""
+        check_word("compression", self.compression, COMPRESSIONS)
+        lengths = (self.segment_length, self.past_window) if "compressive" in self.pasts else ()
+        if any(x % self.compression_rate for x in lengths):
+            raise ValueError(
+                f"compression_rate must divide segment_length and past_window, {lengths}, got {self.compression_rate}"
             )
 
     def validate_depth(self):

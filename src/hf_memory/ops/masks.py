@@ -73,6 +73,11 @@ def segments(length: int, before: int) -> Mask:
     return Mask(lambda q, k: k >= q // length * length - before)
 
 
+def slots_before(length: int, before: int, reach: int) -> Mask:
+    """Slots whose last token is one of the `reach` that are before what `segments` sees."""
+    return Mask(lambda q, k: (k < q // length * length - before) & (k >= q // length * length - before - reach))
+
+
 def strided(stride: int) -> Mask:
     """The last `stride` tokens, and each that is a multiple of it back. https://arxiv.org/abs/1904.10509."""
     return Mask(lambda q, k: (q - k <= stride) | ((q - k) % stride == 0))
