@@ -6,7 +6,7 @@ https://arxiv.org/abs/2006.16236; every family's paper says so of its own).
 
 **Setting.** One layer of width 64 with one head; one sequence of 2,048 to 16,384 tokens, the best of three of CPU time
 for reading it and for writing its last 16 tokens one by one, and bytes of the cache. The exponent is the slope of the
-logarithms from 4,096 tokens on. Log-linear attention is not part of this package.
+logarithms from 4,096 tokens on.
 
 **Expected.** Exponents of time: 1 for memories, towards 2 for attention and DeltaFormer (projections and the
 feed-forward layer are linear); of bytes: 0 and 1.
@@ -117,7 +117,8 @@ def verdict(rows: Rows) -> tuple[str, str]:
         if off
         else (
             "reproduced",
-            f"exponents of reading: {summary}, memories {min(memories):.2f} to {max(memories):.2f}; of bytes: 1 and 0",
+            f"exponents of the time to read: {summary}, memories {min(memories):.2f} to {max(memories):.2f}; "
+            "exponents of bytes: 1 and 0",
         )
     )
 

@@ -124,10 +124,14 @@ def verdict(rows: Rows) -> tuple[str, str]:
     wide = {gate: max(lives[gate]) / min(lives[gate]) for gate in GATES[3:]}
     off += [f"{gate}: the longest half life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
     plain, (newest, *_, oldest) = recall(rows, "additive", None)[0], recall(rows, "additive", 64)
-    summary = f"with a half life of 64 pairs {newest:.2f} of the newest 32 of 256 are known, {oldest:.2f} of the oldest"
+    summary = (
+        f"recall of the newest 32 and the oldest 32 of 256 pairs: {newest:.2f} and {oldest:.2f} with a half life of 64"
+    )
     if not oldest < 0.2 < plain < newest:
         off.append(summary)
-    return ("differently", "; ".join(off)) if off else ("reproduced", f"{summary}, without a gate {plain:.2f} of any")
+    return (
+        ("differently", "; ".join(off)) if off else ("reproduced", f"{summary}, about {plain:.2f} of all without decay")
+    )
 
 
 def near(tokens: int) -> range:

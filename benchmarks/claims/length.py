@@ -1,13 +1,13 @@
 """Trained at 256 bytes, read at 8,192.
 
-**Claim.** A recurrent memory without positions goes on past the length it was trained at; attention with rotary
-positions does not (Press et al., https://arxiv.org/abs/2108.12409), and without positions it does so a little longer
-(Kazemnejad et al., https://arxiv.org/abs/2305.19466).
+**Claim.** A recurrent memory without positions works beyond the length at which it was trained. Attention with rotary
+positions does not (Press et al., https://arxiv.org/abs/2108.12409), and attention without positions does for a somewhat
+longer text (Kazemnejad et al., https://arxiv.org/abs/2305.19466).
 
 **Setting.** Two layers of width 64, 200 steps of 4 rows of 256 bytes of Python's language reference, learning rate
 0.005, three seeds, one for models below the first five. Then the loss on 4 held-out passages of 8,192 bytes, by
-position. Trained that shortly, models know little more than the last words, so this shows who breaks, not who makes
-use of a long text. Log-linear attention is not part of this package.
+position. After such short training, models use little more than the last words, so this shows which of them fail at
+long texts, not which of them make use of a long text.
 
 **Expected.** For memories the loss beyond 256 stays at or below that of the last trained positions; for attention with
 rotary positions it rises; without it rises less.

@@ -7,11 +7,11 @@ from pathlib import Path
 from claim import RESULTS, Claim, Rows
 
 ROOT = Path(__file__).parents[2]
-HEAD = """# What each memory can do, and whether it does what its paper claims
+HEAD = """# Claims: does each memory do what its paper says?
 
-Small models on one CPU core, every figure over several seeds. `make claims` runs all and goes on where it was stopped;
-`python benchmarks/claims NAME` runs one. Texts, tables and verdicts are written by the program from its results
-(`benchmarks/results/claims/`), so this page is not edited by hand.
+Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
+was stopped; `python benchmarks/claims NAME` runs one. This page is written by the program from its results
+(`benchmarks/results/claims/`) and not edited by hand.
 """
 
 
@@ -33,7 +33,7 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
         return "not run yet", f"about {claim.minutes:g} minutes of one core"
     pending = claim.pending(rows)
     if pending and (not claim.decisive or any(what.get("model") in claim.decisive for what in pending)):
-        return "under way", f"{len(rows)} runs are finished, at least {len(pending)} are left"
+        return "in progress", f"{len(rows)} runs are finished, at least {len(pending)} are left"
     if pending:
         verdict, why = claim.verdict(rows)
         return f"{verdict} so far", f"{why}; at least {len(pending)} runs of other models are left"
@@ -43,7 +43,11 @@ def judged(claim: Claim, rows: Rows) -> tuple[str, str]:
 def summary_row(claim: Claim, rows: Rows) -> dict:
     """A claim in one line."""
     verdict, why = judged(claim, rows)
-    return {"claim": f"[{claim.title}](docs/claims.md#{anchor(claim.title)})", "verdict": f"**{verdict}**", "": why}
+    return {
+        "claim": f"[{claim.title}](docs/claims.md#{anchor(claim.title)})",
+        "verdict": f"**{verdict}**",
+        "figures": why,
+    }
 
 
 def anchor(title: str) -> str:
