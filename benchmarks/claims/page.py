@@ -22,7 +22,7 @@ def texts(claims: Iterable[Claim]) -> dict[Path, str]:
     here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
     page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
     readme, between = ROOT / "README.md", re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    shown = markdown([row for row in summary if row["verdict"] not in ("**not run yet**", "**under way**")])
+    shown = markdown([row for row in summary if row["verdict"] not in ("**not run yet**", "**in progress**")])
     table = between.sub(lambda found: f"{found[1]}\n{shown}\n{found[2]}", readme.read_text())
     return {ROOT / "docs" / "claims.md": page, readme: table}
 
