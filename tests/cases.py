@@ -207,6 +207,11 @@ CASES = (
         "hf_memory_transformer",
         {**PAST, "position": "distance_aware", "past": ["memorizing", "compressive"]},
     ),
+    Case(
+        "transformer-buckets",
+        "hf_memory_transformer",
+        {"pattern": ["routing", "reformer"], "num_key_value_heads": 4, "num_buckets": 4, "num_hashes": 2},
+    ),
     Case("transformer-segments", "hf_memory_transformer", {**PAST, "past": "xl"}),
     Case(
         "transformer-universal",

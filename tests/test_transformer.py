@@ -17,6 +17,8 @@ H, D = 4, 8
 
 def make(options):
     """A model in float64 whose parameters are all of size one: none starts at zero."""
+    if options.get("pattern") in ("reformer", "routing"):
+        options = options | {"num_key_value_heads": H, "num_buckets": 4, "num_hashes": 2}
     model = make_model(CASE["transformer"], **options).double()
     for x in model.parameters():
         x.data += 0.2 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel()))
@@ -92,6 +94,20 @@ def compressed(compression, block):
     return block.mean(0) if compression.kind == "mean" else block.amax(0)
 
 
+def bucket_attention(mixer, x):
+    """As `dense`, with queries as keys and itself where there is nothing else."""
+    q, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.v_proj))
+    unit, outputs = F.normalize(q, dim=-1), torch.zeros(len(x), H, D, dtype=x.dtype)
+    buckets, q, k = mixer.buckets(unit[None])[0], turned(q), turned(unit)
+    assert len(buckets.unique()) > 2
+    for h in range(H):
+        for i in range(len(x)):
+            seen = [j for j in range(i) if (buckets[i, h] == buckets[j, h]).any()] or [i]
+            weights = (k[seen, h] @ q[i, h] / math.sqrt(D)).softmax(0)
+            outputs[i, h] = weights @ v[seen, h]
+    return mixer.o_proj(outputs.flatten(1))
+
+
 def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
     """Attention of one row [T, hidden_size], a pair at a time."""
     T = len(x)
@@ -150,7 +166,8 @@ def test_attention_is_its_equation(words):
     model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
     mixer, x = model.model.layers[0].mixer, torch.randn(1, 27, 32, dtype=torch.float64)
     angles = model.model.rotary_emb(x, torch.arange(27)[None])
-    expected = dense(mixer, x[0], **words)
+    in_buckets = words.get("pattern") in ("reformer", "routing")
+    expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
     rounding = 1e-10 if "position" in words and words["position"] != "rope" else 1e-5  # angles are made in float32
     torch.testing.assert_close(mixer(x, angles)[0][0], expected, rtol=rounding, atol=rounding)
 
@@ -222,6 +239,9 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"memory_top_k": 0}, "memory_top_k"),
         ({"compression": "sum"}, "compression"),
         ({"past": "compressive", "compression_rate": 3}, "compression_rate"),
+        ({"pattern": "reformer", "num_buckets": 3}, "num_buckets"),
+        ({"pattern": "routing", "position": "alibi"}, "position"),
+        ({"pattern": "routing", "num_key_value_heads": 4}, "num_key_value_heads"),
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"attention_window": 4}, "attention_window"),

@@ -53,9 +53,9 @@ SPARSE: dict[str, Callable[..., Pattern]] = {
 
 
 def pattern_of(config, layer_idx: int) -> Any:
-    """That of a layer; None where it sees everything."""
+    """That of a layer; None where it sees everything, or what tokens say decides."""
     name = config.patterns[layer_idx]
     if name == "adaptive_span":
         reach = config.span_limits[layer_idx] if config.span_limits else config.max_span + config.span_ramp
         return Pattern(window(reach), reach)
-    return (LOCAL | SPARSE)[name](config) if name != "full" else None
+    return (LOCAL | SPARSE)[name](config) if name in LOCAL | SPARSE else None

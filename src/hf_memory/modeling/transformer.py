@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
+from hf_memory.mixers.buckets import ReformerMixer, RoutingMixer
 from hf_memory.mixers.pasts import COMPRESSIONS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
@@ -33,6 +34,8 @@ PATTERNS: dict[str, type[TransformerMixer]] = {
     "fixed": FixedMixer,
     "bigbird": BigBirdMixer,
     "linformer": LinformerMixer,
+    "reformer": ReformerMixer,
+    "routing": RoutingMixer,
 }
 PASTS: dict[str, type[TransformerMixer]] = {
     "cache": TransformerMixer,
@@ -47,6 +50,8 @@ SIZES = (
     "memory_size",
     "memory_top_k",
     "compression_rate",
+    "num_buckets",
+    "num_hashes",
     "compressed_length",
     "max_relative_distance",
     "pattern_size",
@@ -79,7 +84,9 @@ class MemoryTransformerConfig(MemoryConfig):
         num_random_blocks (`int`, defaults to 2): random blocks that a block sees, with `"bigbird"`.
         num_block_shifts (`int`, defaults to 2): with `"blockwise"`, how many kinds of heads there are: the first see
             their own block, the next the one before, and so on.
-        pattern_seed (`int`, defaults to 0): of what is random.
+        pattern_seed (`int`, defaults to 0): of what is random in `"bigbird"`.
+        num_buckets (`int`, defaults to 32): of `"reformer"` and `"routing"`.
+        num_hashes (`int`, defaults to 4): rounds in which tokens are put into buckets, with `"reformer"`.
         max_span (`int`, defaults to 1024): longest span that a head can learn, in tokens, with `"adaptive_span"`.
         span_ramp (`int`, defaults to 32): tokens beyond its span over which a head sees less and less.
         span_loss_weight (`float`, defaults to 2e-6): of the mean span of each layer, in tokens, in the training loss.
@@ -120,7 +127,7 @@ class MemoryTransformerConfig(MemoryConfig):
             for x in ("", "inner.")
             for name in ("keys", "values")
         },
-        **{f"layers.*.mixer.memory_{name}": "colwise" for name in ("gate", "scale")},
+        **{f"layers.*.mixer.{name}": "colwise" for name in ("memory_gate", "memory_scale", "centroids")},
     }
 
     position: str = "rope"
@@ -133,6 +140,8 @@ class MemoryTransformerConfig(MemoryConfig):
     num_random_blocks: int = 2
     num_block_shifts: int = 2
     pattern_seed: int = 0
+    num_buckets: int = 32
+    num_hashes: int = 4
     max_span: int = 1024
     span_ramp: int = 32
     span_loss_weight: float = 2e-6
@@ -175,7 +184,12 @@ class MemoryTransformerConfig(MemoryConfig):
     def attends(self, layer_idx: int, length: int) -> int | None:
         """All, where positions and depth are those of its teacher, and there are no gaps in so short a text."""
         past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
-        if self.position != "rope" or self.depth != "fixed" or (pattern and pattern.has_gaps):
+        if (
+            self.patterns[layer_idx] in ("reformer", "routing")
+            or self.position != "rope"
+            or self.depth != "fixed"
+            or (pattern and pattern.has_gaps)
+        ):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # which starts with the longest spans, and a ramp beyond them
             return length if length <= self.max_span + 1 else None
@@ -222,6 +236,21 @@ class MemoryTransformerConfig(MemoryConfig):
             raise ValueError(
                 f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
             )
+
+    def validate_buckets(self):
+        """Check what attention in buckets cannot have."""
+        if not {"reformer", "routing"} & {*self.patterns}:
+            return
+        only: dict = {"num_key_value_heads": self.num_attention_heads, "use_qk_norm": False}
+        for name, value in (only | {"attn_logit_softcapping": None}).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {value} with buckets, whose keys are queries, got {getattr(self, name)}"
+                )
+        if self.position in RELATIONS:
+            raise ValueError(f"position must be rotary, embedded or none with buckets, got {self.position!r}")
+        if self.num_buckets % 2:
+            raise ValueError(f"num_buckets must be even, got {self.num_buckets}")
 
     def validate_compression(self):
         """Check what becomes one slot."""
