@@ -173,14 +173,14 @@ def run_demo(
     say: Callable[[str], None] = print,
     **options,
 ) -> Demo:
-    """Train a teacher, convert it, train it on as a control, and compare the three on text that none has seen.
+    """Train a teacher, convert it, train it further as a control, and compare the three on held-out text.
 
     Args:
         to: the student's family.
         settings: sizes and schedules.
-        run: who hears of it.
-        say: is told what happens between them.
-        **options: of the student's config, such as `gate`.
+        run: progress reports and options of the Trainer.
+        say: is called with a line of text about each step.
+        **options: fields of the student's config, such as `gate`.
     """
     corpus = make_corpus(settings.vocab_size, sections())
     tokens, held_out = corpus.training, corpus.held_out

@@ -1,10 +1,10 @@
-"""How far long work is: what it tells whoever wants to know."""
+"""Progress reports of long work."""
 
 from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """A sign of life."""
+    """A progress report."""
 
     task: str
     done: int
@@ -14,4 +14,4 @@ class Progress(NamedTuple):
 
 
 def silent(progress: Progress) -> None:
-    """Report to nobody."""
+    """Ignore progress reports."""

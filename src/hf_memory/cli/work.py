@@ -1,4 +1,4 @@
-"""What convert, fine-tune and demo have in common: they see that all fits, read a text, compare and write models."""
+"""What convert, fine-tune and demo share: checking arguments, reading a text, comparing and writing models."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ MAXIMUM = 2**18  # tokens to compare models on, however long a text is
 
 
 class Job(NamedTuple):
-    """A plan that fits, and all that it needs but a model."""
+    """A checked plan, and all that it needs except the model."""
 
     plan: Plan
     run: Run
@@ -40,13 +40,13 @@ class Job(NamedTuple):
     measure_tokens: int  # of them, that each reads for it
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
-        """How good a model is, beside a teacher if there is one."""
+        """Measure a model, and compare it with a teacher if there is one."""
         most, report = self.measure_tokens, self.run.report
         return measure(name, model, self.held_out, teacher, max_tokens=most, report=report)
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
-    """See that a command can do what its flags say, and read its text."""
+    """Check that a command can do what its flags say, and read its text."""
     given = context.params
     training = read_pairs(given["arguments"])
     run = Run(given["checkpoints"], given.get("teacher_logits"), report=report, training=training)
@@ -71,7 +71,7 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
 
 
 def _written(source: str, context: typer.Context, model: str, tokenizer, report: Callable[[Progress], None]) -> str:
-    """A source of text; the file of what the teacher has written if that is asked for, beside the output."""
+    """A source of text; for teacher:... the file of generated text beside the output."""
     asked = parse_source(source)
     if asked is None:
         return source
@@ -89,14 +89,14 @@ def _written(source: str, context: typer.Context, model: str, tokenizer, report:
 
 
 def save(context: typer.Context, job: Job, model: PreTrainedModel, flags: Mapping[str, Any]) -> None:
-    """Write a new model with the file that repeats it, before it is measured, which may take long; see `finish`."""
+    """Write a new model and its run file before it is measured, which may take long; see `finish`."""
     with _result(context.params["output"], context.params["overwrite"], job.run.checkpoints) as folder:
         conversion.write_model(folder, model, job.tokenizer)
         write_flags(folder / RUN, context.command.params, context.params | dict(flags))
 
 
 def show(output: Path, results: conversion.Results) -> None:
-    """What is known of a result, and how to use it."""
+    """Print the results, and how to use the model."""
     print_results(results)
     console.print(how_to_load(output), soft_wrap=True)
 
@@ -109,14 +109,14 @@ def finish(
     *,
     adapter: Path | None = None,
 ) -> None:
-    """Write a result with the file that repeats it, and show it.
+    """Write a model with its results and its run file, and print the results.
 
     Args:
         context: the command's context.
-        job: what it did.
-        model: the new one.
-        results: what is known of it.
-        adapter: folder of low-rank updates, to be copied.
+        job: the job of the command.
+        model: the new model.
+        results: its results.
+        adapter: folder of LoRA weights, to be copied.
     """
     output = context.params["output"]
     with _result(output, context.params["overwrite"], job.run.checkpoints) as folder:
@@ -155,7 +155,7 @@ def device() -> str:
 
 
 def split(tokens: Tensor) -> list[Tensor]:
-    """Text to learn on, and the last tenth or what is enough, to compare models on."""
+    """The training text, and the held-out text: the last tenth, or less if that is enough."""
     if len(tokens) < MINIMUM:
         raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
     held_out = min(len(tokens) // 10, MAXIMUM)
@@ -163,7 +163,7 @@ def split(tokens: Tensor) -> list[Tensor]:
 
 
 def print_plan(plan: Plan) -> None:
-    """What would be done."""
+    """Print the plan."""
     rows = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=False, title="plan")
     for row in conversion.plan_rows(plan):
         rows.add_row(*row)
@@ -171,7 +171,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_results(results: conversion.Results) -> None:
-    """The models in one table."""
+    """Print the results of all models in one table."""
     title = f"on held-out text; cache after {results.rows[0].costs[-1].context} tokens"
     rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for row in table(results):
@@ -180,7 +180,7 @@ def print_results(results: conversion.Results) -> None:
 
 
 def how_to_load(folder: Path) -> str:
-    """What to type next."""
+    """How to load and use the model, as text."""
     return f"""
 Wrote {folder}. To use it:
 

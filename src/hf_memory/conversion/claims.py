@@ -1,4 +1,4 @@
-"""Work that belongs to one run: checkpoints and saved logits, written whole, in folders that say whose they are."""
+"""Folders of checkpoints and saved logits, with a file that says to which run they belong."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ SAMPLES = 64  # numbers of each weight that tell models apart
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint in a folder; those that a kill left half written are removed."""
+    """The newest complete checkpoint in a folder; incomplete ones of a killed run are removed."""
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))):
         if _is_whole(Path(last)):
             return last
@@ -28,15 +28,15 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def claim(folder: Path, description: dict[str, Any]) -> None:
-    """Write down what the work in a folder belongs to, or see that it is the same as before.
+    """Record to which run a folder belongs, or check that it belongs to the same run as before.
 
     Args:
-        folder: for checkpoints or saved logits; made if it does not exist.
-        description: describes the run, by the names of its arguments, models and tokens among them. It is replaced
-            while there is no work.
+        folder: folder for checkpoints or saved logits; created if it does not exist.
+        description: the arguments of the run by name, including models and tokens. An earlier record is replaced if the
+            folder has no checkpoints or logits yet.
 
     Raises:
-        ValueError: if the folder has work of a run with other arguments, or of nobody knows whom.
+        ValueError: if the folder has checkpoints or logits of a run with other arguments, or of an unknown run.
     """
     check_claimable(folder)
     file, described = folder / FINGERPRINT, describe(description)
@@ -54,23 +54,23 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
 
 
 def check_claimable(folder: Path) -> None:
-    """Raise ValueError if a folder has checkpoints or logits that no run of ours has claimed, and might delete."""
+    """Raise ValueError if a folder has checkpoints or logits of an unknown run, which this run might delete."""
     if (found := _work(folder)) and not (folder / FINGERPRINT).exists():
         raise ValueError(f"checkpoints must be in a folder of their own, got {folder}, which has a {found[0].name}")
 
 
 def describe(description: dict[str, Any]) -> dict[str, str]:
-    """The same in words that differ where the values do, also models and tokens."""
+    """A description as strings that differ if the values do; models and tokens are replaced by fingerprints."""
     return {name: _words(value) for name, value in description.items()}
 
 
 def tokens_fingerprint(tokens: Tensor) -> str:
-    """Differs where texts differ."""
+    """A fingerprint of a text."""
     return hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Differs where configs differ, or some of the numbers of each weight; the same on every device."""
+    """A fingerprint of the config and some numbers of each weight; the same on every device."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""Text that a teacher writes itself, for who has none: kept as a file, gone on with when stopped."""
+"""Training text that the teacher generates. It is kept as a file, and a call that was stopped continues it."""
 
 import hashlib
 import json
@@ -43,25 +43,26 @@ def write_text(
     seed: int = 0,
     report: Callable[[Progress], None] = silent,
 ) -> Path:
-    """Let a teacher write, by its generation config: answers by its chat template, or what follows its first token.
+    """Let a teacher generate text, sampled as its generation config says.
 
-    A teacher with a template answers the prompts in turn, or questions that it asks itself where the user's turn opens.
-    Batch n is a function of the seed and n, so that a call that was stopped writes the same text when it is repeated.
+    With a chat template the teacher answers the prompts in turn, or else questions that it generates itself in the
+    place of a user. Without a template it continues the prompts, or its first token. Batch n depends only on the seed
+    and n, so a call that was stopped gives the same text when it is repeated.
 
     Args:
-        folder: where the file is written, whose name tells teachers, prompts and seeds apart.
-        teacher: writes.
+        folder: folder of the file, whose name depends on teacher, prompts and seed.
+        teacher: the teacher.
         tokenizer: the teacher's tokenizer.
-        num_tokens: to write at least.
-        prompts: to answer, or to continue without a template.
+        num_tokens: smallest number of tokens to generate.
+        prompts: prompts to answer, or to continue without a template.
         seed: seed for the sampling.
-        report: is told how far it is.
+        report: is called with the progress.
 
     Returns:
-        The file, one text a line as JSON.
+        The file, with a text as JSON in each line.
 
     Raises:
-        OSError: if it cannot be written; what is there stays.
+        OSError: if the file cannot be written; what was written before stays.
     """
     words = describe({"teacher": teacher, "num_tokens": num_tokens, "prompts": list(prompts), "seed": seed})
     name = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:12]

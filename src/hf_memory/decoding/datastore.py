@@ -155,7 +155,7 @@ def build_datastore(
         module: the name of the module whose input is the key; default: the last layer's feed-forward network.
         index: a description for `faiss.index_factory`, such as "IVF4096,PQ64"; it needs faiss (extra `retrieval`). By
             default there is no index, and a search looks at all keys.
-        report: is told how far it is.
+        report: is called with the progress.
 
     Raises:
         ValueError: if there are too few tokens, the folder is in use, or the model has no such module.

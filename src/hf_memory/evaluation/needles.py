@@ -95,22 +95,22 @@ def hunt(
     seed: int = 0,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, Estimate]:
-    """Hide needles and ask for them; their depths are evenly spread, from the beginning of the text to its end.
+    """Hide needles in a text and ask for them; their depths are evenly spread from its beginning to its end.
 
     Args:
         model: a causal language model.
         tokenizer: the model's tokenizer.
-        tokens: [T] of a text to hide them in.
-        kind: which kind of needle.
-        length: tokens of the prompt and of what may be written, so that no more positions are needed.
-        samples: how many texts.
+        tokens: [T], a text to hide them in.
+        kind: the kind of needle.
+        length: tokens of the prompt and of the answer together.
+        samples: number of texts.
         seed: seed for keys, numbers, and the parts of the text.
-        progress: is told of tokens read.
+        progress: is called with the number of tokens of each batch.
 
     Returns:
-        found: how often the number is in what the model writes; digits right: how often its most likely token is the
-        next of the number if it has read those before, of the tokens that have digits; log-probability: of these, in
-        nats a token. A small model may know the number, and write something else first.
+        found: how often the number is in the generated text; digits right: the fraction of the number's tokens that are
+        the most likely ones after the tokens before them; log-probability: of these tokens, in nats per token. A small
+        model may know the number, but generate something else first.
     """
     found = []
     for i, depth in enumerate(torch.linspace(0, 1, samples).tolist()):
@@ -158,13 +158,13 @@ def _ids(tokenizer, text: str) -> list[int]:
 
 
 def _part(tokens: Tensor, length: int, dice: random.Random) -> list[int]:
-    """So many tokens from anywhere in a text, which begins again at its end."""
+    """Some tokens from a random place of a text, continued at its beginning."""
     return tokens[(dice.randrange(len(tokens)) + torch.arange(length)) % len(tokens)].tolist()
 
 
 @torch.no_grad()
 def _look(model: PreTrainedModel, tokenizer, sample: Sample) -> tuple[float, float, float]:
-    """Whether the number is written, how much of it is right, and its log-probability."""
+    """Whether the number is generated, how much of it is right, and its log-probability."""
     answer = sample.words.answer
     read = torch.tensor([sample.prompt + answer], device=model.device)
     logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()

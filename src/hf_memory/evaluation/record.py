@@ -1,4 +1,4 @@
-"""What is found of several models on one text, in a file that grows: nothing is measured twice."""
+"""The results of several models on one text, in a file that grows, so that nothing is measured twice."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
 
     Args:
         folder: the record's folder, which need not exist.
-        settings: what figures depend on; of what JSON has.
+        settings: the settings that results depend on, as JSON types.
 
     Raises:
         ValueError: if there is a record with other settings.
@@ -37,7 +37,7 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
 
 
 def row_of(record: Record, name: str, weights: str) -> dict[str, Any]:
-    """What is found of a model so far; nothing if its weights are not what they were."""
+    """The results of a model so far; empty if its weights have changed."""
     row = record["models"].get(name)
     if row is None or row["weights"] != weights:
         row = record["models"][name] = {"weights": weights, "found": {}}
@@ -45,7 +45,7 @@ def row_of(record: Record, name: str, weights: str) -> dict[str, Any]:
 
 
 def keep(folder: Path, record: Record) -> None:
-    """Write it, whole."""
+    """Write the record; the file is replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{FILE}.{os.getpid()}"
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a model writes when it is asked: always its most likely token, whatever its generation config says."""
+"""Greedy answers of a model, whatever its generation config says."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -34,7 +34,7 @@ PROMPTS = (
 def answers(
     model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int, progress: Callable[[int], object]
 ) -> Iterator[str]:
-    """Greedy answers, through the chat template where there is one; else what follows the prompts."""
+    """Greedy answers with the chat template if there is one, else greedy continuations of the prompts."""
     for prompt in prompts:
         yield greedy(model, tokenizer, _asked(tokenizer, prompt), new_tokens)
         progress(new_tokens)
@@ -50,7 +50,7 @@ def greedy(model: PreTrainedModel, tokenizer, prompt: Tensor, new_tokens: int) -
 
 
 def words_alike(text: str, other: str) -> int:
-    """How many words two texts begin with alike."""
+    """The number of words at the beginning of two texts that are the same."""
     words, others = text.split(), other.split()
     same = [word == other for word, other in zip(words, others)]
     return [*same, False].index(False)
