@@ -136,12 +136,12 @@ def table(rows: Rows) -> Rows:
 
 def draw(rows: Rows, figure) -> None:
     """A point a seed at the longer length."""
-    figure.set_size_inches(11, 3.6)
-    for axes, group in zip(figure.subplots(1, len(GROUPS)), GROUPS):
+    figure.set_size_inches(11, 5)
+    for axes, group in zip(figure.subplots(2, 2).flat, GROUPS):
         longer = {model: [row["longer"] for row in runs_of(rows, group, model)] for model in MODELS}
         dots(axes, {m: x for m, x in longer.items() if x}, lambda model: COLORS[0 if model in TURNED else 1])
         axes.axvline(1 / len(GROUPS[group]), color="gray", linestyle=":")
-        axes.set(title=group, xlim=(0, 1.02), xlabel="accuracy at the end of 64")
+        axes.set(title=group, xlim=(0, 1.04), xlabel="accuracy at the end of 64")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
