@@ -42,7 +42,7 @@ def score(position, relation, h, q, k, d):
         return q @ (k + relation.keys.weight[min(d, 4)]) / math.sqrt(D)
     if position == "xl":
         angles = d * 10000.0 ** (-torch.arange(0, 32, 2, dtype=q.dtype) / 32)
-        r = relation.distance_proj[h] @ torch.cat([angles.sin(), angles.cos()])
+        r = relation.distance_proj.unflatten(0, (H, D))[h] @ torch.cat([angles.sin(), angles.cos()])
         return ((q + relation.content_bias[h]) @ k + (q + relation.distance_bias[h]) @ r) / math.sqrt(D)
     if position == "alibi":
         return s - 2.0 ** (-8 * (h + 1) / H) * d

@@ -161,7 +161,7 @@ class RoutingMixer(BucketMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.centroids = nn.Parameter(torch.empty(config.num_attention_heads, config.num_buckets, config.head_dim))
+        self.centroids = nn.Parameter(torch.empty(config.num_attention_heads * config.num_buckets, config.head_dim))
 
     def init_own_parameters(self) -> None:
         """In all directions."""
@@ -179,7 +179,8 @@ class RoutingMixer(BucketMixer):
         return self._cosines(x).argmax(-1, keepdim=True).int()
 
     def _cosines(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthd,hnd->bthn", x, unit_length(self.centroids).to(x.dtype))
+        centroids = unit_length(self.centroids).unflatten(0, (-1, self.config.num_buckets))
+        return torch.einsum("bthd,hnd->bthn", x, centroids.to(x.dtype))
 
 
 def rounds_of(config, layer_idx: int) -> int:

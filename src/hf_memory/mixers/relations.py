@@ -77,7 +77,7 @@ class TransformerXL(nn.Module):
         heads, D = config.num_attention_heads, config.head_dim
         self.content_bias = nn.Parameter(torch.empty(heads, D))
         self.distance_bias = nn.Parameter(torch.empty(heads, D))
-        self.distance_proj = nn.Parameter(torch.empty(heads, D, config.hidden_size))
+        self.distance_proj = nn.Parameter(torch.empty(heads * D, config.hidden_size))  # rows, which are divided
         self.std = config.initializer_range
 
     def init_own_parameters(self) -> None:
@@ -91,7 +91,8 @@ class TransformerXL(nn.Module):
         content = self.content_bias.to(blocks.keys.dtype).unflatten(0, (H, -1))
         of_keys = torch.einsum("bshd,hgd->bhgs", blocks.keys, content).flatten(1, 2).to(dtype)
         q = blocks.queries.to(dtype) + self.distance_bias.to(dtype)
-        sines, cosines = torch.einsum("bchd,hde->bhce", q, self.distance_proj.to(dtype)).chunk(2, -1)
+        proj = self.distance_proj.unflatten(0, (-1, q.shape[-1]))
+        sines, cosines = torch.einsum("bchd,hde->bhce", q, proj.to(dtype)).chunk(2, -1)
         E = 2 * sines.shape[-1]
         (sin_i, cos_i), (sin_j, cos_j) = (sinusoids(x, E, dtype) for x in (blocks.asking, blocks.asked))
         sin_i, cos_i = sin_i[:, None], cos_i[:, None]

@@ -118,6 +118,7 @@ class MemoryTransformerConfig(MemoryConfig):
     mixers = {**MemoryConfig.mixers, "memory": TransformerMixer}
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
+        "layers.*.mixer": "local_params",
         "layers.*.mixer.relation": "local_params",
         "layers.*.mixer.relation.inner": "local_params",
         "layers.*.mixer.relation.span": "colwise",
