@@ -361,7 +361,7 @@ def test_a_cancelled_request_keeps_what_it_has_read(case):
 
 
 NOTHING = [
-    (([],), "input_ids must hold at least one token"),
+    (([],), "input_ids must have at least one token"),
     ((torch.ones(2, 3, dtype=torch.long),), r"input_ids must be integers \[T\] of one text, got torch.int64 \[2, 3\]"),
     (([0.5],), "input_ids must be integers"),
     (([3], 0), "max_new_tokens must be an integer of at least 1, got 0"),

@@ -12,6 +12,9 @@ shows which of them fail at long texts, not which of them make use of a long tex
 
 **Expected.** For memories a byte far from the start costs no more than after 128 bytes; with attention and rotary
 positions it costs more; without positions a little more.
+
+**Where it falls short.** Memories without decay lose as attention without positions does: they hold more and more, and
+so leave what they were trained on. With decay, distance costs nothing.
 """
 
 from functools import partial
@@ -123,7 +126,7 @@ def draw(rows: Rows, figure) -> None:
     axes.axvline(LENGTH, color="gray", linestyle=":")
     plain_ticks(axes, EDGES[1:])
     axes.set(xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length")
-    axes.set(ylabel="nats a byte more than for the same bytes near a start")
+    axes.set(ylabel="nats a byte more than near a start")
     figure.legend(loc="outside right center")
 
 
