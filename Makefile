@@ -37,7 +37,7 @@ docs: $(INSTALLED_DOCS)  ## the documentation as a site, in site/; a broken link
 
 bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/ops.py
-	$(BIN)/python benchmarks/titans.py speed
+	$(BIN)/python benchmarks/titans.py
 	$(BIN)/python benchmarks/deltaformer_memory.py
 	$(BIN)/python benchmarks/log_linear.py
 	$(BIN)/python benchmarks/decode.py

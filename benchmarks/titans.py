@@ -1,38 +1,22 @@
-"""Titans on the CPU: the dual form against forms with weights for every token, and training of all variants.
+"""Titans on the CPU: the dual form against forms with weights for every token.
 
-    python benchmarks/titans.py speed          # seconds
-    python benchmarks/titans.py training       # 200 steps of 4096 tokens of each variant; resumes
+    python benchmarks/titans.py                # seconds
 
-Writes benchmarks/results/titans_{speed,training}.json.
+Writes benchmarks/results/titans_speed.json. What its parts are worth is a claim (benchmarks/claims/ablation.py).
 """
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-import hf_memory
-from hf_memory.demo import sections
 from hf_memory.ops import neural_memory
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = {"B": 1, "T": 1024, "H": 8, "D": 64, "hidden": 128, "chunk_size": 16}
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-VARIANTS = {
-    f"{variant}, depth {depth}": {"variant": variant, "memory_depth": depth}
-    for depth in (2, 1)
-    for variant in ("lmm", "mac", "mag", "mal")
-}
 
 
 def per_token_weights(q, k, v, lr, momentum, decay, weights, b, weights_of):
@@ -119,48 +103,6 @@ def speed() -> None:
     (RESULTS / "titans_speed.json").write_text(json.dumps({**SHAPE, **machine, **results}, indent=1))
 
 
-def losses_of(options: dict, steps: int, length: int) -> list[float]:
-    """Train a small byte model on the language reference, one text of `length` bytes a step."""
-    torch.manual_seed(0)
-    model = hf_memory.TitansForCausalLM(hf_memory.TitansConfig(**SIZES, **options))
-    text = torch.tensor(list("".join(sections()).encode()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    generator, losses = torch.Generator().manual_seed(0), []
-    for _ in range(steps):
-        start = int(torch.randint(len(text) - length, (1,), generator=generator))
-        tokens = text[None, start : start + length]
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def training(steps: int = 200, length: int = 4096) -> None:
-    """All variants; every loss must be finite."""
-    file = RESULTS / "titans_training.json"
-    rows = json.loads(file.read_text())["rows"] if file.exists() else {}
-    for name, options in VARIANTS.items():
-        if name not in rows:
-            start = time.perf_counter()
-            losses = losses_of(options, steps, length)
-            rows[name] = {
-                "finite": all(map(torch.isfinite, torch.tensor(losses))),
-                "first": losses[0],
-                "last_20": statistics.mean(losses[-20:]),
-                "seconds_a_step": (time.perf_counter() - start) / steps,
-            }
-            file.write_text(json.dumps({"steps": steps, "length": length, **SIZES, "rows": rows}, indent=1))
-        print(f"{name:14} " + "  ".join(f"{key} {value:.3f}" for key, value in rows[name].items()), flush=True)
-
-
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
-    if sys.argv[1:] == ["speed"]:
-        speed()
-    elif sys.argv[1:] == ["training"]:
-        training()
-    else:
-        sys.exit(__doc__)
+    speed()
