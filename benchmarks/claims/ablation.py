@@ -14,7 +14,8 @@ are taken seed by seed.
 
 **Where it falls short.** Convolutions are worth a lot, the other parts nothing that can be seen in so short a text and
 training, and attention that starts beside the memory costs more than it brings. With three matrices and in MAL some
-seeds diverge at this learning rate; why was not found out. Means are of seeds that did not.
+seeds diverge at this learning rate: the memory's own steps grow within a text until they overflow. Means are of seeds
+that did not.
 """
 
 from functools import partial
