@@ -21,15 +21,15 @@ gradients. No other rate was tried.
 
 from functools import partial
 from random import Random
-from statistics import mean
 
 import torch
 
-from claim import Claim, Rows, best_runs, spread
+from claim import Claim, Rows, best_runs
 from learning import accuracy, in_turn, learn, make
 from pictures import COLORS, curve, plain_ticks
-from recall import MEMORY, SIZES, WithTheTokenBefore, questions
+from recall import MEMORY, SIZES, WithTheTokenBefore, by_pairs, questions, table
 
+DECISIVE = 32  # pairs whose accuracy is that of a run
 KEY_SIZE, VOCABULARY, RATE, SEEDS, STEPS, TOKENS, LENGTH = 16, 128, 1e-2, 3, 400, 2048, 128
 SHORT, LONG, ASKED = ((32, 4), (64, 8)), ((128, 16), (128, 32)), (4, 8, 16, 32, 48)
 BASES = {"DeltaNet": {}, "Mamba-2": {"linear_value_head_dim": 16}}
@@ -60,25 +60,7 @@ def measure(*, model: str, lr: float, seed: int, steps: int) -> dict:
     found = learn(learner, in_turn(kinds(steps, seed)), lr=lr, steps=steps, rows=TOKENS, seed=seed, solved=2)
     ask = partial(questions, LENGTH, vocabulary=VOCABULARY)
     asked = [accuracy(learner, partial(ask, pairs), rows=64 * LENGTH) for pairs in ASKED]
-    return found | {"asked": asked, "accuracy": asked[ASKED.index(32)]}
-
-
-def by_pairs(runs: Rows) -> dict[int, float]:
-    """Means over seeds."""
-    return {n: mean(values) for n, values in zip(ASKED, zip(*(row["asked"] for row in runs)))}
-
-
-def table(rows: Rows) -> Rows:
-    """Accuracy by model."""
-    return [
-        {
-            "model": model,
-            **{f"{n} pairs": spread(runs, "accuracy") if n == 32 else f"{x:.2f}" for n, x in by_pairs(runs).items()},
-            "rate": runs[0]["lr"],
-            "seeds": len(runs),
-        }
-        for model, runs in best_runs(rows).items()
-    ]
+    return found | {"asked": asked, "accuracy": asked[ASKED.index(DECISIVE)]}
 
 
 def draw(rows: Rows, figure) -> None:
@@ -95,7 +77,7 @@ def draw(rows: Rows, figure) -> None:
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Which base gains by levels."""
-    found = {model: by_pairs(runs) for model, runs in best_runs(rows).items()}
+    found = {model: by_pairs(runs, ASKED) for model, runs in best_runs(rows).items()}
     gains = {base: {n: found[base + WITH][n] - found[base][n] for n in ASKED if n >= 16} for base in BASES}
     said = "gain by levels: " + "; ".join(
         f"{base} " + ", ".join(f"{x:+.2f} of {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
@@ -104,4 +86,6 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return ("reproduced" if all(better) else "differently" if any(better) else "not reproduced"), said
 
 
-CLAIM = Claim("levels", "Levels", __doc__, 4, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "levels", "Levels", __doc__, 4, plan, measure, partial(table, asked=ASKED, decisive=DECISIVE), draw, verdict
+)

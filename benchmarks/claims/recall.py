@@ -130,17 +130,21 @@ def measure(*, model: str, lr: float, seed: int, steps: int) -> dict:
     return found | {"asked": asked, "accuracy": asked[ASKED.index(16)]}
 
 
-def by_pairs(runs: Rows) -> dict[int, float]:
+def by_pairs(runs: Rows, asked: tuple[int, ...] = ASKED) -> dict[int, float]:
     """Means over seeds."""
-    return {n: mean(values) for n, values in zip(ASKED, zip(*(row["asked"] for row in runs)))}
+    return {n: mean(values) for n, values in zip(asked, zip(*(row["asked"] for row in runs)))}
 
 
-def table(rows: Rows) -> Rows:
-    """Accuracy by model."""
+def table(rows: Rows, asked: tuple[int, ...] = ASKED, decisive: int = 16) -> Rows:
+    """Accuracy by model and the number of pairs that is asked for, one of which is `accuracy` in the rows."""
+
+    def cell(runs: Rows, n: int, x: float) -> str:
+        return spread(runs, "accuracy") if n == decisive else f"{x:.2f}"
+
     return [
         {
             "model": model,
-            **{f"{n} pairs": spread(runs, "accuracy") if n == 16 else f"{x:.2f}" for n, x in by_pairs(runs).items()},
+            **{f"{n} pairs": cell(runs, n, x) for n, x in by_pairs(runs, asked).items()},
             "rate": runs[0]["lr"],
             "seeds": len(runs),
         }

@@ -20,7 +20,7 @@ from hf_memory.mixers.attention_blocks import (
     softmax_and_mass,
 )
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.transformer import TransformerMixer
+from hf_memory.mixers.transformer import TransformerMixer, grown
 from hf_memory.ops.masks import Tokens
 
 ITSELF = -5e4  # a token's score of itself: it is seen only where nothing else is
@@ -52,19 +52,15 @@ class BucketMixer(TransformerMixer):
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
         q, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
-        unit, (tokens, count) = unit_length(q), context.places(q)
-        position = tokens.position.expand(len(q), -1)
+        unit = unit_length(q)
         asked = self.buckets(unit.detach())
         q, k = self.rotate(q, unit, context.positions)
-        new = {"keys": k, "values": v, "positions": position.int(), "buckets": asked}
-        if context.states:
-            new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
-            o = self._all_pairs(q, position, asked, new)
-        elif torch.compiler.is_compiling():
-            o = self._all_pairs(q, position, asked, new)
+        tokens, states = grown(k, v, context, buckets=asked)
+        if context.states or torch.compiler.is_compiling():
+            o = self._all_pairs(q, tokens.position.expand(len(q), -1), asked, states)
         else:
-            o = self._sorted(q, context.attention_mask, new)
-        return self.o_proj(o.flatten(2)), {"count": count, **new}
+            o = self._sorted(q, context.attention_mask, states)
+        return self.o_proj(o.flatten(2)), states
 
     def _all_pairs(self, q: Tensor, position: Tensor, asked: Tensor, past: States) -> Tensor:
         """Of few queries with all tokens, a block at a time."""

@@ -9,15 +9,7 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wide
-from hf_memory.mixers.attention_blocks import (
-    BLOCK,
-    Blocks,
-    Columns,
-    joined_softmax,
-    near_blocks,
-    rows_of,
-    softmax_and_mass,
-)
+from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, joined_softmax
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer import TransformerMixer
@@ -57,15 +49,6 @@ class RowsMixer(TransformerMixer):
         """[B, T, hidden_size] of these tokens, `lengths` [B] of which are no padding or all, -> heads and states."""
         raise NotImplementedError
 
-    def softmax(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Of blocks, with this mixer's scores."""
-        return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
-
-    def near(self, q: Tensor, tokens: Tokens, seen: Columns) -> tuple[Tensor, Tensor]:
-        """Of queries in blocks that see nothing else than what is near."""
-        o, mass = self.softmax(near_blocks(q, tokens, seen, None))
-        return rows_of(o, q), rows_of(mass, q)
-
 
 class InfiniteMixer(RowsMixer):
     """Attention to the last tokens and the first ones, as if nothing had been between. https://arxiv.org/abs/2309.17453.
@@ -94,7 +77,7 @@ class InfiniteMixer(RowsMixer):
         new = {"sink_keys": first.keys, "sink_values": first.values}
         k, v = after(states.get("keys"), k, W - 1), after(states.get("values"), v, W - 1)
         new |= {"keys": last(k, lengths, W - 1), "values": last(v, lengths, W - 1)}
-        near = self.near(asking, tokens, columns(tokens, states.get("seen"), k, v, causal & window(W)))
+        near = self.softmax_near(asking, tokens, columns(tokens, states.get("seen"), k, v, causal & window(W)))
         if context.positions is not None:
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, S + W - 1, states.get("last_angles"))
             asking = torch.where((tokens.position <= S + W - 1)[..., None, None], asking, turned)
@@ -142,12 +125,12 @@ class SegmentMixer(RowsMixer):
         new = {"keys": last(kept[0], lengths, W), "values": last(kept[1], lengths, W)}
         sees = causal & segments(L, self.config.past_window)
         if not torch.is_grad_enabled():
-            return self.near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees)), new
+            return self.softmax_near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees)), new
         near = [x[:, W - L + 1 :] for x in kept]
-        own = self.near(q, tokens, columns(tokens, seen, near[0], near[1], causal & own_block(L)))
+        own = self.softmax_near(q, tokens, columns(tokens, seen, near[0], near[1], causal & own_block(L)))
         _, k, v = self.projected(hidden_states.detach(), context)
         past = [after(states[name].detach() if states else None, x, W) for name, x in (("keys", k), ("values", v))]
-        before = self.near(q, tokens, columns(tokens, seen, past[0], past[1], sees & ~own_block(L)))
+        before = self.softmax_near(q, tokens, columns(tokens, seen, past[0], past[1], sees & ~own_block(L)))
         return joined_softmax(own, before), new
 
 
@@ -315,7 +298,9 @@ class MemorizingMixer(RowsMixer):
         asking, keys = self.rotate(q, k, context.positions)
         near = [after(states.get(name), x, W - 1) for name, x in (("keys", keys), ("values", v))]
         new = {name: last(x, lengths, W - 1) for name, x in zip(("keys", "values"), near)}
-        local, _ = self.near(asking, tokens, columns(tokens, states.get("seen"), near[0], near[1], causal & window(W)))
+        local, _ = self.softmax_near(
+            asking, tokens, columns(tokens, states.get("seen"), near[0], near[1], causal & window(W))
+        )
         stored = {"memory_keys": unit_length(k).detach(), "memory_values": v.detach()}
         stored = {name: after(states.get(name), x, N) for name, x in stored.items()}
         new |= {name: last(x, lengths, N) for name, x in stored.items()}

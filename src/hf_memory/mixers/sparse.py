@@ -14,18 +14,14 @@ from hf_memory.mixers.attention_blocks import (
     Blocks,
     Columns,
     joined_softmax,
-    near_blocks,
     rows_of,
-    softmax_and_mass,
     softmax_attention,
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.patterns import pattern_of
-from hf_memory.mixers.transformer import TransformerMixer, grown
+from hf_memory.mixers.transformer import Attended, TransformerMixer, grown
 from hf_memory.mixers.window_attention import take
 from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
-
-Attended = tuple[Tensor, Tensor]  # what `softmax_and_mass` gives
 
 
 class WholePastMixer(TransformerMixer, ABC):
@@ -96,16 +92,12 @@ class GroupMixer(SparseMixer):
 
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
         """Near and far tokens in one softmax."""
-        o, mass = self.softmax(near_blocks(q, tokens, self.near(tokens, past), None))
-        return joined_softmax((rows_of(o, q), rows_of(mass, q)), self.far(q, tokens, past))[0]
+        near = self.softmax_near(q, tokens, self.near(tokens, past))
+        return joined_softmax(near, self.far(q, tokens, past))[0]
 
     @abstractmethod
     def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
         """What is far, [B, T, HQ, ...]."""
-
-    def softmax(self, blocks: Blocks) -> Attended:
-        """Of blocks, with this mixer's scores."""
-        return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
 
     def grouped(self, q: Tensor, position: Tensor, columns: Columns, groups: int) -> Attended:
         """Queries [B, groups * size] at positions, each group with its columns [B, groups * n]: [B * groups, size]."""

@@ -7,12 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.mixers.attention_blocks import Columns, full_attention
+from hf_memory.mixers.attention_blocks import (
+    Blocks,
+    Columns,
+    full_attention,
+    near_blocks,
+    rows_of,
+    softmax_and_mass,
+)
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.patterns import pattern_of
 from hf_memory.mixers.relations import RELATIONS
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.masks import Tokens, causal
+
+Attended = tuple[Tensor, Tensor]  # what `softmax_and_mass` gives
 
 
 class TransformerMixer(MemoryMixer):
@@ -55,16 +64,25 @@ class TransformerMixer(MemoryMixer):
         parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
         return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
 
+    def softmax(self, blocks: Blocks) -> Attended:
+        """Of blocks, with this mixer's scores."""
+        return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
+
+    def softmax_near(self, q: Tensor, tokens: Tokens, seen: Columns) -> Attended:
+        """Of queries [B, T, HQ, D] over what is near, see `near_blocks`, by row."""
+        o, mass = self.softmax(near_blocks(q, tokens, seen, None))
+        return rows_of(o, q), rows_of(mass, q)
+
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D]."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         return *self.normalize_and_rotate(q, k, context.positions), v
 
 
-def grown(k: Tensor, v: Tensor, context: Context) -> tuple[Tokens, States]:
-    """Which tokens the present ones are, and the states `count`, `keys`, `values` and `positions` of all."""
+def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Tokens, States]:
+    """Which tokens the present ones are, and the states `count`, `keys`, `values`, `positions` and `more` of all."""
     tokens, count = context.places(k)
-    new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
+    new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int(), **more}
     if context.states:
         new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
     return tokens, {"count": count, **new}

@@ -175,18 +175,19 @@ class Forms(NamedTuple):
         scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
         refusal = "this form has none yet" if self.kernels is None else kernel_limits(q, dims)
         backend = choose_backend(backend, q, refusal)
-        if backend != "chunk" and q.shape[2] > dims.HV:
+        is_repeated = backend != "chunk" and q.shape[2] > dims.HV
+        if is_repeated:
             inputs, initial_state = _per_query(inputs, initial_state, dims.HV)
-        if backend == "triton" and self.kernels is not None:
-            o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)
-            return o, _per_value(state, dims.HV)
         if backend == "chunk" and dims.T == 1 and cu_seqlens is None:
             states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
             own = may_overwrite(in_place, *states)
             return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
-        op = self.reference if backend == "reference" else self.chunk
-        o, state = per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
-        return o, _per_value(state, dims.HV)
+        if backend == "triton" and self.kernels is not None:
+            o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)
+        else:
+            op = self.reference if backend == "reference" else self.chunk
+            o, state = per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
+        return o, _per_value(state, dims.HV) if is_repeated else state
 
 
 def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, keep, learned, leave, network
+from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, learned, leave, network
 from hf_memory.ops.neural_memory.layout import arrange, layout_of, restore
-from hf_memory.ops.neural_memory.network import ACTIVATIONS
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, keep
 
 
 @in_float32

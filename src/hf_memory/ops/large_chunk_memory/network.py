@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.neural_memory.network import NORM_EPS, orthogonal, unpack
+from hf_memory.ops.neural_memory.network import NORM_EPS, orthogonal, pack, unpack
 
 Layers = tuple[Tensor, ...]  # W_1, W_2 and W_3 [..., d_in, d_out]
 
@@ -37,12 +36,6 @@ def _length(W: Tensor) -> Tensor:
     return (W.square().sum(-2, keepdim=True) + NORM_EPS**2).sqrt()
 
 
-def keep(condition: Tensor, layers: Layers, others: Layers) -> Layers:
-    """Layers of sequences [N, ...] for which the condition [N] holds, else the others."""
-    condition = condition.view(-1, *(1 for _ in layers[0].shape[1:]))
-    return tuple(torch.where(condition, x, y) for x, y in zip(layers, others))
-
-
 def enter(state: LargeChunkState, initial: Layers) -> tuple[Layers, Layers, Layers]:
     """Weights, momentum and open sum, each of three [N, HV, d_in, d_out]; `initial` is [HV, d_in, d_out]."""
     weights, momentum, open_sum = (unpack(x, initial) for x in state[:3])
@@ -52,9 +45,4 @@ def enter(state: LargeChunkState, initial: Layers) -> tuple[Layers, Layers, Laye
 def leave(weights: Layers, momentum: Layers, open_sum: Layers, phase: Tensor, initial: Layers) -> LargeChunkState:
     """The inverse of `enter`."""
     moved = tuple(W - I for W, I in zip(weights, initial))
-    return LargeChunkState(_packed(moved), _packed(momentum), _packed(open_sum), phase)
-
-
-def _packed(layers: Layers) -> Tensor:
-    """[N, HV, P]."""
-    return torch.cat([x.flatten(-2) for x in layers], dim=-1)
+    return LargeChunkState(pack(moved), pack(momentum), pack(open_sum), phase)

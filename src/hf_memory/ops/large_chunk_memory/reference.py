@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
-from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, keep, learned, leave, network
+from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, learned, leave, network
+from hf_memory.ops.neural_memory.network import keep
 
 
 @in_float32

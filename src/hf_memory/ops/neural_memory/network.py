@@ -166,9 +166,15 @@ def unpack(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(-1, W.shape[-2:]) for part, W in zip(parts, like))
 
 
-def pack(layers: tuple[Tensor, ...], empty: Tensor) -> Tensor:
-    """[N, H, d_in, d_out] of each layer -> [N, H, P], or `empty` [N, H, 0] if there are none."""
-    return torch.cat([x.flatten(-2) for x in layers], dim=-1) if layers else empty
+def pack(layers: tuple[Tensor, ...]) -> Tensor:
+    """[N, H, d_in, d_out] of each layer -> [N, H, P]."""
+    return torch.cat([x.flatten(-2) for x in layers], dim=-1)
+
+
+def keep(condition: Tensor, layers: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Layers [N, H, d_in, d_out] of sequences for which the condition [N, ...] holds, else the others."""
+    condition = condition.view(-1, 1, 1, 1)
+    return tuple(torch.where(condition, x, y) for x, y in zip(layers, others))
 
 
 def enter(state: NeuralMemoryState, initial: tuple[Tensor, ...]):
@@ -182,5 +188,5 @@ def leave(weights, momentum, anchor, phase: Tensor, initial: tuple[Tensor, ...])
     """The inverse of `enter`."""
     empty = weights[0].new_empty(*weights[0].shape[:2], 0)
     moved = (tuple(x - I for I, x in zip(initial, layers)) for layers in (weights, anchor))
-    weights, anchor = (pack(layers, empty) for layers in moved)
-    return NeuralMemoryState(weights, pack(momentum, empty), anchor, phase)
+    weights, anchor, momentum = (pack(x) if x else empty for x in (*moved, momentum))
+    return NeuralMemoryState(weights, momentum, anchor, phase)

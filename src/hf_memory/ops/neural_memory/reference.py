@@ -15,6 +15,7 @@ from hf_memory.ops.neural_memory.network import (
     Norm,
     Rule,
     enter,
+    keep,
     leave,
     network,
     orthogonal,
@@ -57,7 +58,7 @@ def neural_memory(
     for t in range(q.shape[1]):
         a, eta = (None if x is None else x[:, t, :, None, None].exp() for x in (decay, momentum))
         real = None if mask is None else mask[:, t, None, None, None]
-        A = _keep(phase.bool()[:, None, None, None], A, W) if A else W
+        A = keep(phase.bool(), A, W) if A else W
         limit = None if threshold is None else threshold[:, t, :, None]
         step = tuple(-g for g in _gradient(_retained(A, rule), k[:, t], v[:, t], lr[:, t], limit, rule, norm))
         if eta is not None:
@@ -69,7 +70,7 @@ def neural_memory(
         o = network(q[:, t], _retained(W, rule), rule, norm)
         outputs.append((o if real is None else o * real)[:, :, 0])
         phase = (phase + (1 if mask is None else mask[:, t])) % rule.chunk_size
-    A = () if rule.chunk_size == 1 else _keep(phase.bool()[:, None, None, None], A, W)
+    A = () if rule.chunk_size == 1 else keep(phase.bool(), A, W)
     return torch.stack(outputs, dim=1), leave(W, S, A, phase, weights)
 
 
@@ -96,11 +97,7 @@ def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, 
 
 
 def _where(real: Tensor | None, new: Layers, old: Layers) -> Layers:
-    return new if real is None else _keep(real, new, old)
-
-
-def _keep(condition: Tensor, layers: Layers, others: Layers) -> Layers:
-    return tuple(torch.where(condition, x, y) for x, y in zip(layers, others))
+    return new if real is None else keep(real, new, old)
 
 
 def example(
