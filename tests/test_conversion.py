@@ -285,7 +285,7 @@ def test_a_weight_without_a_place_is_an_error():
     teacher = make_teacher()
     teacher.model.layers[1].self_attn.sinks = nn.Parameter(torch.ones(4))
     student = make_student(teacher)
-    with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no place"):
+    with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no counterpart"):
         carry_over(student, teacher)
     assert carry_over(student, teacher, drop=(r".*\.sinks",)).dropped == ["model.layers.1.self_attn.sinks"]
 
@@ -544,7 +544,7 @@ def test_talks_go_through_the_chat_template(tmp_path, name):
     rows, tokenizer = [{"messages": talk}, {"messages": talk[:1]}], make_tokenizer()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="messages must go through a chat template, got a tokenizer that has none"):
+    with pytest.raises(ValueError, match="messages need a tokenizer with a chat template, got one without"):
         conversion.read_tokens([tmp_path / name], tokenizer)
     turn = "{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2"
     tokenizer.chat_template = f"{{% for m in messages %}}{turn} {{% endfor %}}"
@@ -562,7 +562,7 @@ def test_talks_go_through_the_chat_template(tmp_path, name):
         ("a.txt", b"  \n", "text must not be empty, got no tokens from .*a.txt"),
         ("a.json", b'{"text": "w4"}', "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json"),
         ("a.csv", b"text\nw4\n", "text must be a plain file, .jsonl or .parquet, got .*a.csv, which is .csv"),
-        ("a", b"w4 \0 w5", "a must be text, got a byte of zero, as binary files have"),
+        ("a", b"w4 \0 w5", "a must be text, got a binary file"),
     ],
 )
 def test_unreadable_data_is_explained(tmp_path, name, content, message):

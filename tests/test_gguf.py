@@ -141,8 +141,8 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"tokenizer.ggml.pre": "default"}, "tokenizer that is known, got other.gguf, which cuts text as 'default'"),
-        ({"tokenizer.ggml.pre": None}, "which cuts text as None"),
+        ({"tokenizer.ggml.pre": "default"}, "known pre-tokenizer, got 'default' in other.gguf"),
+        ({"tokenizer.ggml.pre": None}, "known pre-tokenizer, got None"),
         ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
         ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
         ({"extra": None}, "differs in rope_freqs.weight"),

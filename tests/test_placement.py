@@ -50,7 +50,7 @@ def test_how_many_layers_auto_keeps(keep, count):
         ("1/5", "keep must be a fraction that keeps at least one of 4 layers, got '1/5'"),
         ("5/4", "keep must have a fraction from 0 to 1 such as 1/4, got '5/4'"),
         ("1/0", "got '1/0'"),
-        ("auto", "only convert ranks layers, got 'auto'"),
+        ("auto", "only convert can rank layers, got 'auto'"),
     ],
 )
 def test_wrong_words_are_explained(keep, message):

@@ -13,9 +13,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
-OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # of a config, not of the model
-WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # what a claimed folder may have in it
-SAMPLES = 64  # numbers of each weight that tell models apart
+OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
+WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # files and folders of a run
+SAMPLES = 64  # numbers of each weight that go into a fingerprint
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:

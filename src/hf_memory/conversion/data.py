@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.progress import Progress, silent
 
-FIELDS = ("text", "messages")  # of a row; the first of them that it has is read
+FIELDS = ("text", "messages")  # the first of these fields that a row has is read
 Document = str | list[dict]  # a text or a conversation
 
 
@@ -71,7 +71,7 @@ def read_tokens(
     """
     sources, tokens, count = list(sources), [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for document in chain.from_iterable([documents(source) for source in sources]):  # all are found before one is read
+    for document in chain.from_iterable([documents(source) for source in sources]):  # fails first if one is missing
         if count >= (limit or math.inf):
             break
         ids = _ids(document, tokenizer)
@@ -132,7 +132,7 @@ def _may_be_on_the_hub(name: str) -> bool:
 
 
 def _plain_files(folder: Path) -> list[Path]:
-    """The files of a folder that has nothing but text, in order; none if it is a data set."""
+    """The files of a folder of text files, sorted; none if the folder is a data set."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return [] if any(path.suffix in DATA for path in files) else files
 
@@ -145,7 +145,7 @@ def _text(file: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
     if "\0" in text:
-        raise ValueError(f"{file} must be text, got a byte of zero, as binary files have")
+        raise ValueError(f"{file} must be text, got a binary file (it has a zero byte)")
     yield text
 
 
@@ -199,11 +199,11 @@ def _text_of(row, where: str) -> Document:
 def _ids(document: Document, tokenizer) -> list[int]:
     if not isinstance(document, str):
         if tokenizer.chat_template is None:
-            raise ValueError("messages must go through a chat template, got a tokenizer that has none")
+            raise ValueError("messages need a tokenizer with a chat template, got one without")
         document = tokenizer.apply_chat_template(document, tokenize=False)
     return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 READERS = {".jsonl": _jsonl, ".parquet": _parquet}
 DATA = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", *READERS}
-SUFFIXES = {".txt", ".md", *DATA}  # of what is a file, so that a slip is not looked for on the Hub
+SUFFIXES = {".txt", ".md", *DATA}  # of files; a misspelt file name is thus not looked for on the Hub

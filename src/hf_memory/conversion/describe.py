@@ -1,4 +1,4 @@
-"""A plan in words: for a dry run, for the card of a model, and for the file that repeats a run."""
+"""Descriptions of a plan: for a dry run, for the model card, and for the file that repeats a run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def story(plan: Plan) -> list[str]:
-    """How a student was made, a sentence for each step."""
+    """How a student was made, one sentence for each step."""
     if plan.recipe.to is None:
         return ["It was fine-tuned on the text.", _of_lora(plan)]
     start = "The student started with the teacher's weights."
@@ -58,7 +58,7 @@ def story(plan: Plan) -> list[str]:
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
-    """What the cache of a student is: of fixed size, or growing, compared with its teacher's."""
+    """A clause about the size of a student's cache, compared with its teacher's."""
     grows, first, last = bytes_per_token(student), *(cache_bytes(student, context) for context in (CONTEXTS[0], FAR))
     if not grows and first == last:
         return f"its cache has a fixed size of {_megabytes(last)}, however long the text is"
@@ -122,7 +122,7 @@ def _quantized_row(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a stage reads, and the bytes of all models, gradients and the two moments of AdamW."""
+    """The tokens that a stage reads, and the bytes of all models, gradients and both moments of AdamW."""
     schedule, held = stage.schedule, BYTES * plan.student_parameters + plan.teacher_bytes
     read = schedule.steps * schedule.batch_size * schedule.length
     yield stage.name, str(schedule) + (f", LoRA of rank {stage.lora_rank}" if stage.lora_rank else "")

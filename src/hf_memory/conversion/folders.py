@@ -1,4 +1,4 @@
-"""Folders for results. They are written completely or not at all, and checked for room before any work begins."""
+"""Folders for results, which are written completely or not at all, and for which free space is checked first."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 RESULTS = "results.json"  # marks a folder that may be replaced
-LONGEST_NAME = 230  # of the 255 bytes of most file systems: a folder is written under a longer name first
+LONGEST_NAME = 230  # file systems allow 255 bytes, and a folder is first written under a longer, temporary name
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def check_folder(name: str, path: Path) -> None:
 
 
 def check_room(needs: Mapping[Path, int]) -> None:
-    """Check that the disks of folders, which need not exist yet, have room for so many bytes.
+    """Check that disks have enough free space for the bytes that each folder needs; folders need not exist yet.
 
     Raises:
         OSError: if a disk has less.
@@ -92,19 +92,19 @@ def check_room(needs: Mapping[Path, int]) -> None:
 
 @contextmanager
 def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
-    """Say in one sentence that something could not be written, such as for want of space.
+    """A context that reports a failed write in one sentence, with the free space.
 
     Args:
-        what: is written.
-        folder: where to.
-        otherwise: what is there then.
+        what: what is written.
+        folder: the folder to write to.
+        otherwise: what remains there after a failure.
 
     Raises:
         OSError: if writing fails.
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is how torch.save says it
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
         free = shutil.disk_usage(_place(folder)).free
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise OSError(
@@ -113,12 +113,12 @@ def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all that is in a folder, which need not be there."""
+    """Bytes of all files in a folder; 0 if it does not exist."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _place(folder: Path) -> Path:
-    """The nearest folder, or what is in its place, that exists."""
+    """The path itself, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
 
 

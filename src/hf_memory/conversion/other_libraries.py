@@ -1,8 +1,8 @@
-"""Import of memory models from other libraries: the same function with weights under our names.
+"""Import of memory models from other libraries, as models of this package that compute the same function.
 
-They are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet` and `rwkv7` of flash-linear-attention, the last
-also as its authors publish it, Mamba and Mamba-2 of transformers, and the linear layers of its Qwen3-Next and
-OLMo-Hybrid. An option that ours do not have is refused.
+Supported are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet` and `rwkv7` of flash-linear-attention, the
+authors' checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linear layers of Qwen3-Next and OLMo-Hybrid.
+A model with an option that this package does not have is refused.
 """
 
 import re
@@ -65,7 +65,7 @@ _TRANSFORMERS_BLOCK = {
     "model.layers.{i}.linear_attn.{rest}": "model.layers.{i}.mixer.{rest}",
     "{rest}": "{rest}",
 }
-_RWKV7_PARTS = (  # ours, and those of flash-linear-attention and of .pth files
+_RWKV7_PARTS = (  # names here, in flash-linear-attention, and in .pth files
     ("mixer.input_layernorm.{rest}", "attn_norm.{rest}", "ln1.{rest}"),
     ("mixer.post_attention_layernorm.{rest}", "ffn_norm.{rest}", "ln2.{rest}"),
     ("mixer.q_proj.{rest}", "attn.r_proj.{rest}", "att.receptance.{rest}"),
@@ -95,24 +95,22 @@ _RWKV7_BLOCK = {
 
 
 class Source(NamedTuple):
-    """One kind of model elsewhere."""
+    """A type of model in another library."""
 
-    config: type  # of ours
-    options: Callable[[dict], dict]  # arguments of our config; raises ValueError for what ours does not have
+    config: type  # config class of this package
+    options: Callable[[dict], dict]  # arguments for our config; raises ValueError for unsupported ones
     names: Mapping[str, str]
-    split: Callable[[dict, str, Tensor], Weights] = lambda config, name, x: {name: x}  # fused tensors into parts
+    split: Callable[[dict, str, Tensor], Weights] = lambda config, name, x: {name: x}  # splits fused tensors
 
 
 def _refuse(config: dict, **expected: tuple) -> None:
     for name, values in expected.items():
         if name in config and config[name] not in values:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, values))} to be carried over, got {config[name]!r}"
-            )
+            raise ValueError(f"{name} must be {' or '.join(map(repr, values))} to be imported, got {config[name]!r}")
 
 
 def _fla(config: dict) -> dict:
-    """What flash-linear-attention's models have in common."""
+    """Options that all models of flash-linear-attention have."""
     _refuse(config, attn=(None,), conv_bias=(False,), elementwise_affine=(True,), hidden_act=("swish", "silu"))
     heads = config["num_heads"]
     return {
@@ -191,7 +189,7 @@ def _mamba2(config: dict) -> dict:
     _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"), expand=(1, 2, 4))
     low, high = config["time_step_limit"]
     if low > 0 or high != float("inf"):
-        raise ValueError(f"time_step_limit must be (0, inf) to be carried over, got {(low, high)}")
+        raise ValueError(f"time_step_limit must be (0, inf) to be imported, got {(low, high)}")
     return {
         "gate": "mamba2",
         "intermediate_size": 0,
@@ -206,7 +204,7 @@ def _mamba2(config: dict) -> dict:
 
 
 def _gated_delta_layers(config: dict) -> dict:
-    """Qwen3-Next and OLMo-Hybrid."""
+    """Options of the linear layers of Qwen3-Next and OLMo-Hybrid."""
     _refuse(config, hidden_act=("silu",))
     names: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "linear_num_key_heads")
     names += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
@@ -229,7 +227,7 @@ def _rwkv7(config: dict) -> dict:
 
 
 def rwkv7_config(weights: Weights) -> dict:
-    """A config, as in config.json, for the weights of an RWKV-7 that its authors publish as a .pth file."""
+    """The config, as in a config.json, for the weights of an RWKV-7 .pth file as its authors publish it."""
     heads, head_dim = weights["blocks.0.att.r_k"].shape
     names = {"decay_low_rank_dim": "0.att.w1", "a_low_rank_dim": "0.att.a1", "gate_low_rank_dim": "0.att.g1"}
     ranks = {name: weights.get(f"blocks.{place}") for name, place in {**names, "v_low_rank_dim": "1.att.v1"}.items()}
@@ -245,8 +243,8 @@ def rwkv7_config(weights: Weights) -> dict:
 
 
 def _split_rwkv7(config: dict, name: str, x: Tensor) -> Weights:
-    """Vectors have dimensions of one there; .pth files have low ranks transposed, and some that nothing uses."""
-    if name.endswith("attn.x_x"):  # all mixes in one, as in old files
+    """Vectors have extra dimensions there; .pth files have transposed low-rank matrices, and unused weights."""
+    if name.endswith("attn.x_x"):  # old files have all token-shift weights in one tensor
         return {name.replace("x_x", f"x_{part}"): y for part, y in zip("rwkvag", x.flatten(1))}
     if re.fullmatch(r"blocks\.0\.att\.v[012]", name):
         return {}
@@ -256,7 +254,7 @@ def _split_rwkv7(config: dict, name: str, x: Tensor) -> Weights:
 
 
 def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
-    """There a key head has one gate, here each query head has: the same for the heads of a group."""
+    """GLA has a gate for each key head, we have one for each query head: repeat it for the heads of a group."""
     if ".gk_proj.1." not in name or not config.get("num_kv_heads"):
         return {name: x}
     heads = config["num_kv_heads"]
@@ -264,7 +262,7 @@ def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
 
 
 def _split_convolution(config: dict, name: str, x: Tensor) -> Weights:
-    """The joint convolution of OLMo-Hybrid and Qwen3-Next: of q, k and v."""
+    """Split the joint convolution of OLMo-Hybrid and Qwen3-Next into those of q, k and v."""
     if ".conv1d." not in name:
         return {name: x}
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -290,7 +288,7 @@ def _split_qwen3_next(config: dict, name: str, x: Tensor) -> Weights:
 
 
 def _split_mamba(config: dict, name: str, x: Tensor) -> Weights:
-    """Rows of in_proj are x and z, those of x_proj what steps are made of, B and C: our v, g, k and q."""
+    """Rows of in_proj are x and z (our v and g); those of x_proj are low-rank steps, B and C (k and q)."""
     if "in_proj" in name:
         return {name.replace("in_proj", f"{part}_proj"): y for part, y in zip("vg", x.chunk(2))}
     if "x_proj" in name:
@@ -340,8 +338,8 @@ def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights)
     for i, kind in enumerate(theirs.get("layer_types") or ()):
         if kind not in ("linear_attention", "mamba", "mamba2"):
             raise ValueError(
-                f"layer_types must be linear attention throughout, got {kind!r} for layer {i}, whose attention is not "
-                "ours; import_mixer takes over single layers"
+                f"layer_types must all be linear attention, got {kind!r} for layer {i}, which this package does not "
+                "have; import_mixer imports single layers"
             )
     gates = [x.shape[0] for name, x in weights.items() if name.endswith("layers.0.mlp.gate_proj.weight")]
     shared = {name: theirs[name] for name in (*SAME, *TOKENS) if name in theirs} | {"intermediate_size": sum(gates)}
@@ -382,11 +380,11 @@ def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
 
 def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
     own = module.state_dict()
-    for name, x in own.items():  # a convolution may have no bias there
+    for name, x in own.items():  # convolutions of the other library may have no bias
         if name.endswith("_conv1d.bias"):
             found.setdefault(name, torch.zeros_like(x))
     tied = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
     missing, left = sorted(set(own) - set(found) - tied), sorted(set(found) - set(own) - {""})
     if missing or left:
-        raise ValueError(f"weights must be those of the config: missing {missing[:3]}, left over {left[:3]}")
+        raise ValueError(f"weights must fit the config: missing {missing[:3]}, unknown {left[:3]}")
     module.load_state_dict(found, strict=not tied)

@@ -1,4 +1,4 @@
-"""Plans: everything about a conversion is decided here, once, and whatever is known to fail is refused here."""
+"""Plans: all decisions of a conversion are made here, once, and errors that can be foreseen are raised here."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # of a number in float32
-BESIDE = {"attention_window": 128, "window_memory": False}  # full heads, unless a recipe says otherwise
+BESIDE = {"attention_window": 128, "window_memory": False}  # defaults for the heads beside full heads
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe that was resolved for one teacher and one text. Only layers and heads may still be open, to be ranked.
+    """A recipe that was resolved for one teacher and one text. A ranking may still have to choose layers or heads.
 
     Attributes:
         recipe: the recipe.
@@ -129,7 +129,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
     ranked = auto_count(recipe.keep, teacher.num_hidden_layers)
     heads = head_count(recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
     kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
-    probable = tuple(range(ranked)) or kept  # which they are makes no difference to sizes
+    probable = tuple(range(ranked)) or kept  # sizes do not depend on which layers they are
     config = student_config(teacher, recipe.to, probable, recipe.options)
     if heads:
         places = range(teacher.num_hidden_layers * teacher.num_key_value_heads)[:heads]
@@ -139,7 +139,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
     window = _window(recipe, teacher, config, tokens)
     exact = is_exact(config, teacher, window)
     if ranked and exact:
-        raise ValueError("keep must not be auto for a student that starts as its teacher whatever it keeps")
+        raise ValueError("keep must not be auto for a student that equals its teacher whatever layers it keeps")
     return Plan(
         recipe=recipe,
         teacher=teacher,
@@ -191,12 +191,12 @@ def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bo
 
 
 def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
-    """Raise OSError if a disk has no room for all that will be written to it; see `check_run`."""
+    """Raise OSError if a disk has too little free space for a run; the arguments are those of `check_run`."""
     check_room(bytes_on_disk(plan, run, output))
 
 
 def bytes_on_disk(plan: Plan, run: Run, output: Path | None = None) -> dict[Path, int]:
-    """What each folder will hold more than it does: a checkpoint has weights and AdamW's two moments."""
+    """Bytes that will be added to each folder; a checkpoint has weights and both moments of AdamW."""
     learned = [stage.learned for stage in plan.stages]
     needs = {} if output is None else {output: BYTES * plan.student_parameters}
     if run.checkpoints and learned:
@@ -216,7 +216,7 @@ def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:
 
 
 def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Tensor) -> int:
-    """Tokens of the longest window before fine-tuning, once it is known that models can read it."""
+    """Tokens of the longest window before fine-tuning, after a check that both models can read it."""
     lengths = [schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps]
     check_tokens(tokens, teacher, *lengths)
     check_fine_tuning(tokens, student, recipe.fine_tuning)

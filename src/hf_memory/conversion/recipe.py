@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Keep = Collection[int] | str
-TOP_K = 64  # of a teacher's likely tokens, where they are saved
-MAX_SEED = 2**32 - 4  # NumPy's largest, less one for each stage
+TOP_K = 64  # default number of most likely tokens that are saved for each position
+MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
 
 
 class Schedule(NamedTuple):
@@ -100,12 +100,13 @@ class Recipe:
         return {"transfer": self.transfer, "distillation": self.distillation, "fine_tuning": self.fine_tuning}
 
     def check(self) -> None:
-        """Raise ValueError if a value is wrong whatever the teacher and the text are."""
+        """Raise ValueError if a value is wrong for every teacher and text."""
         for name, schedule in self.schedules.items():
             schedule.check(name)
         if self.transfer.memory_factor != 1:
             raise ValueError(
-                f"memory_factor of transfer must be 1, since only memories learn, got {self.transfer.memory_factor}"
+                "memory_factor of transfer must be 1, since that stage trains memory layers only, got "
+                f"{self.transfer.memory_factor}"
             )
         check_loss(self.temperature, self.cross_entropy or 0)
         if not 0 <= self.seed <= MAX_SEED:

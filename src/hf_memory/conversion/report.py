@@ -1,4 +1,4 @@
-"""What a conversion leaves on disk: model, tokenizer, card, plot and results."""
+"""Writes the results of a conversion: model, tokenizer, model card, plots and measurements."""
 
 import json
 import tempfile
@@ -113,7 +113,7 @@ def model_card(results: Results) -> ModelCard:
 
 
 def eval_results(results: Results) -> list[EvalResult]:
-    """What the Hub shows beside a model: the figures of the student, which is the last row."""
+    """The results that the Hub shows for a model: those of the student, which is the last row."""
     student = results.rows[-1]
     found = {"perplexity": student.perplexity, "KL from the teacher": student.kl, "agreement": student.agreement}
     return [
@@ -135,7 +135,7 @@ CONTEXT_HEADER = ("tokens", "model", "perplexity", "recall", "cache kB", "tokens
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
-    """The rows of the table of results, as text under HEADER; ratios are relative to the first model."""
+    """The table of results as text, with the columns of HEADER; ratios are relative to the first model."""
     best = results.rows[0].perplexity
     return [
         (
@@ -153,7 +153,7 @@ def table(results: Results) -> list[tuple[str, ...]]:
 
 
 def context_table(results: Results) -> list[tuple[str, ...]]:
-    """The rows of the table of contexts, as text under CONTEXT_HEADER."""
+    """The table of results by context length as text, with the columns of CONTEXT_HEADER."""
     return [
         (
             f"{cost.context:,}",
@@ -170,7 +170,7 @@ def context_table(results: Results) -> list[tuple[str, ...]]:
 
 
 def curves(results: Results) -> dict[str, dict]:
-    """The results by context as curves over tokens, for `plot_contexts`."""
+    """The results by context length as curves, for `plot_contexts`."""
     measures = {
         "held-out perplexity": ("position", lambda row: row.perplexity_by_position),
         "recall (nats a token)": ("distance", lambda row: row.recall_by_distance),

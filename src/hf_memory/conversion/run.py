@@ -15,7 +15,7 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.progress import Progress, silent
 
-DEFAULTS = {  # of transformers' TrainingArguments
+DEFAULTS = {  # our defaults for transformers' TrainingArguments
     "adam_beta2": 0.95,
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
@@ -27,7 +27,7 @@ DEFAULTS = {  # of transformers' TrainingArguments
     "disable_tqdm": True,
     "report_to": "none",
 }
-OURS = (  # what a stage says itself
+OURS = (  # training arguments that a stage sets itself
     "run_name",
     "seed",
     "output_dir",
@@ -97,7 +97,7 @@ class Run:
         fields = TrainingArguments.__dataclass_fields__
         if taken := sorted(name for name in self.training if name not in fields or name in OURS):
             raise ValueError(
-                f"training must be arguments of transformers' TrainingArguments but {', '.join(OURS)}, "
+                f"training must be arguments of transformers' TrainingArguments other than {', '.join(OURS)}, "
                 f"got {', '.join(taken)}"
             )
         hints = get_type_hints(TrainingArguments)

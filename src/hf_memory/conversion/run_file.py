@@ -9,7 +9,7 @@ import yaml
 from hf_memory.conversion.recipe import Recipe, Schedule
 
 RUN = "run.yaml"
-OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # which say nothing about the result
+OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # flags that do not change the result, so are not saved
 
 
 def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"config must be a YAML file, got {file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"config must be a YAML file of names and values, got {file} with something else")
+        raise ValueError(f"config must be a YAML file of names and values, got other content in {file}")
     by_name = {name: x for x in parameters if x.name not in OF_ONE_CALL for name in _names(x)}
     given = {str(name).replace("-", "_"): value for name, value in content.items() if value is not None}
     if unknown := sorted(set(given) - set(by_name)):
@@ -39,7 +39,7 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
 
 
 def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> None:
-    """Write all that describes a run, also what was left at its default, so that it can be repeated."""
+    """Write all settings of a run, including defaults, so that it can be repeated."""
     described = {
         _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
         for x in parameters
@@ -49,7 +49,7 @@ def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> 
 
 
 def recipe_flags(recipe: Recipe) -> dict[str, Any]:
-    """The values of flags, by the names of a recipe's parts, that make this recipe."""
+    """The command line flags that make this recipe, by name."""
     flags = {name: schedule._asdict() for name, schedule in recipe.schedules.items()}
     option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
     keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep)) or "none"
@@ -60,9 +60,9 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedu
     """A schedule with some of its fields given as name=value.
 
     Args:
-        stage: what errors call it.
-        default: where the other fields are from.
-        pairs: name=value; a later one wins, and one word may have several with commas between them.
+        stage: the name of the stage in error messages.
+        default: the schedule that has the other fields.
+        pairs: words of the form name=value, or several of these with commas between them; the last value counts.
 
     Raises:
         ValueError: if one is not name=value, a name is not a field, or a value is not a number.
@@ -81,7 +81,7 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedu
 
 
 def _names(parameter) -> list[str]:
-    """What a parameter may be called in a file; the first is what it is called when written."""
+    """The names that a parameter may have in a file; the first is the one that is written."""
     return [name.lstrip("-").replace("-", "_") for name in [*parameter.opts, parameter.name]]
 
 

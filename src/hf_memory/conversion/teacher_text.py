@@ -16,15 +16,15 @@ from hf_memory.progress import Progress, silent
 
 SOURCE = re.compile(r"teacher:(\d+)(k|M)?(?::(.+))?")
 UNITS = {None: 1, "k": 1000, "M": 1_000_000}
-BATCH, LENGTH, QUESTION = 16, 512, 64  # texts at once, and tokens of each and of a question that the teacher asks
+BATCH, LENGTH, QUESTION = 16, 512, 64  # texts in a batch, tokens of a text, tokens of a generated question
 PLACE = "\N{BLACK SQUARE}"
 
 
 def parse_source(source: str) -> tuple[int, list[str]] | None:
-    """Tokens and prompts of `teacher:500k` or `teacher:500k:prompts.txt`, which has one a line; None for other sources.
+    """Tokens and prompts (one per line) of `teacher:500k` or `teacher:500k:prompts.txt`; None for other sources.
 
     Raises:
-        OSError: if there is no such file.
+        OSError: if the file of prompts does not exist.
     """
     match = SOURCE.fullmatch(source)
     if match is None:
@@ -45,9 +45,9 @@ def write_text(
 ) -> Path:
     """Let a teacher generate text, sampled as its generation config says.
 
-    With a chat template the teacher answers the prompts in turn, or else questions that it generates itself in the
-    place of a user. Without a template it continues the prompts, or its first token. Batch n depends only on the seed
-    and n, so a call that was stopped gives the same text when it is repeated.
+    With a chat template, the teacher answers the prompts one after the other; without prompts it answers questions that
+    it generates itself. Without a template it continues the prompts, or the beginning-of-text token. Batch n depends
+    only on the seed and n, so a call that was stopped gives the same text when it is repeated.
 
     Args:
         folder: folder of the file, whose name depends on teacher, prompts and seed.
@@ -88,7 +88,7 @@ def write_text(
 
 
 def _whole_batches(partial: Path) -> list[str]:
-    """The texts that a stopped call has left, but for a batch that was not finished."""
+    """The texts that a stopped call has written, without an unfinished batch."""
     lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
     return [json.loads(line)["text"] for line in whole[: len(whole) // BATCH * BATCH]]
@@ -96,7 +96,7 @@ def _whole_batches(partial: Path) -> list[str]:
 
 @torch.no_grad()
 def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int) -> Iterator[str]:
-    """A batch."""
+    """Generate a batch of texts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if tokenizer.chat_template is None:
@@ -111,7 +111,7 @@ def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: in
 
 
 def _opening(tokenizer) -> str:
-    """What a chat template writes before a user's words."""
+    """The text that a chat template writes before a message of the user."""
     talk = [{"role": "user", "content": PLACE}]
     return tokenizer.apply_chat_template(talk, tokenize=False).partition(PLACE)[0]
 

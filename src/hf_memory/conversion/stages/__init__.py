@@ -1,1 +1,1 @@
-"""The stages of a conversion. Each is a function of a student, a text and a schedule, and says how it is run."""
+"""The stages of a conversion. Each is a function that trains a student on a text by a schedule."""

@@ -39,7 +39,7 @@ class DistillationTrainer(StageTrainer):
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The loss; with `return_outputs` the student's outputs too, which have no logits."""
+        """The loss; with `return_outputs` also the student's outputs, without logits."""
         loss_from = partial(sliced_loss, loss=self.loss_of(inputs))
         outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
@@ -57,7 +57,7 @@ class DistillationTrainer(StageTrainer):
         return lambda logits, where: torch.stack([weight * loss(logits, where) for weight, loss in parts]).sum()
 
     def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
-        """The divergence from the predictions of the teacher, which runs now."""
+        """The divergence from the teacher's predictions, for which the teacher runs here."""
         with torch.no_grad(), self.accelerator.autocast():
             hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)
 

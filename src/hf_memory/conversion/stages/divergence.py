@@ -1,4 +1,4 @@
-"""Losses of logits that are never held for all tokens at once: a slice of tokens, its gradients, the next slice."""
+"""Losses computed slice by slice over the tokens, with gradients, so that logits of all tokens never exist at once."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,21 +11,21 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.sharding import is_sharded
 
-SLICE, BLOCK = 2**24, 2**18  # logits at once: of a slice, and of those in float32 while they are compared
+SLICE, BLOCK = 2**24, 2**18  # largest number of logits in a slice, and of logits that are compared in float32 at once
 
 LossOfTokens = Callable[[Tensor, slice], Tensor]
 """The sum of a loss over tokens, of their logits [n, V] and of where they stand among all B * T."""
 
 
 def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
-    """Logits [..., V] of the last hidden states [..., hidden_size]: what follows the body of a causal model."""
+    """Logits [..., V] of the last hidden states [..., hidden_size] of a causal model."""
     logits = model.get_output_embeddings()(hidden_states)
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """[B, T, hidden_size], which `head` takes; the model is called as a whole, for what hooks on it do."""
+    """The input of `head`, [B, T, hidden_size]. The whole model is called, so that hooks on it run."""
     seen: list[Tensor] = []
     hook = model.base_model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
     try:
@@ -36,7 +36,7 @@ def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def slices(num_tokens: int, vocab_size: int) -> Iterator[slice]:
-    """Tokens in pieces whose logits are SLICE numbers or fewer, but at least one token's."""
+    """Slices of the tokens, each with at most SLICE logits, or with one token."""
     size = max(1, SLICE // vocab_size)
     return (slice(start, start + size) for start in range(0, num_tokens, size))
 
@@ -45,12 +45,12 @@ def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfToken
     """The sum of a loss over all tokens, slice by slice, with the gradients that all logits at once would give.
 
     Args:
-        model: whose head is called as a module, with its adapters and hooks.
-        hidden_states: [B, T, hidden_size], of its body.
+        model: the model; its head is called as a module, so that adapters and hooks take part.
+        hidden_states: [B, T, hidden_size], the input of the head.
         loss: the loss of a slice.
     """
     hidden_states = hidden_states.flatten(0, -2)
-    if is_sharded():  # FSDP brings weights for a module's forward and backward, and for nothing between
+    if is_sharded():  # FSDP gathers the head's weights only during its own forward and backward
         places = slices(len(hidden_states), model.config.vocab_size)
         checkpointed = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
         return torch.stack([checkpointed(hidden_states[where], where) for where in places]).sum()
@@ -59,7 +59,7 @@ def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfToken
 
 
 class _SlicedLoss(torch.autograd.Function):
-    """Gradients are taken on the way forward, while the logits of a slice are there, so that none are made twice."""
+    """Computes gradients in the forward pass, while the logits of a slice exist, so that none are computed twice."""
 
     @staticmethod
     def forward(ctx, model, loss, hidden_states, *parameters):
@@ -88,7 +88,7 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
 
 class _Divergence(torch.autograd.Function):
-    """KL(p || q), p and q softmax(logits / temperature), and its gradient temperature (q - p), a few rows at a time."""
+    """temperature^2 KL(p || q), p, q = softmax(logits / temperature), in blocks; gradient: temperature (q - p)."""
 
     @staticmethod
     def forward(ctx, student, teacher, temperature):
@@ -109,7 +109,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Logits in float32 at least, divided where that changes them."""
+    """Logits divided by the temperature, in float32 or float64."""
     x = logits.to(wide(logits))
     return x if temperature == 1 else x / temperature
 
@@ -120,5 +120,5 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """float32, or float64 where numbers are."""
+    """float64 for float64 tensors, otherwise float32."""
     return torch.promote_types(x.dtype, torch.float32)

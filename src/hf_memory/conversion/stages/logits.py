@@ -24,12 +24,12 @@ from hf_memory.evaluation.plots import History
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
-SHARD = 64  # windows of a file
+SHARD = 64  # windows in a file
 SAVED = ("top_ids", "top_log_probs", "rest_log_prob")
 
 
 def bytes_of_logits(schedule: Schedule, k: int = TOP_K) -> int:
-    """What `save_logits` writes."""
+    """The number of bytes that `save_logits` writes."""
     return schedule.steps * schedule.batch_size * schedule.length * (8 * k + 4)
 
 
@@ -145,16 +145,16 @@ def top_divergence(
 
 
 class SavedDistillationTrainer(DistillationTrainer):
-    """Distillation from windows with what the teacher predicted there."""
+    """Distillation from saved predictions of the teacher."""
 
     def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
-        """From the saved predictions."""
+        """The divergence from the saved predictions."""
         ids, top, rest = (inputs[name].flatten(0, 1) for name in SAVED)
         return lambda logits, where: top_divergence(logits, ids[where], top[where], rest[where], self.temperature)
 
 
 class WindowsWithLogits(TokenWindows):
-    """Windows of a text, and what `save_logits` wrote of each."""
+    """Windows of a text with the predictions that `save_logits` saved for them."""
 
     def __init__(self, folder: Path, windows: TokenWindows):
         super().__init__(windows.tokens, windows.length, len(windows), windows.seed, windows.repeats)
@@ -167,13 +167,13 @@ class WindowsWithLogits(TokenWindows):
 
 
 def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None:
-    """Raise ValueError unless a folder has all that was predicted in these windows."""
+    """Raise ValueError unless a folder has the predictions for all of these windows."""
     file = folder / FINGERPRINT
     if not file.exists():
         raise ValueError(f"folder must be one that save_logits filled, got {folder}")
     saved, expected = json.loads(file.read_text(encoding="utf-8")), describe(_of_windows(windows, temperature))
     if others := sorted(name for name in expected if expected[name] != saved.get(name)):
-        raise ValueError(f"folder must belong to this distillation, got {folder} of another {' and '.join(others)}")
+        raise ValueError(f"folder must be of this distillation, got {folder} with another {' and '.join(others)}")
     if missing := [shard.name for shard in _shards(folder, windows) if not shard.exists()]:
         raise ValueError(f"folder must have all logits, got {folder} without {missing[0]}; save_logits writes the rest")
 
@@ -192,7 +192,7 @@ def _shard(folder: Path, number: int) -> Path:
 
 
 def _predict(teacher: PreTrainedModel, input_ids: Tensor, k: int, temperature: float) -> list[Tensor]:
-    """What is saved of windows [B, T]."""
+    """The tensors that are saved for windows [B, T]."""
     hidden_states = last_hidden_states(teacher, input_ids).flatten(0, 1)
     places = slices(len(hidden_states), teacher.config.vocab_size)
     found = [_top(head(teacher, hidden_states[where]), k, temperature) for where in places]
@@ -206,7 +206,7 @@ def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
 
 
 def _rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """The log-probability of all tokens but some [.., k] together, from those of all [.., V]."""
+    """The logarithm of the probability of all tokens except `ids` [.., k] together, from log-probabilities [.., V]."""
     return log_p.scatter(-1, ids, -torch.inf).logsumexp(-1)
 
 

@@ -1,6 +1,6 @@
-"""Stages in several processes: models are whole outside of a stage, and FSDP2 spreads copies of them while it runs.
+"""Stages in several processes. Models are whole between stages; within a stage FSDP2 shards copies of them.
 
-`accelerate launch` says how, in the environment; without FSDP, or in one process, copies are the models themselves.
+`accelerate launch` configures FSDP by environment variables. Without FSDP, or in one process, nothing is copied.
 """
 
 import copy
@@ -21,23 +21,23 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def processes() -> PartialState:
-    """The processes of this run; the first call connects them. Without a launcher there is one."""
+    """The processes of this run; the first call connects them. Without a launcher there is only one."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def is_sharded() -> bool:
-    """Whether stages spread their models over the processes."""
+    """Whether models are sharded over several processes within a stage."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and processes().num_processes > 1
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor, also if each process has a part of it; then all processes must ask for it."""
+    """The whole of a tensor. If it is sharded, all processes must call this."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @contextmanager
 def sharded_teacher(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """A teacher that no process holds more of than its share and one layer, unless it is quantised and so is small."""
+    """The teacher, sharded over the processes; each holds its share and one layer. A quantised one stays whole."""
     if not is_sharded() or getattr(teacher, "is_quantized", False):
         yield teacher
         return
@@ -47,7 +47,7 @@ def sharded_teacher(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def sharded_learner(model: nn.Module) -> Iterator[nn.Module]:
-    """A model for the Trainer to shard; what it has learned is in `model` when the context ends."""
+    """A copy of `model` for the Trainer to shard, as a context; in the end, trained weights are copied to `model`."""
     if not is_sharded():
         yield model
         return
@@ -68,7 +68,7 @@ def _on_cpu(model: nn.Module) -> Iterator[None]:
 
 
 def _twin(model: Model) -> Model:
-    """The same weights in a second model, so that the first stays whole when the second is sharded."""
+    """A second model with the same weights; the first stays whole when the second is sharded."""
     same = {id(x): nn.Parameter(x.data, requires_grad=x.requires_grad) for x in model.parameters()}
     return copy.deepcopy(model, same)
 

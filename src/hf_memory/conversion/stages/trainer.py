@@ -47,10 +47,10 @@ class Reporter(TrainerCallback):
 class StageTrainer(Trainer):
     """A Trainer that stops before the first step whose loss or gradients are not finite."""
 
-    memory_factor = 1.0  # of its schedule
+    memory_factor = 1.0  # multiplies the learning rate of new parts
 
     def create_optimizer(self, model=None) -> Optimizer:
-        """The Trainer's optimizer, with a learning rate of their own for new parts."""
+        """The Trainer's optimizer, with a separate learning rate for parts that the teacher does not have."""
         if self.optimizer is not None or self.memory_factor == 1:
             return super().create_optimizer(model)
         optimizer, learner = super().create_optimizer(model), self.model if model is None else model
@@ -66,7 +66,7 @@ class StageTrainer(Trainer):
         """The loss; its gradients are in the parameters.
 
         Raises:
-            ValueError: if one of them is not finite.
+            ValueError: if the loss or a gradient is not finite.
         """
         loss = super().training_step(model, *args, **kwargs)
         norm = get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
@@ -90,11 +90,11 @@ class StageTrainer(Trainer):
 
 
 def not_finite(model: nn.Module) -> str:
-    """Where numbers of a model stopped being finite: the first such weight, or else the gradient that was so first."""
+    """Names the first weight that is not finite, or else the first gradient that became so in the backward pass."""
     for name, weight in model.named_parameters():
         if not whole(weight).isfinite().all():
             return f"the weight {name} is not finite"
-    for name, weight in reversed(list(model.named_parameters())):  # as gradients come
+    for name, weight in reversed(list(model.named_parameters())):  # in the order of the backward pass
         if weight.grad is not None and not whole(weight.grad).isfinite().all():
             return f"weights are finite, the gradient of {name} is not"
     return "weights and gradients are finite"
@@ -135,7 +135,7 @@ def run_trainer(
         data: the training data.
         schedule: the training schedule.
         name: the stage's name; callbacks find it in `args.run_name`.
-        run: checkpoints, of which a stage writes ten and resumes from the last; progress reports; Trainer options.
+        run: options of the run. A stage writes ten checkpoints, and resumes from the last one.
         belongs_to: further models and numbers that checkpoints depend on.
         inputs: names of the model's inputs in a window.
         optimizer: the optimizer; default: AdamW.
@@ -175,5 +175,5 @@ def run_trainer(
 
 
 def _output(checkpoints: Path | None):
-    """A context with a folder for checkpoints, or with one that is of no use afterwards."""
+    """The folder for checkpoints as a context, or a temporary folder if there is none."""
     return nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory()

@@ -32,14 +32,14 @@ class AttentionTransfer(nn.Module):
     def __init__(self, student: MemoryForCausalLM, teacher: PreTrainedModel):
         super().__init__()
         mixers = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
-        self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}  # not all of it learns
+        self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}  # others stay as they are
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
         self._no_split_modules = sorted({type(part).__name__ for part in self.learned.values()})
-        self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # no submodule: neither trained nor saved
+        self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # a submodule would be trained and saved
         self.checkpointing = False
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """[B, T] without padding -> the loss."""
+        """The loss of tokens [B, T] without padding."""
         losses = [
             F.mse_loss(output.float(), target.float()) / reduce(target.float().square().mean(), "mean")
             for _, output, target in self.outputs(input_ids)
@@ -47,11 +47,11 @@ class AttentionTransfer(nn.Module):
         return {"loss": torch.stack(losses).sum()}
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """Let mixers keep their inputs alone for the way back; the Trainer calls it."""
+        """Recompute the mixers in the backward pass, so that only their inputs are stored; the Trainer calls this."""
         self.checkpointing = True
 
     def outputs(self, input_ids: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-        """Each mixer, what it gives, and what the attention that it replaces gives [B, T, hidden_size]."""
+        """Each mixer, its output, and the output of the attention that it replaces, both [B, T, hidden_size]."""
         seen = self._seen(input_ids)
         for i, mixer in self.mixers.items():
             inputs, target = seen[i]
@@ -62,7 +62,7 @@ class AttentionTransfer(nn.Module):
 
 @torch.no_grad()
 def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[dict, Tensor]]:
-    """What went into and what came out of each attention layer of a teacher that reads [B, T]."""
+    """Inputs and output of each attention layer of a teacher for tokens [B, T]."""
     seen: list[tuple[dict, Tensor]] = []
     hooks = [
         layer.self_attn.register_forward_hook(
@@ -109,7 +109,7 @@ def attention_transfer(
 
 @contextmanager
 def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters without gradients for as long as the context lasts."""
+    """Turn off gradients of parameters, as a context."""
     changed = [x for x in parameters if x.requires_grad]
     for x in changed:
         x.requires_grad_(False)

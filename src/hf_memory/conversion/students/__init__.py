@@ -1,4 +1,4 @@
-"""The memory models that a teacher can become, and the options that suit a student of each family."""
+"""Students: the families that a teacher can be converted into, and preset options for each of them."""
 
 import copy
 from collections.abc import Mapping
@@ -15,19 +15,15 @@ from hf_memory.modeling.configuration import MemoryConfig
 
 PREFIX = "hf_memory_"
 STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES if family.is_student}
-HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # as wide as the teacher's, so that projections fit
-OPEN = (
-    "sliding_window",
-    "attention_dropout",
-    "initializer_range",
-)  # what a student may have otherwise than its teacher
-SINKS = 4  # first tokens that attention over a window sees too: without them a teacher's attention has no rest
+HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # the teacher's head size, so that its projections fit
+OPEN = ("sliding_window", "attention_dropout", "initializer_range")  # options that may differ from the teacher's
+SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
 PRESETS: dict[str, dict] = {
-    "linear": {"feature_map": "hedgehog"},  # softmax's nearest relative: learned, starts at the identity
-    "gated": {"output_gate": "sigmoid"},  # starts half open, where silu starts closed
+    "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
+    "gated": {"output_gate": "sigmoid"},  # starts half open; silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
-    "deltaformer": {"beta_activation": "tanh"},  # starts closed: the student is its teacher
-    "titans": {  # the same, in its window; behind it, a matrix learns faster than a deeper memory
+    "deltaformer": {"beta_activation": "tanh"},  # beta starts at zero: the student equals its teacher
+    "titans": {  # equals its teacher within its window; beyond it, one matrix learns faster than a deeper memory
         "memory_gate": "add",
         "memory_depth": 1,
         "memory_unit_values": True,
@@ -35,9 +31,9 @@ PRESETS: dict[str, dict] = {
         "output_gate": "sigmoid",
     },
 }
-SERVABLE: dict[str, dict] = {  # options under which engines have the student, if its teacher is of a shape they know
+SERVABLE: dict[str, dict] = {  # options with which inference engines can run the student, for most teachers
     "deltanet": {"gate": "scalar", "output_gate": "silu", "memory_rope": False, "memory_qk_norm": False},
-    "gated": {"gate": "mamba2", "memory_rope": False},  # of a teacher without q/k norm
+    "gated": {"gate": "mamba2", "memory_rope": False},  # for teachers without q/k norm
 }
 
 
@@ -55,7 +51,7 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
 
 
 def find_student(name: str) -> Family:
-    """The family of that name.
+    """The family with a given name.
 
     Raises:
         ValueError: if there is none.
@@ -69,7 +65,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     """The config of a student that keeps some layers of its teacher's attention.
 
     Raises:
-        ValueError: if the teacher or the family is not supported, or an option does not exist or follows the teacher.
+        ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family, shared = find_student(to), shared_options(teacher)
     kinds = enumerate(attention_types(teacher))
@@ -121,9 +117,12 @@ def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
     if unknown:
         raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}")
     if "layer_types" in options:
-        raise ValueError("options must leave layer_types to keep, which says which layers keep their attention")
+        raise ValueError("options must not have layer_types: keep says which layers keep their attention")
     if options.get("sparse_memory_gradients"):
-        raise ValueError("sparse_memory_gradients must be False in a conversion, whose optimizer is AdamW, got True")
+        raise ValueError("sparse_memory_gradients must be False in a conversion, which trains with AdamW, got True")
     taken = sorted(name for name in options if name in shared and name not in OPEN and options[name] != shared[name])
     if taken:
-        raise ValueError(f"options must leave {' and '.join(taken)} as the teacher has it, got {options[taken[0]]!r}")
+        raise ValueError(
+            f"options must not change {' and '.join(taken)}, which the student has from its teacher, "
+            f"got {options[taken[0]]!r}"
+        )

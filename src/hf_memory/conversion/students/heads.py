@@ -10,8 +10,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens read twice, tokens read between, and how often
-OBSERVED = "hf_memory_observed"  # the attention that is watched while it runs
+PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
+OBSERVED = "hf_memory_observed"  # name of an attention function that records its weights
 
 
 class HeadScore(NamedTuple):
@@ -59,7 +59,7 @@ def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int
 
 @torch.no_grad()
 def _induction(teacher: PreTrainedModel, row: Tensor, passage: int) -> Tensor:
-    """[layers, HQ]: attention of the second reading to the tokens that followed in the first."""
+    """[layers, HQ]: mean attention of the second reading to the tokens that followed in the first reading."""
     scores: list[Tensor] = []
 
     def observed(module, query, key, value, attention_mask, **kwargs):
@@ -75,7 +75,7 @@ def _induction(teacher: PreTrainedModel, row: Tensor, passage: int) -> Tensor:
 
 @contextmanager
 def _attention(model: PreTrainedModel, function) -> Iterator[None]:
-    """The model with another attention function, for as long as the context lasts."""
+    """Replace a model's attention function, as a context."""
     before = model.config._attn_implementation
     AttentionInterface.register(OBSERVED, function)
     AttentionMaskInterface.register(OBSERVED, eager_mask)

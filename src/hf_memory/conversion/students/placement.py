@@ -18,13 +18,13 @@ from hf_memory.progress import Progress, silent
 KEEP_WORDS = (
     "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, or heads:1/10"
 )
-SHARE = Fraction(1, 4)  # of the layers, that auto keeps
+SHARE = Fraction(1, 4)  # share of the layers that "auto" keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
 
 
 class LayerScore(NamedTuple):
-    """How good a student without attention becomes when one layer gets the teacher's attention back.
+    """How good a student without attention becomes if one layer gets the teacher's attention back.
 
     Attributes:
         layer: the layer.
@@ -90,19 +90,19 @@ def rank_layers(
 ) -> list[LayerScore]:
     """Rank layers by restoring the teacher's attention in one of them at a time; the best layer to keep comes first.
 
-    The score is recall minus KL, rounded to 0.01 nats. Recall is averaged over distances of a quarter and of half of
-    a window. By KL alone the first layers score best, but their hybrids recall least. By recall alone those score best
-    with which the student knows least, so that it gains most from reading a passage twice.
+    The score is recall minus KL, rounded to 0.01 nats. Recall is averaged over distances of a quarter and of half of a
+    window. KL alone prefers the first layers, whose hybrids recall least. Recall alone prefers students that predict
+    badly, since they gain most from reading a passage twice.
 
     Args:
-        student: a student of memory layers only, after attention transfer; it is the same afterwards.
+        student: a student of memory layers only, after attention transfer; it is not changed.
         teacher: the teacher; it is not changed.
-        tokens: [T], a text, of which the last 32 windows are read.
-        length: tokens of a window, no more than in the teacher's training.
+        tokens: [T], a text; its last 32 windows are read.
+        length: tokens of a window; not longer than in the teacher's training.
         report: is called with the progress.
     """
     tokens = tokens[-CALIBRATION * length :]
-    distances = length // 4, length // 2  # both readings in one window: no teacher reads further
+    distances = length // 4, length // 2  # both readings must fit into one window
     scores = []
     num_layers = student.config.num_hidden_layers
     for layer in range(num_layers):
@@ -117,7 +117,7 @@ def rank_layers(
 
 @contextmanager
 def restored(student: MemoryForCausalLM, teacher: PreTrainedModel, layer: int) -> Iterator[None]:
-    """A student of memory layers, with the teacher's own attention in one of them for as long as the context lasts."""
+    """Replace one memory layer of a student by the teacher's attention layer, as a context."""
     block, config = student.model.layers[layer], student.config
     before = block.mixer, config.layer_types, config._attn_implementation
     kinds = list(config.layer_types or ())
@@ -131,7 +131,7 @@ def restored(student: MemoryForCausalLM, teacher: PreTrainedModel, layer: int) -
 
 
 def placement_table(scores: Iterable[LayerScore], kept: Collection[int]) -> list[tuple[str, ...]]:
-    """The rows of a ranking as text under PLACEMENT_HEADER."""
+    """The rows of a ranking as text, with the columns of PLACEMENT_HEADER."""
     return [(f"layer {x.layer}", f"{x.recall:.2f}", f"{x.kl:.3f}", "yes" * (x.layer in kept)) for x in scores]
 
 
@@ -154,7 +154,7 @@ def _listed(words: str) -> list[int]:
     if words == "none":
         return []
     if auto_count(words, 1):
-        raise ValueError(f"keep must be layers or a fraction here, since only convert ranks layers, got {words!r}")
+        raise ValueError(f"keep must be layers or a fraction here: only convert can rank layers, got {words!r}")
     if not re.fullmatch(r"\d+(,\d+)*", words):
         raise ValueError(f"keep must be {KEEP_WORDS}, got {words!r}")
     return [int(word) for word in words.split(",")]

@@ -1,4 +1,4 @@
-"""Where new weights of a student start, so that its memory layers are near the attention they replace."""
+"""Initial values for a student's new weights, which bring its memory layers close to the attention they replace."""
 
 import math
 
@@ -14,11 +14,11 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.base import MemoryForCausalLM
 
-CALIBRATION = 4  # windows of text that a start looks at, at most
-CALIBRATION_TOKENS = 4096  # and tokens in them, or one window
-RIDGE = 0.1  # of what a channel's square is on average, in fits to so little text
-STEADY = 1e-4  # the same where hidden states of an elsewhere equal direction are to give a constant
-FARTHEST = 32  # windows behind a query, for which a memory's first queries are made
+CALIBRATION = 4  # largest number of windows of text from which the initial values are computed
+CALIBRATION_TOKENS = 4096  # largest number of tokens in them, unless a single window is longer
+RIDGE = 0.1  # penalty of the fits, relative to the mean square of a channel: large, since the text is short
+STEADY = 1e-4  # the same for the fit of a constant, which needs little: hidden states have a large common part
+FARTHEST = 32  # the slots' queries are initialised for distances up to so many windows
 
 
 def start_near(
@@ -30,15 +30,15 @@ def start_near(
     observed: PreTrainedModel | None = None,
     is_exact: bool = False,
 ) -> CarriedWeights:
-    """Everything before the first step: the teacher's weights, and new ones that start near what they replace.
+    """Initialise a student: copy the teacher's weights, and set new weights so that outputs are close to the teacher's.
 
     Args:
-        student: made by `make_student`; its weights are set, in place.
-        teacher: stays as it is.
-        tokens: [T] of the text to learn on.
-        length: tokens of a window of it.
-        observed: the same teacher to run instead, in few bits; no weights are taken from it.
-        is_exact: whether the student is its teacher then, so that there is nothing to match.
+        student: a student from `make_student`; its weights are set in place.
+        teacher: the teacher; it is not changed.
+        tokens: [T], the training text.
+        length: number of tokens in a window.
+        observed: the quantised teacher, which then runs instead of `teacher`; no weights are taken from it.
+        is_exact: whether the student then equals its teacher, so that there is nothing to fit.
     """
     weights = carry_over(student, teacher)
     runs = observed or teacher
@@ -55,7 +55,7 @@ def start_near(
 
 @torch.no_grad()
 def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Memories beside a window begin where the teacher's keys are."""
+    """Initialise the slots of memories beside a window with keys of the teacher."""
     mixers = {i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)}
     if not any(mixer.far for mixer in mixers.values()):
         return
@@ -69,14 +69,14 @@ def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
 
 @torch.no_grad()
 def start_open(student: MemoryForCausalLM, half_life: int) -> None:
-    """Let through what comes: convolutions pass the present token, gates are half open, and decay is slow.
+    """Make memory layers pass on their inputs: convolutions are the identity, gates are half open, and decay is slow.
 
-    A memory without positions tells near from far by its decay alone, so there each head forgets at its own pace, if
-    its decay is a softplus.
+    A memory without rotary positions can distinguish near from far tokens by its decay only. There, heads get
+    different rates of decay, if the decay is a softplus.
 
     Args:
-        student: its new weights are set, in place.
-        half_life: tokens after which a memory has lost half of what was written.
+        student: the student; its new weights are set in place.
+        half_life: number of tokens after which half of what was written has decayed.
     """
     for module in student.modules():
         if hasattr(module, "start_open"):
@@ -88,14 +88,14 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
 
 @torch.no_grad()
 def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids: Tensor) -> None:
-    """Scale the output norms so that each memory layer's first output is as large as its attention layer's.
+    """Scale the output norm of each memory layer so that its output is as large as the attention layer's.
 
-    A memory beside attention over a window is gated instead, to be as large, and the window starts small.
+    Where a memory is combined with attention over a window, its gate is set instead.
 
     Args:
-        student: carries the teacher's weights already.
-        teacher: stays as it is.
-        input_ids: [B, T] of the text to learn on.
+        student: a student with the teacher's weights; it is changed in place.
+        teacher: the teacher; it is not changed.
+        input_ids: [B, T], tokens of the training text.
     """
     transfer = AttentionTransfer(student, teacher)
     transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x or hasattr(x, "gate")}
@@ -108,15 +108,15 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
 
 @torch.no_grad()
 def steady_gates(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Output gates by silu, which start closed and of either sign, become constants: w.h = 1 for all hidden states h.
+    """Initialise silu output gates as nearly constant: every row w of their projection has w.h = 1 for hidden states h.
 
-    A projection without a bias cannot be constant, but hidden states of a teacher have much in common: w.h is 1 +- 0.02
-    in SmolLM2.
+    With random weights these gates would start near zero and have either sign. Without a bias they cannot be exactly
+    constant, but hidden states have a large common part: in SmolLM2, w.h is 1 +- 0.02.
 
     Args:
-        student: its gates are set, in place.
-        teacher: stays as it is.
-        windows: [B, T] of the text to learn on.
+        student: the student; its gates are set in place.
+        teacher: the teacher; it is not changed.
+        windows: [B, T], tokens of the training text.
     """
     gates = {
         i: [x for x in layer.mixer.modules() if hasattr(x, "start_steady")]
@@ -138,15 +138,15 @@ def steady_gates(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: 
 
 @torch.no_grad()
 def fit_outputs(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Output projections of memories without attention beside them become those that are nearest to the teacher.
+    """Fit the output projections of memory layers to the attention outputs, where a layer has no attention of its own.
 
-    W = argmin |o W^T - y|^2 + ridge |W - W'|^2, o what a memory gives behind its gate, y what the attention gave, W'
-    the teacher's, which counts most where the text is short.
+    W = argmin |o W^T - y|^2 + ridge |W - W'|^2, where o are the gated outputs of the memory, y the outputs of the
+    attention, and W' the teacher's projection. The penalty keeps W close to W', since the text is short.
 
     Args:
-        student: carries the teacher's weights already; its output projections are set, in place.
-        teacher: stays as it is.
-        windows: [B, T] of the text to learn on.
+        student: a student with the teacher's weights; its output projections are set in place.
+        teacher: the teacher; it is not changed.
+        windows: [B, T], tokens of the training text.
     """
     transfer, inputs = AttentionTransfer(student, teacher), []
     transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x and not hasattr(x, "gate")}
@@ -162,18 +162,18 @@ def fit_outputs(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
 
 
 class LeastSquares:
-    """W with x W^T near y, from rows x [..., in] and y [..., out] that come one after the other."""
+    """Ridge regression of y [..., out] on x [..., in]: finds W with x W^T near y. Rows can be added batch by batch."""
 
     def __init__(self) -> None:
         self.squares = self.products = torch.zeros(())
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """More rows."""
+        """Add rows."""
         x, y = x.flatten(0, -2).float(), y.flatten(0, -2).float()
         self.squares, self.products = x.mT @ x + self.squares.to(x.device), x.mT @ y + self.products.to(x.device)
 
     def solve(self, ridge: float) -> Tensor:
-        """W [out, in], with a penalty on its squares of so many times what a channel of x has on average."""
+        """W [out, in]; the penalty on its squares is `ridge` times the mean square of the channels of x."""
         squares = self.squares.double()
         penalty = ridge * squares.diagonal().mean()
         squares.diagonal().add_(penalty)
@@ -181,7 +181,7 @@ class LeastSquares:
 
 
 def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
-    """Each memory beside attention over a window is compared with what the window says alone."""
+    """Set the gates of memories beside attention over a window, by comparing outputs with and without the memory."""
     mixers = [mixer for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
     opened: list = []
     closed: list = []

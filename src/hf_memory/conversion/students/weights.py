@@ -1,4 +1,4 @@
-"""A teacher's weights under the names of a student."""
+"""Copies a teacher's weights into a student, by a table of names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class CarriedWeights(NamedTuple):
 
 
 def rename(name: str, names: Mapping[str, str] = NAMES) -> str:
-    """The name in the other model, or an empty one if the table does not know it."""
+    """The name in the other model, or an empty string if it is not in the table."""
     for source, target in names.items():
         pattern = re.escape(source).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{rest\}", "(?P<rest>.+)")
         match = re.fullmatch(pattern, name)
@@ -52,7 +52,7 @@ def rename(name: str, names: Mapping[str, str] = NAMES) -> str:
 
 
 def rename_back(name: str) -> str:
-    """The teacher's name of a student's tensor, or an empty one if the table does not know it."""
+    """The teacher's name of a student's tensor, or an empty string if it is not in the table."""
     return rename(name, {target: source for source, target in NAMES.items()})
 
 
@@ -97,14 +97,14 @@ def _norms_without_place(student: nn.Module) -> Iterator[str]:
 
 
 def _moves(teacher: PreTrainedModel, source: dict[str, Tensor]) -> list[tuple[str, str, Tensor]]:
-    """The teacher's name, the student's, and what goes there; a fused tensor has several places."""
+    """Triples of the teacher's name, the student's name and the values; a fused tensor gives several."""
     config = teacher.config
     parts_of = find_teacher(config).parts
     return [(name, rename(part), y) for name, x in source.items() for part, y in parts_of(config, name, x).items()]
 
 
 def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
-    faults = [f"the teacher's {name} has no place" for name, other, _ in moves if other not in target]
+    faults = [f"the teacher's {name} has no counterpart" for name, other, _ in moves if other not in target]
     for name, other, x in moves:
         if other in target and x.shape != target[other].shape:
             shapes = tuple(x.shape), tuple(target[other].shape)

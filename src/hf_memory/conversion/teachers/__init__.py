@@ -91,7 +91,7 @@ def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, 
 
 def _gemma2(config: PreTrainedConfig) -> dict:
     if config.use_bidirectional_attention:
-        raise ValueError("use_bidirectional_attention of the teacher must be false, since a memory reads one way")
+        raise ValueError("use_bidirectional_attention must be false in a teacher, as memories are causal, got true")
     same = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
     return {
         **_biases(config),
@@ -142,7 +142,7 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 
 
 def shared_options(config: PreTrainedConfig) -> dict:
-    """Arguments of a MemoryConfig that has the sizes and options of a teacher's config, but for its layer types."""
+    """Arguments that give a MemoryConfig the sizes and options of a teacher, except its layer types."""
     teacher = find_teacher(config)
     shared = {name: getattr(config, name) for name in SHARED if hasattr(config, name)}
     return {**shared, "head_dim": head_dim(config), **teacher.options(config)}

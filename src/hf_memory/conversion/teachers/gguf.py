@@ -1,8 +1,8 @@
-"""Teachers in a GGUF file, as llama.cpp has them: transformers reads the weights back, and here the rest is made whole.
+"""Teachers in a GGUF file, the format of llama.cpp. transformers reads the weights; this module adds the rest.
 
-What transformers leaves out is how some tokenizers cut text, the tokens that end a turn, how the model samples, and
-whether some of the file was skipped. Unless it is asked to dequantise, its model also says for ever that it is
-quantised, and can be neither trained nor saved.
+The rest is how some tokenizers split text, the tokens that end a turn, sampling options, and a check that no tensor of
+the file was skipped. The weights must be dequantised: otherwise transformers marks the model as quantised, and it can
+neither be trained nor saved.
 """
 
 import json
@@ -23,7 +23,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.utils import is_gguf_available
 
-ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -31,8 +31,8 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-GPT2_CUTS = ("gpt-2", "mpt", "olmo", "jais", "trillion")  # how a byte-level BPE cuts text before it merges
-DIGIT_CUTS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")  # and each digit apart
+GPT2_CUTS = ("gpt-2", "mpt", "olmo", "jais", "trillion")  # pre-tokenizers that split text as GPT-2 does
+DIGIT_CUTS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")  # with digits apart
 
 
 def find_gguf(name: str) -> Path | None:
@@ -56,7 +56,7 @@ def read_config(file: Path) -> PreTrainedConfig:
     """The config that the metadata of a GGUF file describes.
 
     Raises:
-        ValueError: if the file says more of the model than transformers reads, or less.
+        ValueError: if the file has metadata that transformers does not read, or lacks some that it needs.
     """
     metadata, tensors = read_gguf_metadata(str(file))
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -65,7 +65,7 @@ def read_config(file: Path) -> PreTrainedConfig:
         config.sliding_window = window
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
-        raise ValueError(f"teacher must have rotations that transformers reads from GGUF, got scaling {scaling!r}")
+        raise ValueError(f"teacher must have a RoPE that transformers reads from GGUF, got scaling {scaling!r}")
     _check_tensors(file, architecture, config, set(tensors))
     return config
 
@@ -86,16 +86,16 @@ def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, tens
 
 
 def read_tokenizer(file: Path):
-    """The tokenizer of a GGUF file with its chat template; or that of its folder, if one is there.
+    """The tokenizer and chat template of a GGUF file; if its folder has a tokenizer, that one.
 
     Raises:
-        ValueError: if nobody says how it cuts text before it merges.
+        ValueError: if it is not known how the tokenizer splits text before BPE.
     """
     if (file.parent / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(file.parent)
     architecture, described, options = get_gguf_tokenizer(str(file))
     backend, _ = convert_gguf_tokenizer(architecture, described)
-    content = json.loads(backend.to_str())  # where transformers may have added a token that the model does not have
+    content = json.loads(backend.to_str())  # transformers may have added a token that the model does not have
     content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < len(described["tokens"])]
     backend = Tokenizer.from_str(json.dumps(content))
     if (cut := described.get("pre_tokenizer_type")) in DIGIT_CUTS:
@@ -103,14 +103,14 @@ def read_tokenizer(file: Path):
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif described["tokenizer_type"] == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_CUTS):
         raise ValueError(
-            f"teacher must have a tokenizer that is known, got {file.name}, which cuts text as {cut!r}; "
-            "the tokenizer.json of its model beside it helps"
+            f"teacher must have a known pre-tokenizer, got {cut!r} in {file.name}; "
+            "to use it, put the tokenizer.json of the original model into the same folder"
         )
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
 def read_model(file: Path) -> PreTrainedModel:
-    """The model of a GGUF file in float32, like any other: it can be trained and saved."""
+    """The model of a GGUF file, dequantised to float32, so that it can be trained and saved."""
     dequantized = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, config=read_config(file), dtype=torch.float32, quantization_config=dequantized
@@ -127,7 +127,7 @@ def read_model(file: Path) -> PreTrainedModel:
 
 
 def turn_ends(tokenizer) -> set[int]:
-    """The special token that a chat template writes after an answer, which not every file names."""
+    """The special tokens that a chat template writes after an answer; not every file declares them."""
     if tokenizer.chat_template is None:
         return set()
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]

@@ -18,7 +18,7 @@ def load_config(name: str) -> PreTrainedConfig:
     file = find_gguf(name)
     try:
         return AutoConfig.from_pretrained(name) if file is None else read_config(file)
-    except ZeroDivisionError as error:  # transformers divides sizes by each other before it checks them
+    except ZeroDivisionError as error:  # transformers divides one size by another before it checks them
         raise ValueError(f"the config of {name} must have no size of 0") from error
 
 

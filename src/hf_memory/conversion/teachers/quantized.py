@@ -1,4 +1,4 @@
-"""Quantised teachers, to learn from where the full one does not fit into memory."""
+"""Quantised teachers, to learn from if the full-precision one does not fit into memory."""
 
 import logging
 
@@ -11,7 +11,7 @@ from transformers.utils import is_bitsandbytes_available
 def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrainedModel:
     """A teacher whose linear layers are quantised to 8 (LLM.int8) or 4 bits (NF4); the rest is in float32.
 
-    Its hidden states and logits are float32, and close to the teacher's. It is the argument `quantized` of `convert`.
+    Its hidden states and logits are float32, and close to the full teacher's. Pass it to `convert` as `quantized`.
 
     Args:
         name: folder or Hub name of the teacher.
@@ -28,12 +28,12 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
     )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells at each step that LLM.int8 rounds its inputs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # or it warns at each step that inputs are rounded
     return model.eval()
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError if a teacher cannot be loaded in so many bits."""
+    """Raise ValueError if a teacher cannot be loaded with so many bits."""
     if bits not in (8, 4):
         raise ValueError(f"teacher_bits must be 8 or 4, got {bits}")
     if not is_bitsandbytes_available():
@@ -41,6 +41,6 @@ def check_bits(bits: int) -> None:
 
 
 def num_quantized(teacher: PreTrainedModel) -> int:
-    """How many weights of a teacher are in few bits: those of linear layers but the last."""
+    """Number of a teacher's weights that are quantised: those of all linear layers except the last."""
     linears = [x for x in teacher.modules() if isinstance(x, nn.Linear) and x is not teacher.get_output_embeddings()]
     return sum(x.weight.numel() for x in linears)
