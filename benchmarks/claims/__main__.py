@@ -17,6 +17,7 @@ import interference
 import length
 import levels
 import parity
+import reach
 import recall
 import swaps
 from claim import write
@@ -27,6 +28,7 @@ CLAIMS = {
     for module in (
         interference,
         forgetting,
+        reach,
         cost,
         parity,
         groups,

@@ -66,13 +66,13 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
     return found | {name: between(EDGES, x) for name, x in (("nats", far), ("afresh", near))}
 
 
-def far_and_near(model) -> tuple[Tensor, Tensor]:
-    """Nats of each byte of held-out passages [PASSAGES, FAR], read through, and after LENGTH / 2 bytes or more."""
-    tokens, targets = passages(FAR, PASSAGES, torch.Generator().manual_seed(10_000), held_out=True)
-    far = torch.cat([losses(model, x[None], y[None]) for x, y in zip(tokens, targets)])
+def far_and_near(model, far: int = FAR) -> tuple[Tensor, Tensor]:
+    """Nats of each byte of held-out passages [PASSAGES, far], read through, and after LENGTH / 2 bytes or more."""
+    tokens, targets = passages(far, PASSAGES, torch.Generator().manual_seed(10_000), held_out=True)
+    through = torch.cat([losses(model, x[None], y[None]) for x, y in zip(tokens, targets)])
     half = LENGTH // 2
     near = [losses(model, *(z.unfold(0, LENGTH, half) for z in pair))[:, half:] for pair in zip(tokens, targets)]
-    return far, torch.cat([far[:, :half], torch.stack(near).flatten(1)], 1)
+    return through, torch.cat([through[:, :half], torch.stack(near).flatten(1)], 1)
 
 
 @torch.no_grad()

@@ -16,15 +16,24 @@ was stopped; `python benchmarks/claims NAME` runs one. This page is written by t
 
 
 def texts(claims: Iterable[Claim]) -> dict[Path, str]:
-    """Both files, from what is finished; README has those claims alone that have a verdict."""
+    """Both files, from what is finished; README has a line for each verdict, and the page the figures."""
     found = {claim.name: (claim, claim.rows()) for claim in claims}.values()
     summary = [summary_row(claim, rows) for claim, rows in found]
     here = [{**row, "claim": row["claim"].replace("docs/claims.md", "")} for row in summary]
     page = "\n".join([HEAD, markdown(here), "", *(section(claim, rows) for claim, rows in found)])
     readme, between = ROOT / "README.md", re.compile(r"(<!-- claims -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    shown = markdown([row for row in summary if row["verdict"] not in ("**not run yet**", "**in progress**")])
-    table = between.sub(lambda found: f"{found[1]}\n{shown}\n{found[2]}", readme.read_text())
+    table = between.sub(lambda found: f"{found[1]}\n{markdown(by_verdict(summary))}\n{found[2]}", readme.read_text())
     return {ROOT / "docs" / "claims.md": page, readme: table}
+
+
+def by_verdict(summary: Rows) -> Rows:
+    """The claims of each verdict that there is."""
+    verdicts = {verdict: [] for verdict in ("reproduced", "differently", "not reproduced")}
+    for row in summary:
+        verdict, so_far, _ = row["verdict"].strip("*").partition(" so far")
+        if verdict in verdicts:
+            verdicts[verdict].append(row["claim"] + so_far)
+    return [{"verdict": f"**{verdict}**", "claims": ", ".join(found)} for verdict, found in verdicts.items() if found]
 
 
 def judged(claim: Claim, rows: Rows) -> tuple[str, str]:

@@ -1,0 +1,171 @@
+"""How far a token reaches in each pattern of attention, and in each kind of past, without training.
+
+**Claim.** A pattern sees few tokens in a layer, and more through several. With n layers and a size of w tokens: a
+window n (w - 1) + 1 (Beltagy et al., https://arxiv.org/abs/2004.05150; dilated by s also n (w - 1) s tokens back, and
+with first tokens these too); blocks with the one before (n + 1) w (Parmar et al., https://arxiv.org/abs/1802.05751;
+also heads that look one block back, https://arxiv.org/abs/1911.02972); heads that learn their span, as they start, a
+window as long as its ramp (Sukhbaatar et al., https://arxiv.org/abs/1905.07799); strided and fixed patterns some
+multiple of sqrt(T) in one layer and all T in two (Child et al., https://arxiv.org/abs/1904.10509); Linformer's
+summaries all (Wang et al., https://arxiv.org/abs/2006.04768); BigBird at most 3 + r blocks in one layer, with r random
+ones (Zaheer et al., https://arxiv.org/abs/2007.14062); buckets 1 - (1 - 1 / b)^h of all, in h hashes and heads (Kitaev
+et al., https://arxiv.org/abs/2001.04451; Roy et al., https://arxiv.org/abs/2003.05997). Transformer-XL carries n
+segments further (Dai et al., https://arxiv.org/abs/1901.02860), Compressive Transformers n times what their slots stand
+for (Rae et al., https://arxiv.org/abs/1911.05507), and a store all that it holds (Wu et al.,
+https://arxiv.org/abs/2203.08913).
+
+**Setting.** A `MemoryTransformer` with random weights in float64, two heads and one to three layers, reads 144 tokens;
+sizes are 12 = sqrt(144). Each token in turn is changed a little: does the output of the last one change? Three seeds
+where a pattern is random.
+
+**Expected.** Exactly the numbers above; about that of buckets in one layer, since random weights do not fill them
+evenly.
+
+**What is different here.** These patterns are causal. So the first tokens, which all see, see nothing of what is after
+them, and carry nothing from token to token: BigBird reaches far by its random blocks alone, Longformer by its window.
+"""
+
+from statistics import mean
+
+import torch
+
+from claim import Claim, Rows
+from hf_memory import MemoryTransformerConfig, MemoryTransformerModel
+from pictures import curve
+
+T, W, LAYERS, SEEDS, HEADS, FIRST, RANDOM = 144, 12, (1, 2, 3), 3, 2, 4, 2
+BUCKETS, HASHES, SLOTS, RATE = 16, 4, 6, 4
+SIZES = {
+    "vocab_size": 4,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": HEADS,
+    "initializer_range": 0.3,
+    "max_position_embeddings": T,
+    "pattern_size": W,
+    "num_global_tokens": FIRST,
+    "num_summary_tokens": 2,
+    "num_random_blocks": RANDOM,
+    "num_buckets": BUCKETS,
+    "num_hashes": HASHES,
+    "max_span": T,
+    "span_ramp": W,
+    "segment_length": W,
+    "past_window": W,
+    "compressed_length": SLOTS,
+    "compression_rate": RATE,
+    "memory_size": T,
+    "memory_top_k": T,
+}
+PATTERNS = {  # tokens that reach the last one in n layers: of the papers, for a token that ends a block
+    "full": lambda n: T,
+    "sliding": lambda n: n * (W - 1) + 1,
+    "adaptive_span": lambda n: n * (W - 1) + 1,
+    "dilated": lambda n: n * (W - 1) + 1,
+    "longformer": lambda n: n * (W - 1) + 1 + FIRST,
+    "block_local": lambda n: (n + 1) * W,
+    "blockwise": lambda n: (n + 1) * W,
+    "strided": lambda n: W + T // W - 1 if n == 1 else T,
+    "fixed": lambda n: W + 2 * (T // W - 1) if n == 1 else T,
+    "linformer": lambda n: T,
+}
+PASTS = {
+    "xl": lambda n: (n + 1) * W,
+    "compressive": lambda n: W + n * (W + SLOTS * RATE),
+    "memorizing": lambda n: T,
+    "infinite": lambda n: n * (W - 1) + 1 + FIRST,
+}
+EXACT = PATTERNS | PASTS
+ABOUT = {
+    "reformer": T * (1 - (1 - 1 / BUCKETS) ** (HASHES * HEADS)),
+    "routing": T * (1 - (1 - 1 / BUCKETS) ** HEADS),
+}
+DRAWN = ("bigbird", *ABOUT)
+
+
+def plan(rows: Rows):
+    """Seeds where it matters."""
+    return (
+        {"word": word, "layers": n, "seed": seed}
+        for word in (*EXACT, *DRAWN)
+        for n in LAYERS
+        for seed in range(SEEDS if word in DRAWN else 1)
+    )
+
+
+@torch.no_grad()
+def measure(*, word: str, layers: int, seed: int) -> dict:
+    """How many tokens change the last output, and how far back the first of them is."""
+    torch.manual_seed(seed)
+    kind = {"past": word} if word in PASTS else {"pattern": word}
+    config = MemoryTransformerConfig(**SIZES, num_hidden_layers=layers, pattern_seed=seed, **kind)
+    model = MemoryTransformerModel(config).double().eval()
+    text = torch.randn(1, T, config.hidden_size, dtype=torch.float64)
+    changed = 1e-3 * torch.eye(T, dtype=torch.float64)[..., None] * torch.randn_like(text)
+    outputs = [model(inputs_embeds=torch.cat([text, text + x])).last_hidden_state[:, -1] for x in changed.split(W)]
+    effect = torch.cat([(x[1:] - x[0]).abs().amax(-1) for x in outputs])
+    reaching = (effect > 1e-13).nonzero().flatten()
+    return {"tokens": len(reaching), "farthest": T - 1 - int(reaching[0])}
+
+
+def numbers(rows: Rows, word: str, n: int) -> list[int]:
+    """Of tokens that reach the last one, of all seeds."""
+    return [row["tokens"] for row in rows if (row["word"], row["layers"]) == (word, n)]
+
+
+def table(rows: Rows) -> Rows:
+    """Measured and expected tokens by layers, and how far back the first is."""
+    return [
+        {
+            "option": f"`{'past' if word in PASTS else 'pattern'}={word}`",
+            **{f"{n} layers" if n > 1 else "1 layer": cell(rows, word, n) for n in LAYERS},
+            "farthest in three layers": max(row["farthest"] for row in rows if row["word"] == word),
+        }
+        for word in (*EXACT, *DRAWN)
+        if any(row["word"] == word for row in rows)
+    ]
+
+
+def cell(rows: Rows, word: str, n: int) -> str:
+    """Tokens, and what was expected."""
+    found = f"{mean(numbers(rows, word, n)):.0f}"
+    if word in ABOUT and n == 1:
+        return f"{found} (about {ABOUT[word]:.0f})"
+    return f"{found} ({EXACT[word](n)})" if word in EXACT else found
+
+
+def draw(rows: Rows, figure) -> None:
+    """Tokens by layers."""
+    figure.set_size_inches(8, 4.5)
+    axes = figure.subplots()
+    alike = {}
+    for word in (*EXACT, *DRAWN):
+        alike.setdefault(tuple(zip(*(numbers(rows, word, n) for n in LAYERS))), []).append(word)
+    for seeds, words in alike.items():
+        curve(axes, LAYERS, seeds, label=",\n".join(words))
+    axes.set(xlabel="layers", ylabel=f"tokens of {T} that reach the last one", xticks=LAYERS)
+    figure.legend(loc="outside right center")
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Exact where the papers are, and about right in the first layer of what is drawn."""
+    off = [
+        f"{word} in {n} layers {found[0]} and not {EXACT[word](n)}"
+        for word in EXACT
+        for n in LAYERS
+        if (found := numbers(rows, word, n)) != [EXACT[word](n)]
+    ]
+    off += [
+        f"{word} in one layer {mean(found):.0f}, about {x:.0f} expected"
+        for word, x in ABOUT.items()
+        if not x / 2 < mean(found := numbers(rows, word, 1)) < 2 * x
+    ]
+    if max(numbers(rows, "bigbird", 1)) > (3 + RANDOM) * W:
+        off.append("bigbird sees more than its blocks")
+    words = ("sliding", "strided", "xl", "compressive", *DRAWN)
+    by_layers = {word: " / ".join(f"{mean(numbers(rows, word, n)):.0f}" for n in LAYERS) for word in words}
+    said = f"{len(EXACT) * len(LAYERS)} numbers are the papers'; of {T} tokens reach the last in 1 / 2 / 3 layers: "
+    said += ", ".join(f"{word} {x}" for word, x in by_layers.items())
+    return ("differently", "; ".join(off)) if off else ("reproduced", said)
+
+
+CLAIM = Claim("reach", "Reach of patterns", __doc__, 1, plan, measure, table, draw, verdict)
