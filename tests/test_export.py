@@ -93,7 +93,7 @@ EXACT = (
     Line("kimi", Case("gdn", DELTANET, {**KDA, "gate": "scalar", "output_gate_low_rank_dim": 4})),
 )
 every_line = pytest.mark.parametrize("line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT])
-PURE = r"layer_types of 'memory' throughout .*got attention in \[3\]"
+PURE = r"layer_types all 'memory' .*got attention in \[3\]"
 REFUSED = (
     (DELTANET, {**GDN, **HYBRID, "use_qk_norm": True}, "qwen3_5 needs memory_qk_norm=False .*got q/k norm"),
     (DELTANET, {**GDN, **HYBRID, "output_gate": "sigmoid"}, "qwen3_5 needs output_gate='silu' .*got 'sigmoid'"),
@@ -112,7 +112,7 @@ REFUSED = (
     (
         DELTANET,
         {**GDN, "layer_types": ["memory", "sliding_attention"], "sliding_window": 4},
-        "layer_types of 'memory' and 'full_attention' alone, got 'sliding_attention'",
+        "layer_types with only 'memory' and 'full_attention', got 'sliding_attention'",
     ),
     (DELTANET, {**KDA, **HYBRID}, f"bailing needs {PURE}"),
     (
@@ -186,7 +186,7 @@ def test_memories_that_no_engine_has_are_refused_with_what_runs_them(model_type,
 @pytest.mark.parametrize(
     ("target", "case", "message"),
     [
-        ("gguf", Case("", DELTANET, GDN), "target must be auto, qwen3_5, .*got 'gguf'"),
+        ("gguf", Case("", DELTANET, GDN), "target must be one of auto, qwen3_5, .*got 'gguf'"),
         ("granite", Case("", DELTANET, GDN), "granite is for models of type hf_memory_gated, got hf_memory_deltanet"),
         (
             "kimi",
@@ -216,7 +216,7 @@ def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch
     faulty = find_target(make_config(EXACT[0].case))
     faulty = faulty._replace(options=lambda config: {**TARGETS[0].options(config), "rms_norm_eps": 1e-2})
     monkeypatch.setattr(exporting, "find_target", lambda config, name: faulty)
-    with pytest.raises(ValueError, match="the export must have the model's logits"):
+    with pytest.raises(ValueError, match="the exported model must have the model's logits"):
         export_model(make_model(EXACT[0].case), tmp_path / "export")
     assert not list(tmp_path.iterdir())
 
@@ -350,12 +350,12 @@ def test_a_gguf_file_of_granite_is_padded_and_ropes(tmp_path):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Case("", DELTANET, KDA), "hf_memory writes GGUF files of qwen3_5 and granite alone"),
-        (Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}), "its keys and values are of one width"),
+        (Case("", DELTANET, KDA), "hf_memory writes GGUF files of qwen3_5 and granite only"),
+        (Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}), "it needs keys and values of the same width"),
         (Case("", GATED, {**STUDENT, **HYBRID, "attention_bias": True}), "its memory layers have no biases"),
         (
             Case("", DELTANET, GDN),
-            "tokenizer must be a BPE tokenizer that cuts text as one of gpt-2, .*got BPE .*Whitesp",
+            "tokenizer must be a BPE tokenizer that splits text like one of gpt-2, .*got BPE .*Whitesp",
         ),
     ],
 )

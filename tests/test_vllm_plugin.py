@@ -80,7 +80,7 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    fault = "pages of one size" if not grows(case) else r"layer \d of \w+ keeps [\w ]+, which"
+    fault = "pages of one size" if not grows(case) else r"got [\w ]+ in layer \d of \w+"
     with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
         check(make_config(case))
 

@@ -22,7 +22,7 @@ from hf_memory.export.parts import (
 )
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
-OLMO_EPS = 1e-5  # of the output's norm; it is in no config
+OLMO_EPS = 1e-5  # epsilon of OLMo-Hybrid's output norm, which is a constant in its code
 
 
 def _check(config: DeltaNetConfig, eps: float) -> list[str]:
@@ -30,17 +30,17 @@ def _check(config: DeltaNetConfig, eps: float) -> list[str]:
 
 
 def check_olmo_hybrid(config: DeltaNetConfig) -> list[str]:
-    """What is in the way of OLMo-Hybrid, whose attention layers are normed after, and memory layers before."""
+    """Reasons against OLMo-Hybrid. Its attention layers have norms after, not before them, so only pure models fit."""
     return _check(config, OLMO_EPS)
 
 
 def check_bailing(config: DeltaNetConfig) -> list[str]:
-    """What is in the way of Ling 3.0."""
+    """Reasons against Ling 3.0."""
     return [*_check(config, config.rms_norm_eps), *check_square(config)]
 
 
 def check_kimi(config: DeltaNetConfig) -> list[str]:
-    """What is in the way of Kimi Linear."""
+    """Reasons against Kimi Linear."""
     faults, K = check_bailing(config), config.linear_key_head_dim
     rank = config.output_gate_low_rank_dim
     if rank is None or rank > K:
@@ -68,7 +68,7 @@ def olmo_hybrid_options(config: DeltaNetConfig) -> dict:
 
 
 def olmo_hybrid_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One memory layer."""
+    """The weights of a memory layer."""
     parts = spread(config, mixer, key_heads=config.memory_heads[0])
     A_log, dt_bias, decay = decay_by_head(config, mixer)
     return {f"linear_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
@@ -82,7 +82,7 @@ def olmo_hybrid_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tens
 
 
 def _latent_attention(config: DeltaNetConfig) -> dict:
-    """The smallest attention of Ling and Kimi, which says nothing, no experts, and no tied embeddings."""
+    """The smallest attention layer of Ling and Kimi, for a layer that adds zero; no experts, no tied embeddings."""
     K = config.linear_key_head_dim
     return {
         "tie_word_embeddings": False,
@@ -118,17 +118,17 @@ def bailing_options(config: DeltaNetConfig) -> dict:
 
 
 def bailing_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """The name that vLLM has the class under."""
+    """The class name that vLLM uses."""
     return {"architectures": ["BailingMoeV3ForCausalLM"]}
 
 
 def untied(outside: Weights) -> dict[str, Tensor]:
-    """What is outside the layers, with a head of its own."""
+    """The weights outside the layers, with an output head that is not tied to the embeddings."""
     return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
 
 
 def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """What a memory layer is in both; queries and keys have all output heads."""
+    """The weights of a memory layer that Ling and Kimi share; queries and keys are repeated for all output heads."""
     parts = spread(config, mixer, key_heads=output_heads(config))
     return {f"self_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
         "self_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
@@ -137,7 +137,7 @@ def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
 
 
 def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, Tensor]:
-    """A_log [HV] and dt_bias [HV * K]; a decay by head is the same for all of its channels."""
+    """A_log [HV] and dt_bias [HV * K]; a decay per head is repeated for all channels of the head."""
     if config.gate == "vector":
         return mixer["decay.A_log"], mixer["decay.dt_bias"]
     A_log, dt_bias, _ = decay_by_head(config, mixer)
@@ -145,7 +145,7 @@ def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, T
 
 
 def bailing_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One memory layer of Ling."""
+    """The weights of a memory layer of Ling."""
     A_log, dt_bias = _decay_by_channel(config, mixer)
     if config.gate == "vector":
         decay = full_rank(mixer, "decay")
@@ -171,7 +171,7 @@ def kimi_options(config: DeltaNetConfig) -> dict:
 
 
 def kimi_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """As the published model has them: layers counted from 1, and a rope that is not used."""
+    """Fields as in the published model: layers are counted from 1, and there is a RoPE that is not used."""
     layers = config.num_hidden_layers
     linear = {"num_heads": theirs.linear_num_heads, "head_dim": theirs.linear_head_dim}
     linear |= {"short_conv_kernel_size": theirs.linear_conv_kernel_dim}
@@ -181,7 +181,7 @@ def kimi_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
 
 
 def kimi_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One memory layer of Kimi, whose gates are products; a smaller rank has rows of zeros."""
+    """The weights of a memory layer of Kimi, whose gates are low-rank products; lower ranks are padded with zeros."""
     K = config.linear_key_head_dim
     A_log, dt_bias = _decay_by_channel(config, mixer)
     if config.gate == "vector":
@@ -202,17 +202,17 @@ def kimi_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
 
 
 def olmo_hybrid_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """What runs the target."""
+    """Engines that run the target."""
     return {"transformers": "", "vLLM": ""}
 
 
 def bailing_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """What runs the target, and what is in the way of this model there."""
+    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
     safe = "its decay is bounded (kda_safe_gate)"
     return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": safe, "MLX": safe}
 
 
 def kimi_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """What runs the target, and what is in the way of this model there."""
+    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
     eps = "" if config.rms_norm_eps == 1e-5 else "the eps of its output norm is 1e-5"
     return {"transformers": "", "vLLM": eps, "SGLang": "", "llama.cpp": "", "MLX": ""}

@@ -1,4 +1,4 @@
-"""Write a model as one of the targets, load it back, and compare before saying that it is the same."""
+"""Writes a model as one of the targets, loads the result, and checks that both models compute the same logits."""
 
 import copy
 import json
@@ -20,10 +20,10 @@ from hf_memory.export.targets import Target, find_target
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
-TOKENS = 24  # that both models read, in two rows
-TOLERANCE = 1e-4  # of the largest logit, in float32; rounding is 1e-5 in small models, where a fault is 1e-2
-TIMES_ROUNDING = 10  # what deep models may differ by, of what they differ by from themselves
-IN_16_BITS = 4e-3  # the same where weights are rounded to 16 bits once more
+TOKENS = 24  # tokens of the two rows that both models read for the comparison
+TOLERANCE = 1e-4  # relative to the largest logit, in float32: rounding gives 1e-5 in small models, a real fault 1e-2
+TIMES_ROUNDING = 10  # deep models may differ by so many times the difference between their prefill and their decoding
+IN_16_BITS = 4e-3  # tolerance if weights are rounded to 16 bits once more
 
 
 class Export(NamedTuple):
@@ -32,7 +32,7 @@ class Export(NamedTuple):
     Attributes:
         folder: the folder that was written.
         target: the architecture.
-        engines: the engines that have the architecture by name; empty, or the reason why one cannot run this model.
+        engines: for each engine that has the architecture, an empty string, or the reason why it cannot run this model.
         error: largest difference between the logits of both models, relative to the largest logit.
     """
 
@@ -50,11 +50,11 @@ def export_model(
     The result is loaded with transformers, and its logits are compared with the model's.
 
     Args:
-        model: a causal language model of this package, or the folder or Hub name of one, whose tokenizer and chat
-            template are then copied too.
+        model: a causal language model of this package, or its folder or Hub name, from which the tokenizer and the chat
+            template are exported too.
         folder: the folder to write to; it must not exist yet.
         target: a name in TARGETS, or `"auto"`: the first that represents the model exactly.
-        gguf: a file for llama.cpp to write as well, with the tokenizer, and in the precision of the model.
+        gguf: a GGUF file to write as well, for llama.cpp, with the tokenizer and in the precision of the model.
 
     Raises:
         NotExportable: if no target represents the model exactly; the message says which fields of its config differ.
@@ -90,7 +90,7 @@ def export_model(
 
 @torch.no_grad()
 def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
-    """The target's own model with our weights, on the CPU."""
+    """A model of the target's class in transformers that has our weights, on the CPU."""
     config, layers = model.config, model.config.num_hidden_layers
     kinds = ["linear_attention" if kind == "memory" else kind for kind in config.layer_types]
     if target.needs_attention and not kept_layers(config):
@@ -102,7 +102,7 @@ def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
         )
     weights = _rename(_weights(model, target), target.names)
     for name, x in theirs.state_dict().items():
-        if f".layers.{layers}." in name:  # the layer that says nothing
+        if f".layers.{layers}." in name:  # the additional attention layer, which adds zero
             weights[name] = torch.zeros(x.shape, dtype=model.dtype)
     theirs.load_state_dict(weights, assign=True)
     theirs.tie_weights()
@@ -131,7 +131,7 @@ def _rename(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
 
 
 def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryConfig) -> None:
-    """Write the target's files, with what single engines want in config.json."""
+    """Write the target's files; config.json gets additional fields that some engines need."""
     saved = {name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)}
     saved = revert_weight_conversion(theirs, saved)  # the names of published checkpoints, which engines read
     for before, after in target.file_names.items():
@@ -147,10 +147,11 @@ def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryCo
 
 @torch.no_grad()
 def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
-    """Largest difference of logits in float32, whole and token by token, as a part of the largest logit.
+    """Largest difference of the logits relative to the largest logit, in float32, in a prefill and token by token.
 
     Raises:
-        ValueError: if it is more than rounding. How much that is, our own model says, read whole and token by token.
+        ValueError: if it is larger than rounding errors. Their size is estimated by the difference between a prefill
+            and token-by-token decoding of our own model.
     """
     tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     expected, repeated = _logits(model if model.dtype == torch.float32 else copy.deepcopy(model).float(), tokens)
@@ -161,12 +162,12 @@ def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
     rounding = max(TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise)
     if not error < rounding:
         expected = f"the model's logits up to {rounding:.0e} of the largest"
-        raise ValueError(f"the export must have {expected}, got a difference of {error:.0e}")
+        raise ValueError(f"the exported model must have {expected}, got a difference of {error:.0e}")
     return error
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor, cache: str = "past_key_values") -> tuple[Tensor, Tensor]:
-    """Read at once, and in two halves, the second token by token."""
+    """Logits of a prefill of all tokens, and of a prefill of one half with the other half decoded token by token."""
     tokens = tokens.to(model.device)
     parts = (tokens[:, : TOKENS // 2], *tokens[:, TOKENS // 2 :].split(1, dim=1))
     past = {cache: DynamicCache(config=model.config)}

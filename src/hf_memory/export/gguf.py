@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp, of the two targets that it has; the package `gguf` knows names and layout."""
+"""GGUF files for llama.cpp, for the two targets that it supports. The package `gguf` has tensor names and format."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from hf_memory.modeling.base import MemoryConfig
 
 TOKENIZER = "tokenizer_config.json"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {  # how text is cut before the merges: llama.cpp's name, and the steps that tokenizer.json has
+PRE_TOKENIZERS = {  # ways to split text before BPE: llama.cpp's name, and the steps in tokenizer.json
     "gpt-2": ["ByteLevel"],
     "smollm": ["Digits", "ByteLevel"],
     "llama-bpe": [WORDS % r"\p{N}{1,3}"],
@@ -27,11 +27,11 @@ PRE_TOKENIZERS = {  # how text is cut before the merges: llama.cpp's name, and t
 
 
 class Layout(NamedTuple):
-    """How llama.cpp wants one target."""
+    """How a target is written for llama.cpp."""
 
-    architecture: str  # of gguf.MODEL_ARCH
+    architecture: str  # a name in gguf.MODEL_ARCH
     parameters: Callable[..., None]
-    tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]  # names that gguf's table knows
+    tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]  # with names from gguf's table
     padded: Callable[[Target], Target] = lambda target: target
 
 
@@ -52,7 +52,7 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(rotating)
-    writer.add_rope_dimension_sections([-(-rotating // 6)] * 3 + [0])  # of pairs; in text all have one position
+    writer.add_rope_dimension_sections([-(-rotating // 6)] * 3 + [0])  # pairs for each dimension of a picture
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -63,7 +63,7 @@ def _qwen3_5(writer, config: PreTrainedConfig) -> None:
 
 
 def _qwen3_5_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Value heads that share a key head stand apart there: the first of each key head, then the second of each."""
+    """llama.cpp has value heads in another order: the first of each key head, then the second of each, and so on."""
     heads, more = config.linear_num_key_heads, config.linear_num_value_heads
     part = name.rpartition("linear_attn.")[2]
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
@@ -81,7 +81,7 @@ def _qwen3_5_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator
 
 
 def _apart(x: Tensor, heads: int, more: int) -> Tensor:
-    """Rows of more heads [heads * group * D, ...], sorted by their place in the group."""
+    """Sort the rows [heads * group * D, ...] by their place in the group first."""
     return x.unflatten(0, (heads, more // heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -91,7 +91,7 @@ def _granite(writer, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(config.shared_intermediate_size)
     writer.add_head_count_kv([config.num_key_value_heads if kept else 0 for kept in is_attention])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")  # whether there is rope
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")  # False turns RoPE off
     writer.add_attention_scale(config.attention_multiplier)
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
@@ -104,7 +104,7 @@ def _granite(writer, config: PreTrainedConfig) -> None:
 
 
 def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Rope turns neighbours there, and an MLP that is a shared expert is an MLP."""
+    """llama.cpp rotates neighbouring channels, and names a shared expert without other experts as an MLP."""
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for part, count in heads.items():
         if part in name:
@@ -139,11 +139,11 @@ LAYOUTS = {
 
 def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise ValueError if a model cannot be written as a GGUF file."""
-    fault = target.engines(config).get("llama.cpp", "it does not have the target")
+    fault = target.engines(config).get("llama.cpp", "it does not support the target")
     if target.name not in LAYOUTS:
-        fault = f"hf_memory writes GGUF files of {' and '.join(LAYOUTS)} alone"
+        fault = f"hf_memory writes GGUF files of {' and '.join(LAYOUTS)} only"
     if fault:
-        raise ValueError(f"the model must be one that llama.cpp has to be written as GGUF, but {fault}")
+        raise ValueError(f"the model must be supported by llama.cpp to be written as GGUF, but {fault}")
     if not is_gguf_available():
         raise ValueError("a GGUF file needs gguf: pip install hf-memory[gguf]")
     if tokenizer is not None:
@@ -151,10 +151,10 @@ def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokeni
 
 
 def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """llama.cpp's name of how a tokenizer cuts text before it merges.
+    """llama.cpp's name for a tokenizer's way to split text before BPE.
 
     Raises:
-        ValueError: if llama.cpp has none such.
+        ValueError: if llama.cpp does not have it.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     before = described["pre_tokenizer"] or {"type": "none"}
@@ -162,14 +162,14 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     for name, known in PRE_TOKENIZERS.items():
         if described["model"]["type"] == "BPE" and steps == known:
             return name
-    expected = "a BPE tokenizer that cuts text as one of " + ", ".join(PRE_TOKENIZERS)
+    expected = "a BPE tokenizer that splits text like one of " + ", ".join(PRE_TOKENIZERS)
     raise ValueError(
         f"the tokenizer must be {expected} to be written as GGUF, got {described['model']['type']} {steps}"
     )
 
 
 def _step(step: dict) -> str:
-    """A step in one word, which is empty where nothing is cut."""
+    """A step as a string, which is empty if the step does not split text."""
     if step["type"] == "Split":
         return step["pattern"].get("Regex", "")
     if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
@@ -181,10 +181,10 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
     """Write a rewritten model as one file.
 
     Args:
-        theirs: what `rewrite` makes for the padded target.
-        target: a name of `LAYOUTS`.
-        folder: that the same model was exported to; its tokenizer is used if it has one.
-        file: to write to.
+        theirs: the result of `rewrite` for the padded target.
+        target: a target with an entry in `LAYOUTS`.
+        folder: the folder to which the model was exported; its tokenizer is used if it has one.
+        file: the file to write to.
     """
     import gguf
 
@@ -210,7 +210,7 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
 
 
 def _add_tensor(writer, name: str, x: Tensor) -> None:
-    """Matrices in the model's precision, the rest in float32."""
+    """Add a tensor: matrices in the model's precision, all else in float32."""
     import gguf
 
     kinds = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
@@ -240,7 +240,7 @@ def _add_tokens(writer, folder: Path, vocab_size: int) -> None:
 
 
 def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
-    """What divides the frequencies of plain rope."""
+    """The factors by which the frequencies of plain RoPE are divided, or None if there is no scaling."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         return None

@@ -21,14 +21,14 @@ from hf_memory.export.parts import (
 )
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
-LLAMA_CPP_EXPAND = 2  # of the inner width; a GGUF file is padded to it
-UNLIMITED = {"time_step_limit": [0.0, math.inf]}  # mlx-lm's own default for Granite is (0.001, 100)
+LLAMA_CPP_EXPAND = 2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
+UNLIMITED = {"time_step_limit": [0.0, math.inf]}  # mlx-lm's default for Granite would be (0.001, 100)
 
 
 def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tuple[int, int, int]:
-    """Groups of value heads, value heads, and the inner width as a multiple of the model's.
+    """Number of groups of value heads, number of value heads, and inner width as a multiple of hidden_size.
 
-    There are as many groups of zeros at the end as make it a whole multiple, or the one that is given.
+    Groups of zeros are added at the end until this is a whole number and at least `expand`.
     """
     query_heads, *_, V = config.memory_heads
     heads = output_heads(config) // query_heads
@@ -39,7 +39,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
 
 
 def check(config: GatedLinearAttentionConfig) -> list[str]:
-    """What is in the way of both targets."""
+    """Reasons against both targets."""
     faults = check_shell(config)
     if not config.linear_conv_kernel_dim:
         faults.append("linear_conv_kernel_dim above 0, got 0")
@@ -47,7 +47,7 @@ def check(config: GatedLinearAttentionConfig) -> list[str]:
 
 
 def check_granite(config: GatedLinearAttentionConfig) -> list[str]:
-    """What is in the way of Granite."""
+    """Reasons against Granite."""
     faults = [*check(config), *check_mlp(config)]
     kept, rotates = kept_layers(config), config.no_rope_layers
     if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
@@ -63,7 +63,7 @@ def check_granite(config: GatedLinearAttentionConfig) -> list[str]:
 
 
 def check_mamba2(config: GatedLinearAttentionConfig) -> list[str]:
-    """What is in the way of Mamba-2."""
+    """Reasons against Mamba-2."""
     return [*check(config), *check_pure(config)]
 
 
@@ -81,7 +81,7 @@ def granite_options(config: GatedLinearAttentionConfig, expand: int | None = Non
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
         "rope_parameters": config.rope_parameters,
-        "position_embedding_type": "rope" if _rotates(config) else "nope",  # MLX takes null for rope
+        "position_embedding_type": "rope" if _rotates(config) else "nope",  # null would mean RoPE in MLX
         "attention_bias": config.attention_bias or config.attention_output_bias,
         "attention_multiplier": attention_scale(config),
         "embedding_multiplier": config.embedding_multiplier,
@@ -100,7 +100,7 @@ def granite_options(config: GatedLinearAttentionConfig, expand: int | None = Non
 
 
 def granite_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
-    """Layer types as the published models have them, which llama.cpp and MLX look for, and SGLang's flat rope."""
+    """Layer types as in published models, which llama.cpp and MLX read, and the RoPE field that SGLang reads."""
     words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
     return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
 
@@ -126,12 +126,12 @@ def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
 
 
 def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
-    """What MLX reads, the limit as the published models have it."""
+    """Fields that MLX reads."""
     return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
 
 
 def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
-    """One memory layer: rows of in_proj are z, x, B, C and dt, our g, v, k, q and decay."""
+    """The weights of a memory layer. Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
     query_heads, *_, K, V = config.memory_heads
     n_groups, heads, _ = _sizes(config, expand)
     parts = spread(config, mixer, key_heads=query_heads)
@@ -164,12 +164,12 @@ def _longer(x: Tensor, rows: int) -> Tensor:
 
 
 def granite_memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
-    """One memory layer of Granite."""
+    """The weights of a memory layer of Granite."""
     return {f"mamba.{name}": x for name, x in memory(config, mixer, expand).items()}
 
 
 def granite_attention(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One attention layer, with biases everywhere if there are any."""
+    """The weights of an attention layer. If any projection has a bias, all need one."""
     found = {f"self_attn.{name}": x for name, x in mixer.items()}
     if config.attention_bias or config.attention_output_bias:
         for part in "qkvo":
@@ -179,7 +179,7 @@ def granite_attention(config: GatedLinearAttentionConfig, mixer: Weights) -> dic
 
 
 def granite_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The MLP is a shared expert there."""
+    """A layer's weights under Granite's names, where the MLP is a shared expert."""
     rest = {name: x for name, x in layer.items() if not name.startswith("mlp.")}
     return rest | {
         "shared_mlp.input_linear.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
@@ -188,31 +188,31 @@ def granite_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) 
 
 
 def mamba2_memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One memory layer of Mamba-2."""
+    """The weights of a memory layer of Mamba-2."""
     return {f"mixer.{name}": x for name, x in memory(config, mixer).items()}
 
 
 def mamba2_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The only norm of a layer."""
+    """A layer's weights under Mamba-2's names; its only norm is called `norm`."""
     return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
 
 
 def engines(config: GatedLinearAttentionConfig) -> dict[str, str]:
-    """What runs the targets, and what is in the way of this model there."""
+    """Engines that run the targets; for each, the reason why it cannot run this model, or an empty string."""
     n_groups, _, _ = _sizes(config)
     return {
         "transformers": "",
         "vLLM": "",
         "SGLang": "",
         "llama.cpp": _llama_cpp(config),
-        "MLX": "" if n_groups == 1 else "its norm is over all groups of heads at once",
+        "MLX": "" if n_groups == 1 else "its norm does not separate groups of heads",
     }
 
 
 def _llama_cpp(config: GatedLinearAttentionConfig) -> str:
     rope = config.rope_parameters["rope_type"]
     if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
-        return "the memory's values are there twice as wide as the model"
+        return "it needs values that are at most twice as wide as the model"
     if config.attention_bias or config.attention_output_bias:
         return "its memory layers have no biases"
     return "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"

@@ -1,4 +1,4 @@
-"""What the recipes of all targets share: configs without what is ours alone, and rows of heads."""
+"""Parts that the targets share: checks, config options, and operations on the rows of heads."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hf_memory.modeling.configuration import MemoryConfig
 
 Weights = Mapping[str, Tensor]
-SIZES = {  # fields of a config that every target has, whatever they are, or that change no result; see `Target.accepts`
+SIZES = {  # fields that every target supports with any value, or that do not change results; see `Target.accepts`
     "vocab_size": None,
     "hidden_size": None,
     "intermediate_size": None,
@@ -27,7 +27,7 @@ SIZES = {  # fields of a config that every target has, whatever they are, or tha
     "attention_dropout": None,
     "no_rope_layers": None,
     "layer_types": None,
-    "sliding_window": None,  # of layers that `layer_types` does not have
+    "sliding_window": None,  # no accepted layer type uses it
     "mixer_backend": None,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -43,71 +43,71 @@ SIZES = {  # fields of a config that every target has, whatever they are, or tha
 }
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "initializer_range")
 SAME += ("rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype")
-NEVER = -30.0  # A_log and dt_bias of a memory that forgets nothing: e^-30 softplus(-30) is 1e-26
+NEVER = -30.0  # A_log and dt_bias of a memory without decay: e^-30 softplus(-30) is 1e-26
 
 
 def shared_options(config: MemoryConfig) -> dict:
-    """Arguments that all targets call by the same names."""
+    """Arguments that have the same names in all targets."""
     return {name: getattr(config, name) for name in SAME}
 
 
 def kept_layers(config: MemoryConfig) -> list[int]:
-    """The layers that are attention."""
+    """The numbers of the attention layers."""
     return [i for i, kind in enumerate(config.layer_types) if kind != "memory"]
 
 
 def check_shell(config: MemoryConfig) -> list[str]:
-    """What is in the way of every target."""
+    """Reasons against every target."""
     faults = []
     if config.has_memory_qk_norm:
-        faults.append("memory_qk_norm=False (memories elsewhere have no q/k norm of their own), got q/k norm")
+        faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
     others = sorted(set(config.layer_types) - {"memory", "full_attention"})
     if others:
-        faults.append(f"layer_types of 'memory' and 'full_attention' alone, got {', '.join(map(repr, others))}")
+        faults.append(f"layer_types with only 'memory' and 'full_attention', got {', '.join(map(repr, others))}")
     return faults
 
 
 def check_pure(config: MemoryConfig) -> list[str]:
-    """What is in the way of targets whose attention is not ours."""
+    """Reasons against targets whose attention layers differ from ours."""
     kept = kept_layers(config)
-    return [f"layer_types of 'memory' throughout (its attention is not ours), got attention in {kept}"] if kept else []
+    return [f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}"] if kept else []
 
 
 def check_mlp(config: MemoryConfig) -> list[str]:
-    """What is in the way of targets with an MLP in every layer."""
+    """Reasons against targets with an MLP in every layer."""
     return [] if config.intermediate_size else ["intermediate_size above 0, got 0"]
 
 
 def check_output_norm(config, eps: float) -> list[str]:
-    """The eps of the output's norm is another field there, or none."""
+    """Reasons against targets whose output norm has a given epsilon."""
     ours = config.output_norm_eps or config.rms_norm_eps
     return [] if ours == eps else [f"output_norm_eps={eps:g}, got {ours:g}"]
 
 
 def check_square(config) -> list[str]:
-    """Keys and values of the same width."""
+    """Reasons against targets whose keys and values have the same width."""
     *_, K, V = config.memory_heads
     return [] if K == V else [f"linear_value_head_dim=linear_key_head_dim={K}, got {V}"]
 
 
 def output_heads(config) -> int:
-    """Heads of the memory: of queries, or of values where there are more."""
+    """Number of heads of the memory's output: that of queries, or that of values if it is larger."""
     query_heads, _, value_heads, _, _ = config.memory_heads
     return max(query_heads, value_heads)
 
 
 def repeat_rows(x: Tensor, heads: int, more: int) -> Tensor:
-    """[heads * D, ...] -> [more * D, ...]: the rows of a head once for each that shares it."""
+    """[heads * D, ...] -> [more * D, ...]: repeat the rows of each head for all heads that share it."""
     return x if heads >= more else x.unflatten(0, (heads, -1)).repeat_interleave(more // heads, 0).flatten(0, 1)
 
 
 def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
-    """A memory's weights with `key_heads` heads of queries and keys and all heads of values written out.
+    """A memory's weights, with heads repeated so that there are `key_heads` query and key heads, and all value heads.
 
     Args:
         config: the model's config.
         mixer: the weights of one memory layer.
-        key_heads: as many as there are query heads, or as there are output heads.
+        key_heads: the number of query heads, or of output heads.
     """
     heads = dict(zip("qkv", config.memory_heads))
     wanted = {"q": key_heads, "k": key_heads, "v": output_heads(config)}
@@ -123,23 +123,23 @@ def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
 
 
 def joined(weights: Weights, order: str, kind: str) -> Tensor:
-    """Rows of q, k and v in this order."""
+    """The rows of several projections one after the other, such as q, k and v for the order `"qkv"`."""
     return torch.cat([weights[f"{part}_{kind}"] for part in order])
 
 
 def full_rank(mixer: Weights, name: str) -> Tensor:
-    """A projection that may be given as a product."""
+    """A projection as one matrix, also if it is a product of two."""
     x, down = mixer[f"{name}.proj.weight"], mixer.get(f"{name}.down.weight")
     return x if down is None else (x.float() @ down.float()).to(x.dtype)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Rows of zeros after those of a matrix."""
+    """Add rows of zeros at the end of a matrix."""
     return F.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def decay_by_head(config, mixer: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """A_log [HV], dt_bias [HV] and the projection [HV, hidden_size] of a decay by head, or of none."""
+    """A_log [HV], dt_bias [HV] and projection [HV, hidden_size] of a decay per head, or of no decay."""
     if config.gate == "none":
         never = torch.full((output_heads(config),), NEVER)
         return never, never.clone(), torch.zeros_like(mixer["b_proj.weight"])
@@ -147,12 +147,12 @@ def decay_by_head(config, mixer: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention_scale(config: MemoryConfig) -> float:
-    """What attention multiplies scores by."""
+    """The factor by which attention multiplies scores."""
     return 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)
 
 
 def interval(config: MemoryConfig) -> int | None:
-    """n where every n-th layer is attention, and none else; a pure student has its silent layer at the end."""
+    """n if exactly every n-th layer is attention, else None. A pure model gets one attention layer that adds zero."""
     kept, layers = kept_layers(config), config.num_hidden_layers
     if not kept:
         return layers + 1

@@ -24,8 +24,8 @@ from hf_memory.export.parts import (
 )
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
-PIN = 4097.0  # 1 + w of the norms that are pinned: w is exact in every precision, and q / PIN is far from 1
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # that attention kernels have
+PIN = 4097.0  # 1 + w of pinned norms: w = 4096 is exact in every precision
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head sizes that attention kernels support
 MLX = '''"""Qwen3.5 for text, by the name that config.json has; mlx-lm has it as a part of a larger model."""
 
 import mlx.core as mx
@@ -35,7 +35,7 @@ from mlx_lm.models.qwen3_5 import ModelArgs
 
 class Model(qwen3_5.Model):
     def sanitize(self, weights):
-        """An output projection of attention has a bias here if the others have; it is zero and not in the file."""
+        """Adds the bias of attention's output projection, which mlx-lm expects; it is zero and not in the file."""
         zeros = {
             name.replace("q_proj", "o_proj"): mx.zeros(len(weights[name.replace("q_proj.bias", "o_proj.weight")]))
             for name in weights
@@ -44,25 +44,25 @@ class Model(qwen3_5.Model):
         return super().sanitize(zeros | weights)
 '''
 FILES = {"mlx_model.py": MLX}
-READERS = {  # what reads a norm's output
+READERS = {  # matrices that read a norm's output
     "input_layernorm.weight": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.", "linear_attn.in_proj_"),
     "post_attention_layernorm.weight": ("mlp.gate_proj.", "mlp.up_proj."),
 }
 
 
 def is_pinned(config: DeltaNetConfig) -> bool:
-    """Whether attention has no q/k norm, so that those of the target are made to do nothing."""
+    """Whether attention has no q/k norm, so that the target's q/k norms must be made to have no effect ("pinned")."""
     return bool(kept_layers(config)) and not config.use_qk_norm
 
 
 def head_dim(config: DeltaNetConfig) -> int:
-    """Channels of an attention head there: a pinned norm needs two more, for a constant in two digits."""
+    """Channels of an attention head in the target; a pinned norm needs two more, for a constant in two parts."""
     D = config.head_dim
     return next(size for size in (*HEAD_DIMS, 2 * D) if size >= D + 2) if is_pinned(config) else D
 
 
 def check(config: DeltaNetConfig) -> list[str]:
-    """What is in the way."""
+    """Reasons against Qwen3.5."""
     faults = [*check_shell(config), *check_mlp(config), *check_output_norm(config, config.rms_norm_eps)]
     kept, rotates = kept_layers(config), config.no_rope_layers
     if rotates is not None and not all(rotates[i] for i in kept):
@@ -92,7 +92,7 @@ def options(config: DeltaNetConfig) -> dict:
 
 
 def fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """Entries of config.json that single engines want."""
+    """Fields of config.json that some engines need."""
     every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
     bias = {"qkv_bias": True} if is_pinned(config) else {}
     rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
@@ -102,7 +102,7 @@ def fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
 
 
 def memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One memory layer."""
+    """The weights of a memory layer."""
     parts = spread(config, mixer, key_heads=config.memory_heads[0])
     A_log, dt_bias, decay = decay_by_head(config, mixer)
     return {
@@ -119,7 +119,7 @@ def memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
 
 
 def attention(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """One attention layer; its gate is sigmoid(0), one half, which the output projection makes up for."""
+    """The weights of an attention layer. Its gate is sigmoid(0) = 1/2, so the output projection is doubled."""
     D = head_dim(config)
     heads = {part: _wider(mixer[f"{part}_proj.weight"], config.head_dim, D) for part in "qkv"}
     out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
@@ -137,15 +137,15 @@ def attention(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
 
 
 def _wider(x: Tensor, before: int, after: int) -> Tensor:
-    """[heads * before, width] -> [heads, after, width], zeros in the new channels."""
+    """[heads * before, width] -> [heads, after, width], with zeros in the new channels."""
     return F.pad(x.unflatten(0, (-1, before)), (0, 0, 0, after - before))
 
 
 def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
-    """Biases and norms that leave queries and keys as they are, up to a factor.
+    """Biases and q/k norms that only multiply queries and keys by a constant.
 
-    Two new channels of every head hold constants so large, c together, that the root mean square of a head is
-    c / sqrt(D). The norms give back what that divides by, and hide the new channels.
+    Two new channels of every head hold constants, together of size c, that are so large that the root mean square of a
+    head is always c / sqrt(D). The weights of the norm undo this division, and set the new channels to zero.
     """
     D, dtype = head_dim(config), heads["q"].dtype
     c = PIN * math.sqrt(math.sqrt(D) / attention_scale(config))
@@ -167,9 +167,10 @@ def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
 
 
 def block(config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Norms multiply by 1 + w there, and w - 1 would lose the digits of a small w in 16 bits.
+    """Convert norms, which multiply by 1 + weight in the target. For a small w, w - 1 would lose digits in 16 bits.
 
-    So w is doubled until it is above 2, and the matrices that read it are halved as often, which rounds nothing.
+    So w is multiplied by a power of two that makes it at least 2, and the matrices that read the norm are divided by
+    it, which is exact.
     """
     layer = dict(layer)
     for norm, readers in READERS.items():
@@ -183,21 +184,21 @@ def block(config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def top(outside: Weights) -> dict[str, Tensor]:
-    """What is outside the layers."""
+    """The weights outside the layers."""
     return {**outside, "model.norm.weight": outside["model.norm.weight"] - 1}
 
 
 def engines(config: DeltaNetConfig) -> dict[str, str]:
-    """What runs the target, and what is in the way of this model there."""
+    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
     *_, K, V = config.memory_heads
-    periodic = "" if interval(config) else "it has attention in every n-th layer alone"
+    periodic = "" if interval(config) else "it needs attention in exactly every n-th layer"
     plain = config.rope_parameters["rope_type"] == "default"
     llama_cpp = "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
     return {
         "transformers": "",
         "vLLM": "",
-        "SGLang": "it has no biases in this architecture's attention" if is_pinned(config) else periodic,
-        "llama.cpp": llama_cpp if K == V else "its keys and values are of one width",
+        "SGLang": "its attention has no biases in this architecture" if is_pinned(config) else periodic,
+        "llama.cpp": llama_cpp if K == V else "it needs keys and values of the same width",
         "MLX": periodic,
         "TensorRT-LLM": "",
     }

@@ -1,4 +1,4 @@
-"""The table of export targets: architectures that engines have, and which of our models they represent exactly."""
+"""The table of export targets: architectures that inference engines have, and which models they represent exactly."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,22 +14,22 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
 FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-REASONS = {  # why other values of a field are in the way
+REASONS = {  # why a target does not accept other values of a field
     "norm_placement": "norms are before mixer and MLP there",
     "hidden_act": "the memory and the MLP share one activation there",
-    "memory_rope": "a memory's queries and keys are not rotated there",
-    "output_gate": "the output's gate is of this kind there",
+    "memory_rope": "queries and keys of a memory are not rotated there",
+    "output_gate": "the output gate has this activation there",
     "allow_negative_eigenvalues": "the write strength is at most 1 there",
     "attention_bias": "memory layers have no biases there",
     "attention_output_bias": "memory layers have no biases there",
     "use_qk_norm": "attention has no q/k norm there",
-    "gate": "the memory decays in this way there",
+    "gate": "the memory has this kind of decay there",
     "levels": "a head has one memory there",
 }
 
 
 def _no_attention(config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
-    raise AssertionError("the target takes pure models alone")
+    raise AssertionError("the target takes models without attention layers only")
 
 
 def _as_they_are(config: MemoryConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -42,24 +42,24 @@ class Target(NamedTuple):
     name: str
     model_type: str
     family: type[MemoryConfig]
-    accepts: Mapping[str, tuple | None]  # values of our config's fields, None for any; a field left out has its default
-    check: Callable[..., list[str]]  # what fields must have in common, in words that go on from "it needs "
-    options: Callable[..., dict]  # arguments of its config, but for its layers
-    memory: Callable[..., dict[str, Tensor]]  # the weights of a mixer's
-    engines: Callable[..., dict[str, str]]  # names, and what is in the way of a model there
+    accepts: Mapping[str, tuple | None]  # allowed values by field, None: any; other fields must have defaults
+    check: Callable[..., list[str]]  # further conditions; words that follow "it needs "
+    options: Callable[..., dict]  # arguments of its config, except the number and types of layers
+    memory: Callable[..., dict[str, Tensor]]  # the weights of a memory layer
+    engines: Callable[..., dict[str, str]]  # reasons why engines cannot run a model, by name; "" if they can
     attention: Callable[..., dict[str, Tensor]] = _no_attention
     block: Callable[..., dict[str, Tensor]] = _as_they_are  # the weights of a whole layer
     top: Callable[[Weights], Mapping[str, Tensor]] = dict  # the weights outside the layers
-    fields: Callable[..., dict] = lambda config, theirs: {}  # more entries of config.json, for single engines
-    names: Mapping[str, str] = {}  # beginnings of names that differ
-    file_names: Mapping[str, str] = {}  # parts of names that transformers does not write as published
-    files: Mapping[str, str] = {}  # what single engines want beside config.json, and its text
-    unsaved: str = "-"  # names that end so are zeros that engines do not have
-    cache: str = "past_key_values"  # the argument of its forward
-    needs_attention: bool = True  # so that a pure model has one layer more, which adds zero
+    fields: Callable[..., dict] = lambda config, theirs: {}  # more fields of config.json, which some engines need
+    names: Mapping[str, str] = {}  # prefixes of weight names that differ
+    file_names: Mapping[str, str] = {}  # parts of names that differ in published checkpoints
+    files: Mapping[str, str] = {}  # more files, which some engines need, and their text
+    unsaved: str = "-"  # ending of the names of zeros that are left out
+    cache: str = "past_key_values"  # the name of the cache in its forward
+    needs_attention: bool = True  # then a pure model gets an attention layer that adds zero
 
     def faults(self, config: MemoryConfig) -> list[str]:
-        """Why this target does not represent a model: what it needs, and what the model has; empty if it does."""
+        """Reasons why this target does not represent a model, each with what it needs and what the model has."""
         faults = []
         for field in dataclasses.fields(config):
             accepted = self.accepts.get(field.name, (field.default,))
@@ -167,12 +167,12 @@ NAMES = tuple(target.name for target in TARGETS)
 
 
 def has_targets(config: MemoryConfig) -> bool:
-    """Whether models of this family are exactly other architectures, with some values of their fields."""
+    """Whether there are targets for the memory of this config."""
     return isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
 
 
 class NotExportable(ValueError):
-    """Raised if no architecture that engines have represents a model exactly."""
+    """Raised if no architecture of the inference engines represents a model exactly."""
 
 
 def find_target(config: MemoryConfig, name: str = "auto") -> Target:
@@ -184,12 +184,12 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         ValueError: if there is no target of that name, or it is for other families.
     """
     if name not in ("auto", *NAMES):
-        raise ValueError(f"target must be auto, {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"target must be one of auto, {', '.join(NAMES)}, got {name!r}")
     if not has_targets(config):
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise NotExportable(
-            f"no engine has the memory of {config.model_type}{gate}; vLLM runs it as it is with hf_memory installed "
-            "beside it, unless it grows, and so do generate and serve of transformers and hf_memory.generate_stream"
+            f"no engine has the memory of {config.model_type}{gate}. Without export, vLLM runs it if hf_memory is "
+            "installed too and the memory does not grow, and so do transformers and hf_memory.generate_stream"
         )
     of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
     if not of_family:
@@ -201,4 +201,4 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise NotExportable(f"the model is not exactly one that engines have: {needs}")
+    raise NotExportable(f"no target represents the model exactly: {needs}")

@@ -1,4 +1,4 @@
-"""Our models inside vLLM as they are, those too that no architecture of its own equals. vLLM calls `register`."""
+"""A vLLM plugin that runs our models without an export. vLLM calls `register` when it starts."""
 
 from typing import Any
 
@@ -9,26 +9,26 @@ MODEL = f"{__name__}.model:MemoryForVLLM"
 
 
 class ModelConfig:
-    """What vLLM asks of a model's config before it makes the model."""
+    """Hooks that vLLM calls with the config before it creates a model."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Refuse what has no place in vLLM."""
+        """Refuse a model whose states vLLM cannot store."""
         check(model_config.hf_config)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """A whole model in one process, without graphs and without states kept of prefixes."""
+        """Require a single process, and turn off CUDA graphs and prefix caching."""
         parallel = vllm_config.parallel_config
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(parallel, name) != 1:
                 raise ValueError(f"{name} must be 1 for models of hf_memory in vLLM, got {getattr(parallel, name)}")
-        vllm_config.model_config.enforce_eager = True  # what to read together is decided on the CPU, step by step
+        vllm_config.model_config.enforce_eager = True  # the CPU groups sequences in each step
         vllm_config.cache_config.enable_prefix_caching = False
 
 
 def register() -> None:
-    """Tell vLLM of every family's class for text; it is imported when a model needs it."""
+    """Register the causal language model of every family; vLLM imports the class when a model needs it."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

@@ -1,4 +1,4 @@
-"""The model class that vLLM makes: ours, with states in vLLM's pages and attention by vLLM. Imported by vLLM alone."""
+"""The model class for vLLM: our model, with states in vLLM's pages and vLLM's attention. Only vLLM imports this."""
 
 import copy
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from hf_memory.integrations.vllm.states import Pages, Reading, kept_states, memory_layers, readings
 from hf_memory.mixers.base import MemoryMixer
 
-ATTENTION = "hf_memory_vllm"  # its name among transformers' attention functions
+ATTENTION = "hf_memory_vllm"  # name of the attention function in transformers
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs):
-    """vLLM's attention, for one row [1, H, T, D] of all sequences' tokens -> [1, T, H, D]."""
+    """vLLM's attention, for the tokens of all sequences in one row: [1, H, T, D] -> [1, T, H, D]."""
     shape = q.transpose(1, 2).shape
     q, k, v = (x.transpose(1, 2).flatten(2)[0] for x in (q, k, v))
     return module.get_submodule("vllm")(q, k, v).view(shape), None
@@ -31,7 +31,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
 
 
 class Memory(Pages, MambaBase):
-    """Pages that vLLM makes, in place of a mixer's own forward."""
+    """Replaces a mixer's forward by one that keeps states in pages that vLLM allocates."""
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
@@ -41,23 +41,23 @@ class Memory(Pages, MambaBase):
         mixer.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def get_state_shape(self) -> list[tuple[int, ...]]:
-        """Of a sequence."""
+        """Shapes of the states of a sequence."""
         return [shape for shape, _ in self.kept.values()]
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """In the same order."""
+        """Dtypes of the states, in the same order."""
         return tuple(dtype for _, dtype in self.kept.values())
 
     def forward(self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs):
-        """One row [1, T, hidden_size] of all sequences' tokens -> the same, and no weights of attention."""
-        if steps is None:  # vLLM measures what so many tokens take
+        """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
+        if steps is None:  # vLLM measures how much memory these tokens need
             return self.alone(hidden_states, position_embeddings)
         slots = get_forward_context().attn_metadata[self.name].state_indices_tensor
         return self.read(hidden_states, position_embeddings, steps, slots), None
 
 
 class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
-    """Any of our language models, pure or with attention layers."""
+    """Any language model of this package, pure or hybrid, in vLLM."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -88,7 +88,7 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
             )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Before the embedding multiplier."""
+        """Embeddings of tokens, before the embedding multiplier."""
         return self.ours.model.embed_tokens(input_ids)
 
     def forward(
@@ -99,24 +99,24 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ) -> Tensor:
-        """One row of all sequences' tokens [T] -> [T, hidden_size]."""
+        """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
         metadata = get_forward_context().attn_metadata
         step = metadata[self.memories[0]] if metadata else None
         return self.ours.model(
             input_ids=None if input_ids is None or inputs_embeds is not None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             position_ids=positions[None],
-            attention_mask=dict.fromkeys(self.ours.config.layer_types),  # vLLM knows whose tokens are whose
+            attention_mask=dict.fromkeys(self.ours.config.layer_types),  # vLLM separates the sequences
             use_cache=False,
             steps=readings(step.query_start_loc, step.seq_lens) if step else None,
         ).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[N, hidden_size] -> [N, vocab_size]."""
+        """Logits [N, vocab_size] of hidden states [N, hidden_size]."""
         return self.ours.predict(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take over the tensors of a checkpoint, whose names are ours."""
+        """Load the tensors of a checkpoint, which has our names."""
         own, loaded = self.ours.state_dict(), set(self.ours.all_tied_weights_keys)
         for name, x in weights:
             own[name].copy_(x)
@@ -125,12 +125,12 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Of every memory layer."""
+        """Shapes of the states of each memory layer."""
         return tuple(shape for shape, _ in cls._kept(vllm_config).values())
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Of every memory layer."""
+        """Dtypes of the states of each memory layer."""
         return tuple(dtype for _, dtype in cls._kept(vllm_config).values())
 
     @classmethod

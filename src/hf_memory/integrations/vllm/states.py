@@ -1,4 +1,4 @@
-"""What vLLM keeps of a sequence for a model of ours, and how a mixer reads the tokens of a step; without vLLM."""
+"""States of our models in vLLM's pages, and how a mixer reads the tokens of a step. This module needs no vLLM."""
 
 import math
 from itertools import pairwise
@@ -13,36 +13,35 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.modeling.configuration import MemoryConfig
 
-ELSEWHERE = "generate and serve of transformers run it, and hf_memory.generate_stream does for many texts at once"
+ELSEWHERE = "Use generate or serve of transformers, or hf_memory.generate_stream for many texts at once"
 
 
 def check(config: MemoryConfig) -> None:
-    """Raise ValueError unless vLLM has a place for all that the model keeps of a sequence."""
+    """Raise ValueError unless vLLM can store all states of the model."""
     for i, spec in enumerate(config.state_specs):
         growing = [name for name, state in spec.items() if state.growth != "fixed"]
         if growing and config.mixer_class(i) is not AttentionMixer:
             raise ValueError(
-                "vLLM has a place for states of fixed size, and for keys and values of attention alone: layer "
-                f"{i} of {config.model_type} keeps {' and '.join(growing)}, which grows with the text. {ELSEWHERE}"
+                "vLLM stores states of fixed size, and keys and values of attention layers, but nothing else that "
+                f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"
             )
     kept = [config.state_specs[i] for i in memory_layers(config)]
     if any(spec != kept[0] for spec in kept):
         raise ValueError(
-            "vLLM has pages of one size for all memory layers: full_attention_heads must be as many in each layer, got "
-            f"{config.full_attention_heads}. {ELSEWHERE}"
+            "vLLM has pages of one size for all memory layers, so full_attention_heads must have the same number of "
+            f"heads for each layer, got {config.full_attention_heads}. {ELSEWHERE}"
         )
 
 
 def memory_layers(config: MemoryConfig) -> list[int]:
-    """Layers whose past is a memory; the others are attention, whose keys and values vLLM keeps."""
+    """The numbers of the memory layers; the others are attention layers, whose keys and values vLLM stores."""
     return [i for i in range(config.num_hidden_layers) if config.mixer_class(i) is not AttentionMixer]
 
 
 def kept_states(spec: Spec, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what is kept of a sequence in a model of a dtype, by name.
+    """Shape and dtype of each state of a sequence, by name; `dtype` is that of the model.
 
-    Whole numbers have four bytes, so that each state begins at a multiple of its own numbers' bytes; nothing is kept
-    of states without numbers.
+    Integers have four bytes, so that each state is aligned to the size of its numbers. Empty states are left out.
     """
     narrow = {torch.long: torch.int32}
     of_state = {name: state.dtype or dtype for name, state in spec.items() if math.prod(state.shape)}
@@ -50,22 +49,22 @@ def kept_states(spec: Spec, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ..
 
 
 class Reading(NamedTuple):
-    """Sequences that a mixer reads at once: equally many tokens of each."""
+    """Sequences that a mixer reads in one call, with the same number of tokens each."""
 
-    sequences: Tensor  # [N], which of the step's
-    tokens: Tensor  # [N, T], places in the step's row
-    begins: bool  # whether nothing was read of them before
+    sequences: Tensor  # [N], numbers of the sequences in the step
+    tokens: Tensor  # [N, T], positions in the row of all tokens
+    begins: bool  # whether these are the first tokens of the sequences
 
 
 def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
-    """How to read the tokens of a step.
+    """Group the sequences of a step by their number of new tokens.
 
     Args:
-        bounds: where each sequence's tokens begin in the row, and where the last's end [N + 1].
-        lengths: tokens of each sequence, those of this step included [N].
+        bounds: [N + 1], where the tokens of each sequence begin in the row, and where those of the last one end.
+        lengths: [N], number of tokens of each sequence, including those of this step.
 
     Returns:
-        The fewest readings of equally many tokens; so all that are being written to are one of them.
+        As few groups as possible; all sequences that decode one token are in one group.
     """
     alike: dict[tuple[int, bool], list[int]] = {}
     for i, ((start, end), length) in enumerate(zip(pairwise(bounds.tolist()), lengths.tolist())):
@@ -79,7 +78,7 @@ def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
 
 
 class Pages:
-    """The states of one mixer, a row of each for a sequence, and the mixer's forward with them."""
+    """The states of one mixer for all sequences, with a row for each sequence, and the mixer's forward with them."""
 
     kv_cache: tuple[Tensor, ...]  # in the order of `kept`
 
@@ -88,7 +87,7 @@ class Pages:
         self.kept = kept_states(mixer.spec, dtype)
 
     def load(self, rows: Tensor) -> States:
-        """The states of some sequences."""
+        """The states in some rows."""
         found = {name: page[rows] for name, page in zip(self.kept, self.kv_cache)}
         for name, state in self.mixer.spec.items():
             dtype = state.dtype or self.dtype
@@ -98,18 +97,18 @@ class Pages:
         return found
 
     def save(self, rows: Tensor, states: States) -> None:
-        """Keep the states of some sequences."""
+        """Write states to some rows."""
         for name, page in zip(self.kept, self.kv_cache):
             page[rows] = states[name].to(page.dtype)
 
     def read(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], steps: list[Reading], slots: Tensor) -> Tensor:
-        """Mix one row of all sequences' tokens [1, T, hidden_size], each with its own past.
+        """The mixer's outputs for the tokens of all sequences in one row, each with the state of its own sequence.
 
         Args:
-            hidden_states: [1, T, hidden_size]; what is in no reading comes out as zeros.
-            angles: cosines and sines of the tokens' positions [1, T, channels].
-            steps: what `readings` gives.
-            slots: the row of each sequence of the step [N].
+            hidden_states: [1, T, hidden_size]; the output is zero for tokens that are in no reading.
+            angles: cosines and sines of the tokens' positions, [1, T, channels] each.
+            steps: the result of `readings`.
+            slots: [N], the row of the states of each sequence.
         """
         positions = Positions(*angles) if self.mixer.sees_positions else None
         output = torch.zeros_like(hidden_states)
