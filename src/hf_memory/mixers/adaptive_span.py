@@ -1,4 +1,4 @@
-"""Attention whose heads learn how far back they look."""
+"""Attention whose heads learn how far back they see."""
 
 from typing import Any
 
@@ -15,27 +15,27 @@ from hf_memory.mixers.transformer import LocalMixer
 class AdaptiveSpan(nn.Module):
     """a_ij ~ m(i - j) e^s_ij,   m(d) = clip((R + z_h - d) / R, 0, 1),   z_h the span of head h and R the ramp.
 
-    https://arxiv.org/abs/1905.07799. log m joins the scores, which is the same. A span is held between 0 and the
-    longest; the gradient of attention passes these bounds, so that a span can come back from there.
+    https://arxiv.org/abs/1905.07799. Computed by adding log m to the scores. A span is clamped between 0 and
+    `max_span`. The gradient of attention ignores the clamp, so that a span at a bound can move back.
     """
 
     def __init__(self, config):
         super().__init__()
         self.inner: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
         self.longest, self.ramp = config.max_span, config.span_ramp
-        self.span = nn.Parameter(torch.empty(config.num_attention_heads))  # as parts of the longest
+        self.span = nn.Parameter(torch.empty(config.num_attention_heads))  # relative to max_span
 
     def init_own_parameters(self) -> None:
-        """As published: the ramp alone."""
+        """As published: spans start at zero, so that heads see the ramp only."""
         init.zeros_(self.span)
 
     def start_open(self, half_life: int) -> None:
-        """All heads look as far back as they can."""
+        """Let all heads start with the longest span."""
         self.span.fill_(1)
 
     @property
     def spans(self) -> Tensor:
-        """In tokens, [HQ]."""
+        """The span of each head in tokens, [HQ]."""
         return self.longest * wide(self.span).clamp(0, 1)
 
     def forward(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
@@ -53,14 +53,14 @@ class AdaptiveSpan(nn.Module):
 
 
 class AdaptiveSpanMixer(LocalMixer):
-    """Attention to the tokens of the longest span, which alone are kept."""
+    """Attention with learned spans; the cache holds as many tokens as the longest possible span."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.relation = AdaptiveSpan(config)
 
     def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
-        """As the others'; spans cost something in training."""
+        """See `MemoryMixer.forward`; in training, the mean span is added to the losses."""
         if own_losses is not None and self.training:
             own_losses.append(self.config.span_loss_weight * self.relation.spans.mean())
         return super().forward(hidden_states, *args, **kwargs)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, with soft caps
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # as in Llama, with a soft cap
 
 from hf_memory.cache import Spec, State
 from hf_memory.mixers.base import Projections
@@ -11,7 +11,7 @@ from hf_memory.mixers.positions import Positions
 
 
 class AttentionMixer(Projections):
-    """The attention of Llama and those after it: grouped heads, optional biases, q/k norm, window and soft cap."""
+    """Attention as in Llama and its successors: grouped heads, and optional biases, q/k norm, window and soft cap."""
 
     is_causal = True
 
@@ -22,12 +22,12 @@ class AttentionMixer(Projections):
 
     @property
     def new_part(self) -> nn.Module | None:
-        """None: all means what it did."""
+        """None: all weights have the same meaning as in the teacher."""
         return None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Keys and values of all tokens, or of those that a window still sees."""
+        """Keys and values of all tokens, or of those within the window."""
         _, heads, _, K, V = config.attention_heads
         window = config.sliding_window if config.mixer_types[layer_idx].startswith("sliding") else None
         at_most = None if window is None else window - 1
@@ -42,7 +42,7 @@ class AttentionMixer(Projections):
         cu_seqlens: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); the mask says what is packed."""
+        """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); packing is part of the mask."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
@@ -52,7 +52,7 @@ class AttentionMixer(Projections):
         return self.o_proj(output.flatten(-2)), weights
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_losses=None, **kwargs):
-        """Heads first, [B, H, T, D] -> ([B, T, H, D], attention weights or None)."""
+        """q, k and v [B, H, T, D] -> (outputs [B, T, H, D], attention weights or None)."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         return attend(
             self,

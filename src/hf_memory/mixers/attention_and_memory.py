@@ -1,7 +1,7 @@
-"""Titans' mixers of attention over a window and a memory: side by side (MAG), or the memory before it (MAL).
+"""Titans' mixers that combine a memory and attention over a window: in parallel (MAG), or memory first (MAL).
 
-https://arxiv.org/abs/2501.00663. Persistent tokens stand before every sequence: a memory reads them once, attention
-always sees them.
+https://arxiv.org/abs/2501.00663. Learned persistent tokens precede every sequence. The memory reads them once, and
+attention always sees them.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.masks import all_tokens, everything
 
-WINDOW = 0.1  # of what attention over a window says at first, beside a memory that must learn to see further
+WINDOW = 0.1  # initial factor of the window's output, so that the memory must learn what lies beyond it
 
 
 class AttentionAndMemoryMixer(MemoryMixer):
-    """What MAC, MAG and MAL share: attention with the weights of a Transformer, and a memory."""
+    """Base class of MAC, MAG and MAL: attention with a Transformer's projections, and a memory."""
 
     memory_reads_persistent = True
 
@@ -33,12 +33,12 @@ class AttentionAndMemoryMixer(MemoryMixer):
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
 
     def init_own_parameters(self) -> None:
-        """Persistent tokens as small as embeddings."""
+        """Persistent tokens start like embeddings."""
         if self.config.num_persistent_tokens:
             init.normal_(self.persistent, std=self.config.initializer_range)
 
     def start_open(self, half_life: int) -> None:
-        """The memory's projections are attention's where they fit."""
+        """Copy attention's projections into the memory where sizes fit."""
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             ours, theirs = self.memory.get_submodule(name), self.get_submodule(name)
             if ours.weight.shape == theirs.weight.shape:
@@ -46,24 +46,24 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
-        """Those of attention; the memory inside has its own."""
+        """The heads of attention; those of the memory may differ."""
         return self.config.attention_heads
 
     @property
     def sees_positions(self) -> bool:
-        """Attention always does."""
+        """Always true, since attention sees positions."""
         return True
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Those of the memory, and the keys and values that the window still sees."""
+        """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
         window = State((config.sliding_window - 1, heads, D), None)
         attention = {"keys": window, "values": window, "seen": State((), torch.long)}
         return _joined(attention, config.neural_memory.state_spec(config, layer_idx))
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """[B, T, hidden_size] -> heads [B, T, H, D], and the window's states."""
+        """The output of attention over the window, as heads [B, T, H, D], and its states."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return window_attention(
@@ -81,7 +81,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         )
 
     def always(self, dtype: torch.dtype) -> Columns | None:
-        """The persistent tokens, which have no positions."""
+        """Keys and values of the persistent tokens, which have no positions."""
         if not self.config.num_persistent_tokens:
             return None
         tokens = self.persistent.to(dtype)[None]
@@ -89,7 +89,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         return Columns(all_tokens(k.shape[1], k), self.normalize_and_rotate(q, k, None)[1], v, everything)
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The memory's output [B, T, hidden_size], and its states."""
+        """The output of the memory [B, T, hidden_size], and its states."""
         own = context._replace(states=_part(context.states, "memory_"), positions=self._of_memory(context))
         return self.memory(hidden_states, own)
 
@@ -106,10 +106,11 @@ def _joined(attention: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]
 
 
 class MemoryAsGateMixer(AttentionAndMemoryMixer):
-    """MAG: attention over a window and the memory side by side.
+    """MAG: attention over a window and the memory in parallel.
 
-    With `memory_gate="multiply"` the norms of both are multiplied, the memory's through a sigmoid, before the output
-    projection; with `"add"` the output is attention's plus `gate` times the memory's. A gate of zero leaves attention.
+    With `memory_gate="multiply"`, the normed output of attention is multiplied by the sigmoid of the memory's normed
+    output, before the output projection. With `"add"`, the output is that of attention plus `gate` times that of the
+    memory; a gate of zero leaves attention alone.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -120,30 +121,30 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
             self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
 
     def init_own_parameters(self) -> None:
-        """Open gates."""
+        """Gates start at one."""
         super().init_own_parameters()
         if self.config.memory_gate == "add":
             init.ones_(self.gate)
 
     def start_open(self, half_life: int) -> None:
-        """The gate is closed, so that the mixer is attention over its window."""
+        """Close the gate, so that the mixer equals attention over its window."""
         super().start_open(half_life)
         if self.config.memory_gate == "add":
             self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
-        """The memory starts as large as all of attention, and attention over the window small beside it.
+        """Scale the memory's output to the size of full attention's output, and scale the window's output down.
 
         Args:
-            output: [B, T, hidden_size] at a gate of one.
-            without: [B, T, hidden_size] at a closed one.
-            target: [B, T, hidden_size] of the attention that is replaced.
+            output: [B, T, hidden_size], the mixer's output with a gate of one.
+            without: [B, T, hidden_size], its output with a gate of zero.
+            target: [B, T, hidden_size], the output of the attention that is replaced.
         """
         self.gate.fill_(target.norm() / (output - without).norm())
         self.o_proj.weight.mul_(WINDOW)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of the memory and of the window."""
+        """The states are those of the memory and of the window."""
         heads, window = self.attend(hidden_states, context)
         remembered, memory = self.remember(hidden_states, context)
         attended = self.o_proj(heads.flatten(-2))
@@ -155,28 +156,28 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
 
 
 class MemoryAsLayerMixer(AttentionAndMemoryMixer):
-    """MAL: attention over a window reads x + gate * memory(x). A gate of zero leaves attention."""
+    """MAL: attention over a window reads x + gate * memory(x). A gate of zero leaves attention alone."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.gate = nn.Parameter(torch.empty(config.hidden_size))
 
     def init_own_parameters(self) -> None:
-        """An open gate."""
+        """The gate starts at one."""
         super().init_own_parameters()
         init.ones_(self.gate)
 
     def start_open(self, half_life: int) -> None:
-        """The gate is closed, so that the mixer is attention over its window."""
+        """Close the gate, so that the mixer equals attention over its window."""
         super().start_open(half_life)
         self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
-        """The memory starts as large as what the window leaves out; see `MemoryAsGateMixer`."""
+        """Scale the memory's output to the size of what the window misses; for arguments see `MemoryAsGateMixer`."""
         self.gate.fill_((target - without).norm() / (output - without).norm())
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of the memory and of the window."""
+        """The states are those of the memory and of the window."""
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
         return self.o_proj(heads.flatten(-2)), _joined(window, memory)

@@ -1,4 +1,4 @@
-"""What all mixers share: projections named as in Llama, rotary positions, padding, packing, states in and out."""
+"""Base classes of mixers: projections with Llama's names, rotary positions, padding, packing, and states of a cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from hf_memory.ops.masks import Tokens, count, packed
 
 
 class Context(NamedTuple):
-    """What a memory must know of the tokens beside their hidden states; see `MemoryMixer.forward`."""
+    """What a memory needs besides the hidden states: positions, mask, packing and past; see `MemoryMixer.forward`."""
 
     positions: Positions | None
     attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
-    states: States  # before the tokens, and given away: ops may write over them; empty means an empty memory
+    states: States  # before the tokens; ops may overwrite them; empty: nothing was read
 
     def of(self, tokens: slice, states: States) -> "Context":
-        """The same for some of the tokens, not packed, that are read after `states`."""
+        """The context of some of the tokens, which are read after `states`; not for packed sequences."""
         positions, mask = self.positions, self.attention_mask
         return self._replace(
             positions=None if positions is None else positions.of(tokens),
@@ -35,7 +35,7 @@ class Context(NamedTuple):
         )
 
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
-        """Which token of its sequence each of x [B, T, ...] is, and the state `count`: how many were read then, [B]."""
+        """The position of each token x [B, T, ...] in its sequence, and `count` [B]: tokens read including these."""
         (B, T), mask = x.shape[:2], self.attention_mask
         before = self.states["count"] if self.states else torch.zeros(B, dtype=torch.long, device=x.device)
         if self.cu_seqlens is not None:
@@ -47,7 +47,7 @@ class Context(NamedTuple):
 
 
 class Projections(nn.Module, ABC):
-    """q, k, v and o projections, q/k norms and rotation: the parts that attention and memory have in common."""
+    """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -72,29 +72,29 @@ class Projections(nn.Module, ABC):
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
-        """Heads of queries, keys and values, channels of a key and of a value."""
+        """Numbers of query, key and value heads, and of channels of a key and of a value."""
         return self.config.attention_heads
 
     @property
     def new_part(self) -> nn.Module | None:
-        """What learns first where attention becomes this: all, since its projections change their meaning."""
+        """The part that attention transfer trains: the whole mixer, since all projections change their meaning."""
         return self
 
     @property
     def normalizes(self) -> bool:
-        """Whether queries and keys have a norm of their own."""
+        """Whether each of queries and keys has an RMS norm."""
         return self.config.use_qk_norm
 
     @classmethod
     @abstractmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """What the mixer of a layer keeps of a sequence, by name."""
+        """The states that the mixer of a layer keeps for each sequence, by name."""
 
     def scale_output(self, factor: Tensor) -> None:
-        """Let a mixer whose last norm says how large its output is give so many times as much."""
+        """Multiply the output by a factor, if the mixer ends with a norm that can do so; otherwise do nothing."""
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, H * D] -> [B, T, H, D]; H is the tensor's, since tensor parallelism leaves fewer than the config's."""
+        """[B, T, H * D] -> [B, T, H, D]; with tensor parallelism H is smaller than in the config."""
         return (
             q.unflatten(-1, (-1, self.head_dim)),
             k.unflatten(-1, (-1, self.head_dim)),
@@ -102,8 +102,8 @@ class Projections(nn.Module, ABC):
         )
 
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Apply q/k norm where the config has it, and positions where they are given and wanted, to [B, T, H, D]."""
-        dtype = q.dtype  # weights of norms are wider under autocast
+        """Apply q/k norms, if the config has them, and rotary positions, if they are given, to q and k [B, T, H, D]."""
+        dtype = q.dtype  # norms return float32 under autocast
         if self.q_norm is not None and self.config.qk_norm_whole_width:
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         elif self.q_norm is not None:
@@ -111,33 +111,33 @@ class Projections(nn.Module, ABC):
         return self.rotate(q.to(dtype), k.to(dtype), positions)
 
     def rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Positions for [B, T, H, D], where they are given and this layer has them."""
+        """Rotate q and k [B, T, H, D] if positions are given and this layer uses them."""
         return (q, k) if positions is None or not self.rotates else positions.rotate(q, k)
 
 
 class MemoryMixer(Projections):
-    """A mixer whose past is a state of fixed size. A subclass says in `mix` how the state is read and written."""
+    """A mixer whose past is a set of states. Subclasses implement `mix`, which reads and updates the states."""
 
-    has_silu = True  # after the short convolutions, or after the projections where there are none
+    has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
 
     @property
     def sees_positions(self) -> bool:
-        """Whether anything in it is rotated by position."""
+        """Whether queries and keys of this mixer are rotated by position."""
         return self.config.memory_rope
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
-        """Those of the memory, which may be others than attention's."""
+        """The numbers of heads and channels of the memory, which may differ from those of attention."""
         return self.config.memory_heads
 
     @property
     def normalizes(self) -> bool:
-        """Whether queries and keys have a norm of their own."""
+        """Whether each of queries and keys has an RMS norm."""
         return self.config.has_memory_qk_norm
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """A matrix for each head, and the last tokens that convolutions see."""
+        """The memory, a matrix for each head, and the last inputs of the convolutions."""
         query_heads, _, value_heads, K, V = config.memory_heads
         return convolution_spec(config) | {"memory": State((max(query_heads, value_heads), K, V))}
 
@@ -163,21 +163,21 @@ class MemoryMixer(Projections):
 
         Args:
             hidden_states: [B, T, hidden_size].
-            position_embeddings: (cos, sin) [1 or B, T, head_dim]; used if it `sees_positions`.
-            attention_mask: [B, T], zero at padding, or None. A padded token leaves the memory as it is.
-            past_key_values: states are read from and written to its layer `layer_idx`.
+            position_embeddings: (cos, sin), [1 or B, T, head_dim] each; used if `sees_positions`.
+            attention_mask: [B, T], zero at padding, or None. Padding does not change the memory.
+            past_key_values: a cache, whose layer `layer_idx` holds the states, or None.
             cu_seqlens: boundaries [N + 1] of sequences packed into the B * T tokens, or None.
-            step: the layer of the cache, where a model runs one mixer several times; default: `layer_idx`.
-            **kwargs: of other mixers; not used.
+            step: number of the cache's layer, if a model runs one mixer several times; default: `layer_idx`.
+            **kwargs: arguments of other mixers, which are ignored.
 
         Returns:
-            ([B, T, hidden_size], None): a memory has no attention weights to show.
+            The output [B, T, hidden_size], and None, since a memory has no attention weights.
         """
         B, T = hidden_states.shape[:2]
         positions = None
         if position_embeddings is not None and self.sees_positions:
             positions = Positions(*position_embeddings)
-        if cu_seqlens is not None and B > 1:  # packed sequences never cross a row, so rows are packed sequences too
+        if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
             hidden_states = hidden_states.flatten(0, 1)[None]
             positions = None if positions is None else positions.one_row(B)
         place = self.layer_idx if step is None else step
@@ -194,14 +194,14 @@ class MemoryMixer(Projections):
         return output.view(B, T, -1), None
 
     def _read(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
-        """Mix with the past in `layer`, and leave it there the future's."""
+        """Mix with the past in `layer`, and replace the past by the states after the tokens."""
         self.catch_up(layer)
         T = hidden_states.shape[1]
-        early = T - layer.window if layer.record_past else 0  # tokens that are too far back to be undone
+        early = T - layer.window if layer.record_past else 0  # tokens that are too old to be undone later
         if early <= 0:
             return self._read_on(hidden_states, context, layer)
         before = self._read_on(hidden_states[:, :early], context.of(slice(early), {}), layer)
-        kept = hidden_states[:, early:].clone()  # a view would keep all of them alive
+        kept = hidden_states[:, early:].clone()  # a view would keep the whole tensor in memory
         return torch.cat([before, self._read_on(kept, context.of(slice(early, T), {}), layer)], dim=1)
 
     def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
@@ -213,16 +213,16 @@ class MemoryMixer(Projections):
         return output
 
     def catch_up(self, layer: MemoryLayer) -> None:
-        """Read again what stays after tokens were undone."""
+        """Recompute the states after tokens were undone, by reading the remaining recorded tokens again."""
         if layer.is_behind:
             layer.catch_up(lambda inputs, states: self.mix(*_read_again(inputs, states))[1])
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The output [B, T, hidden_size] and the states after it."""
+        """The output [B, T, hidden_size], and the states after these tokens."""
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
-        """q [B, T, H, K], k [B, T, H, K], v [B, T, HV, V] and the states of the convolutions, HV a multiple of H."""
+        """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         new_states = {}
         if self.has_convolutions:
@@ -245,7 +245,7 @@ def _inputs(hidden_states: Tensor, context: Context) -> Inputs:
 
 
 def _read_again(inputs: Inputs, states: States) -> tuple[Tensor, Context]:
-    """The same backwards, to be read after `states`."""
+    """The inverse of `_inputs`: hidden states and context of recorded tokens, which are read after `states`."""
     positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
     return inputs["hidden_states"], Context(positions, inputs.get("attention_mask"), None, states)
 
@@ -263,7 +263,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid":
 
 
 class OutputGate(nn.Module):
-    """RMSNorm(o) by head, times an activation of a projection of the hidden states where the config names one."""
+    """An RMS norm of each head, times activation(W x) of the hidden states x unless `output_gate` is none."""
 
     def __init__(self, hidden_size: int, heads: int, value_dim: int, config, rank: int | None = None):
         super().__init__()
@@ -274,17 +274,17 @@ class OutputGate(nn.Module):
             self.proj = nn.Linear(width, heads * value_dim, bias=False)
 
     def start_open(self, half_life: int) -> None:
-        """Half open, where the activation is a gate; another would start closed."""
+        """Start a sigmoid gate half open; see `conversion.students.starts`."""
         if self.activation == "sigmoid":
             self.proj.weight.zero_()
 
     def start_steady(self, direction: Tensor) -> None:
-        """Open alike everywhere, where silu is the activation: hidden states times the direction are about 1."""
+        """Start a silu gate as nearly constant; products of hidden states and `direction` are about 1."""
         if self.activation == "silu":
             steady_rows(self.down, self.proj, direction)
 
     def scale(self, factor: Tensor) -> None:
-        """Let so many times as much through."""
+        """Multiply the output by a factor."""
         self.norm.weight.mul_(factor)
 
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
@@ -294,5 +294,5 @@ class OutputGate(nn.Module):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H, D] -> [B, T, heads, D]: what a group of heads shares, once for each; more heads than that stay."""
+    """[B, T, H, D] -> [B, T, heads, D]: repeat heads that a group shares; no change if there are already as many."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)

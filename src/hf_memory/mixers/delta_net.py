@@ -11,8 +11,8 @@ from hf_memory.mixers.levels import LevelsMixer
 class DeltaNetMixer(LevelsMixer):
     """S <- e^g S;   S <- S + beta k (v - S^T k)^T, with keys and queries of unit length.
 
-    https://arxiv.org/abs/2406.06484 without decay, https://arxiv.org/abs/2412.06464 with one by head,
-    https://arxiv.org/abs/2510.26692 with one by channel.
+    https://arxiv.org/abs/2406.06484 without decay, https://arxiv.org/abs/2412.06464 with a decay for each head,
+    https://arxiv.org/abs/2510.26692 with a decay for each key channel.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -29,11 +29,11 @@ class DeltaNetMixer(LevelsMixer):
         self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
 
     def scale_output(self, factor: Tensor) -> None:
-        """By the norm before the gate."""
+        """Scale the norm before the gate."""
         self.output_gate.scale(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, HV, K, V] and those of the convolutions."""
+        """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
         beta = self.largest_beta * self.b_proj(hidden_states).float().sigmoid()
         g = self.decay(hidden_states)[0] if self.decays else None

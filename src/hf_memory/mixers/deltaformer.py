@@ -1,4 +1,4 @@
-"""DeltaFormer's mixer: attention over corrected values, with an ordinary KV cache that holds them instead of values."""
+"""DeltaFormer's mixer: attention over corrected values u, which an ordinary KV cache holds in place of values."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,18 +17,18 @@ from hf_memory.ops.deltaformer import corrected_values, read
 
 
 class Past(NamedTuple):
-    """What a cache holds, and which of its and of the present columns are tokens."""
+    """The content of a cache, and a mask of real tokens among its columns and the new tokens."""
 
-    kept: Tensor  # [B, S, H, K], or [B, S, H, 2 K]: keys of the read, then of the write
+    kept: Tensor  # [B, S, H, K], or [B, S, H, 2 K]: keys for reads, then keys for writes
     u: Tensor  # [B, S, HV, V]
-    mask: Tensor | None  # [B, S + T]; None where all are
+    mask: Tensor | None  # [B, S + T]; None if all columns are tokens
 
 
 class DeltaFormerMixer(AttentionMixer):
     """u_t = a_t v_t - beta_t sum_{i<t} write(k_i, k_t) u_i;   o_t = sum_{i<=t} read(k_i, q_t) u_i.
 
-    https://arxiv.org/abs/2505.19488. One u for each key-value head. The cache holds keys and u; where `write_rope` is
-    off, a key is kept twice, rotated for the read and as it was for the write. A read with softmax is attention.
+    https://arxiv.org/abs/2505.19488. There is one u for each key-value head. The cache holds keys and u. Without
+    `write_rope` it holds each key twice, rotated for reads and not rotated for writes. A softmax read is attention.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -37,19 +37,19 @@ class DeltaFormerMixer(AttentionMixer):
             self.b_proj = nn.Linear(config.hidden_size, config.num_key_value_heads)
 
     def init_own_parameters(self) -> None:
-        """Closed at first where the activation can be: then the mixer is softmax attention."""
+        """Let beta start at zero if the activation allows it; the mixer then starts as softmax attention."""
         if self.config.beta_mode != "none" and self.config.beta_activation != "sigmoid":
             init.zeros_(self.b_proj.weight)
             init.zeros_(self.b_proj.bias)
 
     @property
     def new_part(self) -> nn.Module | None:
-        """All, as of a memory."""
+        """The whole mixer, as for memories."""
         return self
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Attention's; without `write_rope`, keys twice."""
+        """The states of attention; without `write_rope`, keys are stored twice."""
         spec = super().state_spec(config, layer_idx)
         heads, D = spec["keys"].shape
         return spec | {"keys": replace(spec["keys"], shape=(heads, D if config.write_rope else 2 * D))}
@@ -83,7 +83,7 @@ class DeltaFormerMixer(AttentionMixer):
         return self.o_proj(output.flatten(-2)), weights
 
     def _beta(self, hidden_states: Tensor) -> Tensor | None:
-        """How much of what the past says of a key is taken from its value: [B, T, H] in float32."""
+        """The write strength [B, T, H] in float32: how much of what is read for a key is subtracted from its value."""
         if self.config.beta_mode == "none":
             return None
         beta, activation = self.b_proj(hidden_states).float(), self.config.beta_activation
@@ -108,7 +108,7 @@ class DeltaFormerMixer(AttentionMixer):
         return u.view_as(v).to(v.dtype)
 
     def _read(self, q: Tensor, k: Tensor, u: Tensor, past: Past, cu_seqlens: Tensor | None) -> Tensor:
-        """With a kernel that the attention interface does not have."""
+        """Read with a kernel that transformers' attention interface does not have."""
         k, u = torch.cat([past.kept[..., : self.head_dim], k], 1), torch.cat([past.u.to(u.dtype), u], 1)
         o = read(
             _row(unit_length(q), cu_seqlens),
@@ -124,12 +124,12 @@ class DeltaFormerMixer(AttentionMixer):
 
 
 def _row(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Packed sequences are in one row."""
+    """Put packed sequences into one row."""
     return x if cu_seqlens is None else x.flatten(0, 1)[None]
 
 
 def _past(layer: Any, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Past:
-    """What is before the tokens k, v [B, T, H, D] in a cache layer, given the mask for the layer's attention."""
+    """The past of the tokens k, v [B, T, H, D] in a cache layer, given the mask for the layer's attention."""
     B, T = k.shape[:2]
     if layer is None or not layer.is_initialized:
         return Past(k[:, :0], v[:, :0], None if attention_mask is None else _tokens(attention_mask, B)[:, :T])
@@ -145,7 +145,7 @@ def _past(layer: Any, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Pa
 
 
 def _past_in_buffer(layer: Any, k: Tensor, attention_mask: Tensor | None) -> Past:
-    """The same in a static cache, which has room for tokens that are not there yet."""
+    """The same for a static cache, which has columns for tokens that were not read yet."""
     (B, T), S, filled = k.shape[:2], layer.max_cache_len, layer.cumulative_length
     keys, u = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
     columns = torch.arange(S, device=k.device)
@@ -159,7 +159,7 @@ def _past_in_buffer(layer: Any, k: Tensor, attention_mask: Tensor | None) -> Pas
 
 
 def _tokens(attention_mask: Tensor, B: int) -> Tensor:
-    """Which columns are seen by any row, [B, columns] bool; from a mask [B, columns] or [B, 1, T, columns]."""
+    """The columns that any query sees, [B, columns] bool, from a mask [B, columns] or [B, 1, T, columns]."""
     if attention_mask.ndim == 2:
         return attention_mask.bool()
     seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0

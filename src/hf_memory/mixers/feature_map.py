@@ -1,4 +1,4 @@
-"""The feature maps of linear attention as a module: it holds what a map has learned or drawn; ops do the rest."""
+"""The feature maps of linear attention as a module, which holds learned weights and random projections."""
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +10,21 @@ from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 
 
 def num_features(config) -> int:
-    """Features of a head of this config's map."""
+    """Number of features of a head with the config's feature map."""
     D, F = config.head_dim, config.feature_dim
     widths = {"hedgehog": 2 * D, "dpfp": 2 * D * config.dpfp_nu, "taylor": 1 + D + D * (D + 1) // 2}
     return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(config.feature_map, D)
 
 
 class FeatureMap(nn.Module):
-    """Maps queries and keys [B, T, H, D] to features [B, T, H, F] of one kernel."""
+    """Maps queries and keys [B, T, H, D] to features [B, T, H, F]."""
 
     def __init__(self, config):
         super().__init__()
         self.name, self.nu = config.feature_map, config.dpfp_nu
         H, D = config.num_attention_heads, config.head_dim
         if self.name == "hedgehog":
-            self.q_weight = nn.Parameter(torch.empty(H * D, D))  # heads in rows, which tensor parallelism divides
+            self.q_weight = nn.Parameter(torch.empty(H * D, D))  # tensor parallelism splits rows, which are heads
             self.k_weight = nn.Parameter(torch.empty(H * D, D))
         if self.name in RANDOM_FEATURE_MAPS:
             self.projection = nn.Buffer(torch.empty(config.feature_dim, D))
@@ -39,7 +39,7 @@ class FeatureMap(nn.Module):
             init.copy_(self.projection, feature_maps.orthogonal_projection(*self.projection.shape))
 
     def forward(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None, States]:
-        """Features of q and k, the decay that they need, and the map's own states."""
+        """Features of q and k, a decay that keeps the memory in range (favor only), and the states of the map."""
         _, mask, cu_seqlens, states = context
         if self.name == "favor":
             starts = None if cu_seqlens is None else _starts(cu_seqlens, k.shape[1])

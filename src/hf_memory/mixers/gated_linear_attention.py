@@ -12,7 +12,7 @@ from hf_memory.mixers.levels import LevelsMixer
 
 
 class GatedLinearAttentionMixer(LevelsMixer):
-    """S <- e^g S + k v^T with g fixed, by head, or by channel of each key."""
+    """S <- e^g S + k v^T, where g is fixed for each head, or depends on the token, for each head or key channel."""
 
     has_silu = False
 
@@ -31,20 +31,20 @@ class GatedLinearAttentionMixer(LevelsMixer):
         return SigmoidDecay(config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer)
 
     def scale_output(self, factor: Tensor) -> None:
-        """By the norm before the gate."""
+        """Scale the norm before the gate."""
         self.output_gate.scale(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, HV, K, V] and those of the convolutions."""
+        """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
         o, memory = self.remember(hidden_states, context, q, k, v, self.decay(hidden_states))
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
 class Mamba2Mixer(LevelsMixer):
-    """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and x past the memory through D.
+    """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and D x is added to the output.
 
-    https://arxiv.org/abs/2405.21060, section 7. The norm comes after the gate here, over all channels that share a key.
+    https://arxiv.org/abs/2405.21060, section 7. The norm follows the gate, over all channels that share a key.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -63,15 +63,15 @@ class Mamba2Mixer(LevelsMixer):
         init.ones_(self.D)
 
     def start_steady(self, direction: Tensor) -> None:
-        """Let the gate be open everywhere alike: hidden states times the direction [hidden_size] are about 1."""
+        """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""
         steady_rows(nn.Identity(), self.g_proj, direction)
 
     def scale_output(self, factor: Tensor) -> None:
-        """By the norm after the gate."""
+        """Scale the norm after the gate."""
         self.o_norm.weight.mul_(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, HV, K, V] and those of the convolutions."""
+        """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)
         g, steps = self.decay(hidden_states)
         o, memory = self.remember(hidden_states, context, q, k, (x * steps[..., None]).to(x.dtype), g, scale=1.0)

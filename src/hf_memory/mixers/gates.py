@@ -1,4 +1,4 @@
-"""Decay gates: from hidden states to the natural logarithm of what a memory keeps, always <= 0 and in float32."""
+"""Decay gates: they map hidden states to the natural logarithm of the decay factor, which is <= 0 and in float32."""
 
 import math
 
@@ -9,12 +9,12 @@ from transformers import initialization as init
 
 
 def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
-    """A projection down to `rank` channels, or nothing, and how many channels come out."""
+    """A projection to `rank` channels, or the identity if `rank` is None, and the number of output channels."""
     return (nn.Identity(), hidden_size) if rank is None else (nn.Linear(hidden_size, rank, bias=False), rank)
 
 
 def steady_rows(down: nn.Module, proj: nn.Linear, direction: Tensor) -> None:
-    """Let all channels of a projection, which may be a product, be hidden states times one direction [hidden_size]."""
+    """Let all outputs of a projection, or of a product of two, be hidden states times `direction` [hidden_size]."""
     if isinstance(down, nn.Linear):
         down.weight[0] = direction
         direction = torch.eye(1, proj.in_features, device=proj.weight.device)[0]
@@ -22,7 +22,7 @@ def steady_rows(down: nn.Module, proj: nn.Linear, direction: Tensor) -> None:
 
 
 class FixedDecay(nn.Module):
-    """Retention: head h keeps 1 - 2^(-5 - h) of its memory at every token. https://arxiv.org/abs/2307.08621."""
+    """The fixed decay of RetNet: at each token, head h decays by 1 - 2^(-5 - h). https://arxiv.org/abs/2307.08621."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -35,9 +35,9 @@ class FixedDecay(nn.Module):
 
 
 class SigmoidDecay(nn.Module):
-    """log sigmoid(W x) / temperature, by head, or with a low rank by channel of each head.
+    """log sigmoid(W x) / temperature, for each head, or for each key channel with a low-rank W.
 
-    The first is gated retention's (https://arxiv.org/abs/2405.05254), the second GLA's (https://arxiv.org/abs/2312.06635).
+    Gated retention has the first (https://arxiv.org/abs/2405.05254), GLA the second (https://arxiv.org/abs/2312.06635).
     """
 
     def __init__(self, hidden_size: int, heads: int, channels: int | None, rank: int, temperature: float):
@@ -47,7 +47,7 @@ class SigmoidDecay(nn.Module):
         self.proj = nn.Linear(width, heads * (channels or 1))
 
     def start_open(self, half_life: int) -> None:
-        """Half is forgotten after so many tokens."""
+        """Let the memory decay by half in `half_life` tokens."""
         self.proj.bias.fill_(-math.log(math.expm1(self.temperature * math.log(2) / half_life)))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ class SigmoidDecay(nn.Module):
 
 
 class SoftplusDecay(nn.Module):
-    """-exp(A_log) step with step = softplus(W x + dt_bias), by head, or with a low rank by channel of each head.
+    """-exp(A_log) step with step = softplus(W x + dt_bias), for each head, or for each key channel with a low-rank W.
 
-    The first is Mamba-2's (https://arxiv.org/abs/2405.21060), the second Kimi Delta Attention's
+    Mamba-2 has the first (https://arxiv.org/abs/2405.21060), Kimi Delta Attention the second
     (https://arxiv.org/abs/2510.26692).
     """
 
@@ -72,18 +72,18 @@ class SoftplusDecay(nn.Module):
         self.proj = nn.Linear(width, heads * (channels or 1), bias=False)
 
     def init_own_parameters(self) -> None:
-        """A uniform in (1, 16), and steps log-uniform in (0.001, 0.1) where W x = 0, as in Mamba-2."""
+        """As in Mamba-2: exp(A_log) uniform in (1, 16), and steps at W x = 0 log-uniform in (0.001, 0.1)."""
         A = torch.empty(self.A_log.shape).uniform_(1, 16)
         init.copy_(self.A_log, A.log())
         _start_steps(self.dt_bias)
 
     def start_open(self, half_life: int) -> None:
-        """Half is forgotten after so many tokens."""
+        """Let the memory decay by half in `half_life` tokens."""
         self.A_log.zero_()
         self.dt_bias.fill_(math.log(math.expm1(math.log(2) / half_life)))
 
     def spread(self, longest: int) -> None:
-        """Half is forgotten after one token in the first head, after so many in the last, and between in the others."""
+        """Spread the half-lives of the heads from one token in the first head to `longest` tokens in the last."""
         heads = len(self.A_log)
         half_lives = torch.logspace(0, math.log10(longest), heads, device=self.dt_bias.device)
         steps = (math.log(2) / half_lives).expm1().log()
@@ -99,8 +99,8 @@ class SoftplusDecay(nn.Module):
 
 
 class ChannelDecay(nn.Module):
-    """Mamba's: a step softplus(W x + dt_bias) for each value channel, with a low rank, and a rate exp(A_log) for each
-    number of the state. https://arxiv.org/abs/2312.00752, section 3.6.
+    """Mamba's decay: a step softplus(W x + dt_bias) for each value channel, with a low-rank W, times a rate exp(A_log)
+    for each number of the state. https://arxiv.org/abs/2312.00752, section 3.6.
     """
 
     def __init__(self, channels: int, keys: int, rank: int):
@@ -111,7 +111,7 @@ class ChannelDecay(nn.Module):
         self.proj = nn.Linear(rank, channels, bias=False)
 
     def init_own_parameters(self) -> None:
-        """Rates 1, 2, 3 and so on in every channel (S4D-Real), and steps as in `SoftplusDecay`."""
+        """Rates 1, 2, 3, ... in each channel (S4D-Real), and steps as in `SoftplusDecay`."""
         channels, keys = self.A_log.shape
         init.copy_(self.A_log, torch.arange(1.0, keys + 1).log().expand(channels, -1))
         bound = self.proj.in_features**-0.5
@@ -125,6 +125,6 @@ class ChannelDecay(nn.Module):
 
 
 def _start_steps(dt_bias: nn.Parameter) -> None:
-    """Log-uniform in (0.001, 0.1)."""
+    """Set the bias so that steps at W x = 0 are log-uniform in (0.001, 0.1)."""
     step = torch.empty(dt_bias.shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     init.copy_(dt_bias, step + torch.log(-torch.expm1(-step)))  # the inverse of softplus

@@ -1,4 +1,4 @@
-"""A memory for all of the past, or one for each of log2 T blocks of it, by the config's `levels`."""
+"""One memory for the whole past, or one for each of log2 T blocks of it (log-linear attention), chosen by `levels`."""
 
 import math
 from dataclasses import replace
@@ -12,11 +12,11 @@ from hf_memory.cache import Spec, State
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
-ONE = math.log(math.e - 1)  # softplus of it is one
+ONE = math.log(math.e - 1)  # softplus(ONE) = 1
 
 
 class LevelWeights(nn.Module):
-    """How much a token reads of each block of its past: softplus(W x + b + log(e - 1)), one everywhere at first."""
+    """Weights of the blocks for each token: softplus(W x + b + log(e - 1)), which start at one."""
 
     def __init__(self, hidden_size: int, heads: int, levels: int):
         super().__init__()
@@ -24,17 +24,17 @@ class LevelWeights(nn.Module):
         self.proj = nn.Linear(hidden_size, heads * (levels + 1))
 
     def init_own_parameters(self) -> None:
-        """So that the memory is at first what it is without levels."""
+        """Start with weights of one, which give the same outputs as a single memory."""
         init.zeros_(self.proj.weight)
         init.zeros_(self.proj.bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, hidden_size] -> [B, T, HV, L + 1] in float32."""
+        """Weights [B, T, HV, L + 1] in float32 for hidden states [B, T, hidden_size]."""
         return F.softplus(self.proj(hidden_states).float() + ONE).unflatten(-1, (-1, self.levels + 1))
 
 
 class LevelsMixer(MemoryMixer):
-    """A mixer whose memory is additive or of the delta rule, and may have levels."""
+    """Base class of mixers with an additive memory or the delta rule, both of which may have levels."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -44,7 +44,7 @@ class LevelsMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """With levels, a matrix of each head for each of them, and the tokens read so far, which are their places."""
+        """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks."""
         spec = super().state_spec(config, layer_idx)
         if config.levels == "one":
             return spec
@@ -62,7 +62,7 @@ class LevelsMixer(MemoryMixer):
         beta: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, States]:
-        """o [B, T, HV, V] and the memory after the tokens; the arguments are those of the ops."""
+        """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops."""
         options = {
             "scale": scale,
             "mask": context.attention_mask,

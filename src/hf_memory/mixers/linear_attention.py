@@ -10,7 +10,7 @@ from hf_memory.ops import LinearState, linear_attention
 
 
 class LinearAttentionMixer(MemoryMixer):
-    """Attention whose kernel is a product of features, so that the past fits into one matrix a head."""
+    """Attention whose kernel is a product of features, so that the past fits into one matrix for each head."""
 
     has_silu = False
 
@@ -23,23 +23,23 @@ class LinearAttentionMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """A matrix for each head, the sum of its keys, and for favor their largest exponent."""
+        """A matrix for each head, the sum of the keys' features, and for favor their largest exponent."""
         H, D, F = config.num_attention_heads, config.head_dim, num_features(config)
         spec = {"memory": State((H, F, D))}
         spec |= {"normalizer": State((H, F))} if config.normalize else {}
         return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})
 
     def scale_output(self, factor: Tensor) -> None:
-        """By the norm, if there is one."""
+        """Scale the norm, if there is one."""
         if self.config.output_norm:
             self.o_norm.weight.mul_(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, H, F, D], normalizer [N, H, F], and for favor the running_max [N, H]."""
+        """The states are `memory` [N, H, F, D], `normalizer` [N, H, F], and for favor `running_max` [N, H]."""
         q, k, v, _ = self.project(hidden_states, context)
         q, k, g, new_states = self.feature_map(q, k, context)
         o, state = linear_attention(
-            q.to(v.dtype),  # softmax and exp are wider under autocast
+            q.to(v.dtype),  # softmax and exp return float32 under autocast
             k.to(v.dtype),
             v,
             g,

@@ -1,4 +1,4 @@
-"""Mamba, whose memory decays in every number of its state at a pace of its own. https://arxiv.org/abs/2312.00752."""
+"""Mamba, whose memory has a decay for each number of its state. https://arxiv.org/abs/2312.00752."""
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from hf_memory.ops import selective_scan
 
 
 class MambaMixer(MemoryMixer):
-    """h <- e^(step A) h + step B x^T;   y = h^T C + D x;   output W_o (y silu(z)), with one head of all channels.
+    """h <- e^(step A) h + step B x^T;   y = h^T C + D x;   output W_o (y silu(z)), with one head that has all channels.
 
-    x and z are projections of the hidden states; queries C, keys B and steps are projections of x, after its
-    convolution and silu.
+    x and z are projections of the hidden states; x then passes through a convolution and silu. The queries C, keys B
+    and steps are projections of the result.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -37,12 +37,12 @@ class MambaMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """The memory, and the last tokens that the convolution sees."""
+        """The memory, and the last inputs of the convolution."""
         spec = super().state_spec(config, layer_idx)
         return {name: state for name, state in spec.items() if name not in ("q_conv", "k_conv")}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, 1, K, V] and that of the convolution."""
+        """The states are `memory` [N, 1, K, V] and that of the convolution."""
         _, attention_mask, cu_seqlens, states = context
         x, new_states = self.v_proj(hidden_states), {}
         if self.has_convolution:

@@ -1,4 +1,4 @@
-"""Titans' third mixer: what the memory says is context for attention. https://arxiv.org/abs/2501.00663."""
+"""Titans' third mixer (MAC): the memory's outputs are context for attention. https://arxiv.org/abs/2501.00663."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ from hf_memory.ops.masks import Tokens
 
 
 class MemoryAsContextMixer(AttentionAndMemoryMixer):
-    """MAC: attention within segments, over the tokens and what the memory says to them.
+    """MAC: attention within segments, over the tokens and what the memory recalls for them.
 
-        h_t = M(x_t), M as it was when the segment began
-        y_t = norm of attention over persistent tokens and the pairs (h_i, x_i), i <= t, of the segment
-        M reads y_t, and then is asked about it:   o_t = y_t sigmoid(norm(M_t(y_t)))
+        h_t = M(x_t), with M from the start of the segment
+        y_t = norm(attention over persistent tokens and the pairs (h_i, x_i), i <= t, of the segment)
+        M is updated with y_t, and then read:   o_t = y_t sigmoid(norm(M_t(y_t)))
 
-    The paper's mask lets a token see h_i of later tokens, and its last line reads a memory that has seen the whole
-    segment; both would show the future. Here nothing after t is seen.
+    In the paper, a token also sees h_i of later tokens, and the last read uses a memory that has read the whole
+    segment. Both would leak the future. Here a token sees nothing after itself.
     """
 
     memory_reads_persistent = False
@@ -38,7 +38,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Those of the memory, its weights where the segment began, and the pairs of tokens that the segment has."""
+        """The memory's states, its weights at the start of the segment, and the segment's keys and values so far."""
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
         pairs = State((config.segment_length, 2, heads, D), None)
@@ -46,8 +46,9 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return own | {f"memory_{name}": state for name, state in memory.items()}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of the memory; its weights where the segment began; how many tokens the segment has [N]; their
-        keys and values, and those of what the memory recalled, [N, segment, 2, H, D]."""
+        """The states are those of the memory, its weights at the start of the segment, the number of tokens of the
+        segment so far [N], and keys and values of these tokens and of what the memory recalled,
+        [N, segment, 2, H, D]."""
         if context.cu_seqlens is not None:
             alone = context._replace(cu_seqlens=None)
 
@@ -55,7 +56,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
                 return self.mix(x, alone._replace(positions=Positions(*angles) if angles else None))[0], initial_state
 
             return per_sequence(one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={})
-        if context.states:  # rows may be anywhere in their segments: a token at a time
+        if context.states:  # rows may be at different places of their segments
             return self._pieces(hidden_states, context, 1)
         mask, order = context.attention_mask, None
         if mask is None:
@@ -79,17 +80,17 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return torch.cat(outputs, dim=1), states
 
     def _loop(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
-        """The same where torch.export traces any number of pieces: a loop in the graph, and padding after the end."""
+        """The same for torch.export with a variable number of pieces: a loop in the graph, and padding at the end."""
         if torch.is_grad_enabled():
             raise ValueError(
-                "torch.export of variant 'mac' with a length that varies must be under torch.no_grad(), got gradients: "
-                "its loop over segments has none"
+                "torch.export of variant 'mac' with a variable length must run under torch.no_grad(), got gradients, "
+                "which its loop over segments does not support"
             )
         B, T = hidden_states.shape[:2]
-        n = torch.sym_max(2, -(-T // length))  # one piece would be another graph
+        n = torch.sym_max(2, -(-T // length))  # a single piece would need another graph
 
         def first(x: Tensor, tokens: int) -> Tensor:
-            return x.index_select(1, torch.arange(tokens, device=x.device))  # a slice would ask whether x has so many
+            return x.index_select(1, torch.arange(tokens, device=x.device))  # a slice would add a check of x's length
 
         def split(x: Tensor) -> Tensor:
             """[1 or B, T, ...] -> [n, 1 or B, length, ...]"""
@@ -118,7 +119,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return {"then": then, "offset": offset, "keys": pairs, "values": pairs}
 
     def _all_empty(self, hidden_states: Tensor) -> States:
-        """With the memory's, which has read nothing either."""
+        """Empty states, with those of a memory that has read nothing."""
 
         def zeros(state: State) -> Tensor:
             x = hidden_states.new_zeros(len(hidden_states), *state.shape, dtype=state.dtype)
@@ -127,14 +128,14 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return {name: zeros(state) for name, state in self.spec.items()}
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
-        """Tokens that end no later than the segment of any row."""
+        """Mix tokens that do not cross the end of a segment in any row."""
         states, C = context.states, self.config.segment_length
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if context.attention_mask is None else context.attention_mask
         begins = (states["offset"] == C) & real.any(1)
         now = states.get("memory_weights", states["then"])
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
-        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # C: of padding, which is dropped
+        places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # padding gets C and is dropped
         recalled = self.memory.recall(x, then, self._of_memory(context))
         heads, keys, values = self._attend_pairs(x, recalled, places, context)
         y = self.attention_norm(self.o_proj(heads.flatten(-2)))
@@ -144,7 +145,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         return output, own | {f"memory_{name}": state for name, state in memory.items()}
 
     def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads [B, T, H, D] of tokens at places [B, T] of their segments, and its keys and values with theirs."""
+        """Attention outputs [B, T, H, D] of tokens at places [B, T] of their segments; the updated keys and values."""
         q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k = self.normalize_and_rotate(q, k, context.positions)
         k_h, v_h = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.k_proj(h), self.v_proj(h)))
@@ -160,11 +161,11 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
 
 def _own(tensors: Any) -> Any:
-    """What a loop in a graph takes: neither views of each other nor of other strides from step to step."""
+    """Copies as a loop in a graph needs them: no views of each other, and the same strides in each step."""
     return tree_map(lambda x: x.clone(memory_format=torch.contiguous_format), tensors)
 
 
 def _put(buffer: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-    """[B, C, 2, H, D] with pairs [B, T, 2, H, D] at places [B, T]; those at C are dropped."""
+    """The buffer [B, C, 2, H, D] with pairs [B, T, 2, H, D] written at places [B, T]; place C means: drop."""
     index = places[:, :, None, None, None].expand_as(pairs)
     return F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, 1)).scatter(1, index, pairs.to(buffer.dtype))[:, :-1]

@@ -11,19 +11,19 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.ops import linear_attention
 from hf_memory.ops.masks import Mask, Tokens
 
-completed = Mask(lambda q, k: (k <= q) & (k > 0))  # the first token of a sequence completes no pair
+completed = Mask(lambda q, k: (k <= q) & (k > 0))  # there is no pair at the first token of a sequence
 
 
 class MemoryMosaicMixer(MemoryMixer):
-    """A whole layer: a contextual memory of what was read, then a persistent one of what was learned, normed first.
+    """A whole layer: a contextual memory of the text, then a persistent memory learned in training, each after a norm.
 
         n_t = e^(-|r|) n_{t-1} + W_k x_t,   k_t = e^a n_t / |n_t|
         m_i = c W_v x_i + (1 - c) W_v x_{i+1},   v_i = e^b m_i / |m_i|
         y_t = W_o sum_{i<t} softmax_i(k_t . k_i) v_i
 
-    Keys are leaky averages; values peek one token ahead, so that the pair (k_i, v_i) is complete when token i + 1
-    comes. The persistent memory has learned pairs in the place of these, and a query made as k_t. The cache has at each
-    token the pair that it completes.
+    Keys are leaky averages, and values include the next token, so that the pair (k_i, v_i) is complete when token i + 1
+    arrives. The persistent memory has learned pairs instead, and its query is computed like k_t. The cache stores at
+    each token the pair that this token completes.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -39,7 +39,7 @@ class MemoryMosaicMixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix`."""
+        """The states of `mix`."""
         heads, _, _, D, _ = config.memory_heads
         average, pair = State((heads, 1, D)), State((heads, D), None, "token")
         spec = {"key_average": average, "query_average": average, "count": State((), torch.long)}
@@ -47,16 +47,16 @@ class MemoryMosaicMixer(MemoryMixer):
         return spec | {"positions": State((), torch.int32, "token", absent=-1)}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: `key_average` and `query_average` [B, H, 1, D]; `count` [B] tokens read; key and value of the last
-        token, which is no pair yet, `last` [B, 1, 2 H D]; and of complete pairs, one at each token but the first of a
-        sequence, `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
+        """The states are `key_average` and `query_average` [B, H, 1, D]; `count` [B], the number of tokens read; `last`
+        [B, 1, 2 H D], key and value projection of the last token, which is not part of a complete pair yet; and of the
+        complete pairs `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
         recalled, states = self._recall(self.input_layernorm(hidden_states), context)
         x = self.post_attention_layernorm(hidden_states + recalled)
         q, states["query_average"] = self.query_average(self._heads(self.q_proj(x)), "query_average", context)
         return recalled + self.persistent_o_proj(self.persistent(q).flatten(2)), states
 
     def _recall(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
-        """What the contextual memory says, and its states."""
+        """The output of the contextual memory, and its states."""
         v, states = self.v_proj(x), {}
         k, states["key_average"] = self.key_average(self._heads(self.k_proj(x)), "key_average", context)
         before, states["last"] = token_before(
@@ -78,7 +78,7 @@ class MemoryMosaicMixer(MemoryMixer):
 
 
 class LeakyAverage(nn.Module):
-    """k_t = e^scale n_t / |n_t|,   n_t = e^(-|rate|) n_{t-1} + x_t, by head."""
+    """k_t = e^scale n_t / |n_t|,   n_t = e^(-|rate|) n_{t-1} + x_t, with a scale and a rate for each head."""
 
     def __init__(self, config, heads: int):
         super().__init__()
@@ -87,12 +87,12 @@ class LeakyAverage(nn.Module):
         self.scale = nn.Parameter(torch.empty(heads))
 
     def init_own_parameters(self) -> None:
-        """As published: from long averages to short ones."""
+        """As published: rates from long averages to short ones."""
         init.copy_(self.rate, torch.linspace(0.5, 5.0, len(self.rate)))
         init.ones_(self.scale)
 
     def forward(self, x: Tensor, name: str, context: Context) -> tuple[Tensor, Tensor]:
-        """[B, T, H, D] -> the same, and the state [N, H, 1, D] that `context` has under this name."""
+        """Averages [B, T, H, D] of x [B, T, H, D], and the state [N, H, 1, D], called `name` in `context.states`."""
         ones = x.new_ones(*x.shape[:2], 1, 1)
         n, state = linear_attention(
             ones,
@@ -110,7 +110,7 @@ class LeakyAverage(nn.Module):
 
 
 class PeekingAverage(nn.Module):
-    """v = e^scale m / |m|,   m = share x + (1 - share) x_next, by head."""
+    """v = e^scale m / |m|,   m = share x + (1 - share) x_next, with a scale and a share for each head."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -118,18 +118,18 @@ class PeekingAverage(nn.Module):
         self.scale = nn.Parameter(torch.empty(heads))
 
     def init_own_parameters(self) -> None:
-        """As published."""
+        """Initial values as published."""
         init.uniform_(self.share, 0.0, 1.0)
         init.constant_(self.scale, -0.5)
 
     def forward(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """[B, T, H, D] -> the same."""
+        """The values [B, T, H, D] of x and x_next, [B, T, H, D] each."""
         m = torch.lerp(x_next, x, self.share[:, None].to(x.dtype))
         return unit_length(m) * self.scale.exp()[:, None].to(x.dtype)
 
 
 class PersistentMemory(nn.Module):
-    """e^scale sum_i softmax_i(q . k_i) v_i over learned pairs of each head."""
+    """e^scale sum_i softmax_i(q . k_i) v_i over the learned pairs of each head."""
 
     def __init__(self, heads: int, pairs: int, head_dim: int):
         super().__init__()
@@ -138,13 +138,13 @@ class PersistentMemory(nn.Module):
         self.scale = nn.Parameter(torch.empty(heads))
 
     def init_own_parameters(self) -> None:
-        """Pairs of unit length."""
+        """Keys and values start with about unit length."""
         for x in (self.keys, self.values):
             init.normal_(x, std=x.shape[-1] ** -0.5)
         init.constant_(self.scale, -0.5)
 
     def forward(self, q: Tensor) -> Tensor:
-        """[B, T, H, D] -> the same."""
+        """Outputs [B, T, H, D] for queries [B, T, H, D]."""
         scores = torch.einsum("bthd,hnd->bthn", q, self.keys.to(q.dtype))
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         o = torch.einsum("bthn,hnd->bthd", weights, self.values.to(q.dtype))

@@ -1,4 +1,4 @@
-"""Miras' memories: other losses and other ways to retain. https://arxiv.org/abs/2504.13173."""
+"""The memories of Miras, with other inner losses and other kinds of retention. https://arxiv.org/abs/2504.13173."""
 
 from typing import Any
 
@@ -28,29 +28,29 @@ class MirasMixer(NeuralMemoryMixer):
         Memora   W_t = softmax(a_t log W_{t-1} - lr_t g_t),   g_t of 1/2 |e|^2
         o_t = f(q_t; W_t)
 
-    Memora's softmax is over the weights that enter a channel. As it drops constants, A_t as in Moneta serves as log
-    W_t, and W_t = softmax(A_t) for every token, not only for the first one of a chunk. tanh(10 e) stands for the sign
-    of e, as in the paper's remark. Gates are numbers of a head where the paper's are of a channel. Source:
-    https://arxiv.org/abs/2504.13173, with p = 3 and q = 4.
+    Memora's softmax is over the weights that enter one channel. Since a softmax ignores constants, log W_t can be
+    replaced by A_t as in Moneta, and W_t = softmax(A_t) holds for every token, not only for the first one of a chunk.
+    tanh(10 e) approximates the sign of e, as the paper suggests. There is one gate for each head; the paper has one for
+    each channel. Source: https://arxiv.org/abs/2504.13173, with p = 3 and q = 4.
     """
 
     has_momentum = False
 
     def make_gates(self, width: int, heads: int) -> None:
-        """Those of Titans without momentum, Yaad's threshold, and the norm."""
+        """The gates of Titans without momentum, Yaad's threshold, and the norm."""
         self.lr_proj, self.decay_proj = Gate(width, heads, 0.0), Gate(width, heads, -6.0)
         if self.config.memory_rule == "yaad":
             self.threshold_proj = Gate(width, heads, 0.0)
         self.inner_norm = InnerNorm(heads, self.value_dim)
 
     def init_own_parameters(self) -> None:
-        """Memora's logarithms must differ, or all that enters a channel has one weight."""
+        """Memora's logarithms must differ from each other, or all weights that enter a channel would be equal."""
         super().init_own_parameters()
         for logarithms in self.initial_weights.parameters() if self.config.memory_rule == "memora" else ():
             init.normal_(logarithms)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """A threshold of sqrt(V) is an error of one in each channel."""
+        """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
         gates = {
             "lr": self.inner_rate(hidden_states),
             "momentum": None,

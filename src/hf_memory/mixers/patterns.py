@@ -1,4 +1,4 @@
-"""Which tokens a token sees in each pattern of attention: a mask, and how far back it reaches without gaps."""
+"""Attention patterns: a mask that says which tokens a token sees, and how far back it reaches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,20 +20,20 @@ from hf_memory.ops.masks import (
 
 
 class Pattern(NamedTuple):
-    """A pattern whose far tokens, if any, are the first ones, or few."""
+    """An attention pattern: tokens within `reach`, and possibly the first tokens of the sequence."""
 
-    sees: Mask  # of earlier tokens
-    reach: int  # tokens that are near, the present one among them
-    first: int = 0  # of the sequence, that are seen from afar
-    has_gaps: bool = False  # among those that are near
+    sees: Mask  # which tokens a token sees
+    reach: int  # length of the window in which all but the first tokens are seen, including the token itself
+    first: int = 0  # number of first tokens that are seen from everywhere
+    has_gaps: bool = False  # whether some tokens within reach are not seen
 
 
 def _shifts(config) -> torch.Tensor:
-    """[HQ, 1, 1]: how many blocks back each head looks."""
+    """[HQ, 1, 1]: how many blocks before its own each head sees."""
     return (torch.arange(config.num_attention_heads) % config.num_block_shifts)[:, None, None]
 
 
-LOCAL: dict[str, Callable[..., Pattern]] = {  # of a config; nothing else is seen, so that nothing else is kept
+LOCAL: dict[str, Callable[..., Pattern]] = {  # by name, from a config; caches drop all tokens that are not seen
     "sliding": lambda c: Pattern(window(c.pattern_size), c.pattern_size),
     "block_local": lambda c: Pattern(block_local(c.pattern_size), 2 * c.pattern_size),
     "dilated": lambda c: Pattern(dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True),
@@ -48,12 +48,12 @@ SPARSE: dict[str, Callable[..., Pattern]] = {
     "strided": lambda c: Pattern(strided(c.pattern_size), c.pattern_size + 1),
     "fixed": lambda c: Pattern(fixed(c.pattern_size, c.num_summary_tokens), c.pattern_size),
     "bigbird": lambda c: Pattern(bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size),
-    "linformer": lambda c: Pattern(own_block(c.pattern_size), c.pattern_size),  # and summaries of earlier blocks
+    "linformer": lambda c: Pattern(own_block(c.pattern_size), c.pattern_size),  # summaries are separate
 }
 
 
 def pattern_of(config, layer_idx: int) -> Any:
-    """That of a layer; None where it sees everything, or what tokens say decides."""
+    """The pattern of a layer; None if it sees all tokens, or if the choice depends on their content."""
     name = config.patterns[layer_idx]
     if name == "adaptive_span":
         reach = config.span_limits[layer_idx] if config.span_limits else config.max_span + config.span_ramp

@@ -1,4 +1,4 @@
-"""Where tokens are, as the angles by which queries and keys are rotated."""
+"""Rotary positions: the angles by which queries and keys are rotated."""
 
 from typing import NamedTuple
 
@@ -8,46 +8,46 @@ from torch.nn import functional as F
 
 
 class Positions(NamedTuple):
-    """Cosines and sines of T tokens; transformers passes the same two as `position_embeddings`."""
+    """Cosines and sines of T tokens, which transformers passes as `position_embeddings`."""
 
     cos: Tensor  # [1 or B, T, channels that rotate]
     sin: Tensor
 
     def of(self, tokens: slice) -> "Positions":
-        """Of some of the tokens."""
+        """The positions of some of the tokens."""
         return Positions(self.cos[:, tokens], self.sin[:, tokens])
 
     def gather(self, order: Tensor) -> "Positions":
-        """Of the tokens at these places, [1 or B, T]."""
+        """The positions of the tokens at these places, [1 or B, T]."""
         B = max(len(order), len(self.cos))
         index = order[..., None].expand(B, -1, self.cos.shape[-1])
         return Positions(*(x.expand(B, -1, -1).gather(1, index) for x in self))
 
     def pad(self, tokens: int) -> "Positions":
-        """With so many tokens at the end that have no position: nothing rotates them."""
+        """The positions with `tokens` more tokens at the end, which are not rotated."""
         cos, sin = (F.pad(x, (0, 0, 0, tokens), value=none) for x, none in zip(self, (1.0, 0.0)))
         return Positions(cos, sin)
 
     def one_row(self, B: int) -> "Positions":
-        """Of the B * T tokens of B rows in one: [1, B * T, channels]."""
+        """The positions of B rows of T tokens as one row: [1, B * T, channels]."""
         return Positions(*(x.expand(B, -1, -1).flatten(0, 1)[None] for x in self))
 
     def inverse(self) -> "Positions":
-        """What undoes these rotations, also where they lengthen, as YaRN's do."""
+        """The inverse rotations, also if rotations scale their input as in YaRN."""
         size = self.cos.square() + self.sin.square()
         return Positions(self.cos / size, -self.sin / size)
 
     def halves(self) -> Tensor:
-        """All that there is in both, [1 or B, T, channels]: each is its first half twice."""
+        """Cosines and sines without redundancy, [1 or B, T, channels]: both consist of two equal halves."""
         return torch.cat([x.chunk(2, -1)[0] for x in self], -1)
 
     @classmethod
     def of_halves(cls, halves: Tensor) -> "Positions":
-        """Undo `halves`."""
+        """The inverse of `halves`."""
         return cls(*(torch.cat([x, x], -1) for x in halves.chunk(2, -1)))
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the first channels of q and k [B, T, H, D], as many as there are angles; all but in a few models."""
+        """Rotate q and k [B, T, H, D]. If there are fewer angles than channels, only the first channels are rotated."""
         return self.turn(q), self.turn(k)
 
     def turn(self, x: Tensor) -> Tensor:
@@ -60,4 +60,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if channels < x.shape[-1]:
         return torch.cat([_rotated(x[..., :channels], cos, sin), x[..., channels:]], -1)
     early, late = x.chunk(2, -1)
-    return (x * cos).addcmul_(torch.cat([-late, early], -1), sin).to(x.dtype)  # under autocast cos and sin are wider
+    return (x * cos).addcmul_(torch.cat([-late, early], -1), sin).to(x.dtype)  # cos and sin are float32 under autocast

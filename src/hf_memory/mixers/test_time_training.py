@@ -1,4 +1,4 @@
-"""Test-time training: a layer whose state is a model that takes gradient steps. https://arxiv.org/abs/2407.04620."""
+"""Test-time training: a layer whose state is a model that is trained on the text. https://arxiv.org/abs/2407.04620."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 
-LEAST = 1e-4  # of the rates of positions, whose logarithms are taken
+LEAST = 1e-4  # lower bound of the rates of positions, since their logarithms are needed
 
 
 class TTTMixer(NeuralMemoryMixer):
-    """TTT-Linear with one matrix, TTT-MLP with two; queries and keys turn by position within a mini-batch of b tokens.
+    """TTT-Linear with one matrix, or TTT-MLP with two. Queries and keys are rotated by position in their mini-batch.
 
         f(x; W) = x + LN(x W_1 + c_1)    or    x + LN(gelu(x W_1 + c_1) W_2 + c_2)
         W_i = A - tau_i sum_{j <= i} lr_j grad l(A; k_j, v_j),   l = 1/2 |f(k_j; A) - v_j|^2
         o_i = f(q_i; W_i)
         lr_j = max_lr / K sigmoid(w x_j + c),   tau_i = 1 / i + learned
 
-    for tokens i = 1 .. b of a mini-batch, with A what W was after the one before. Biases are weights too. Source:
-    https://arxiv.org/abs/2407.04620, equations 4 to 7 and section 2.7; tau as its authors' code has it.
+    for tokens i = 1 .. b of a mini-batch, where A are the weights after the previous mini-batch, including the biases.
+    Source: https://arxiv.org/abs/2407.04620, equations 4 to 7 and section 2.7; tau follows the authors' code.
     """
 
     has_silu = False
@@ -34,28 +34,28 @@ class TTTMixer(NeuralMemoryMixer):
 
     @property
     def sees_positions(self) -> bool:
-        """Its own alone."""
+        """False: it has its own positions, those in a mini-batch."""
         return False
 
     def make_gates(self, width: int, heads: int) -> None:
-        """Rates of tokens and of positions, and the norm."""
+        """The learning rates of tokens and of positions, and the norm."""
         self.lr_proj = Gate(width, heads, 0.0)
         self.position_rate = nn.Parameter(torch.empty(self.config.memory_chunk_size))
         self.inner_norm = InnerNorm(heads, self.value_dim)
 
     def init_own_parameters(self) -> None:
-        """Rates of positions are 1 / i."""
+        """Rates of positions start at 1 / i."""
         super().init_own_parameters()
         init.zeros_(self.position_rate)
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
-        """As any memory, with positions within mini-batches."""
+        """q, k, v and states as in `MemoryMixer.project`, rotated by positions in mini-batches."""
         if self.config.memory_rope:
             context = context._replace(positions=self._positions(self._places(hidden_states, context)))
         return super().project(hidden_states, context)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """Forgetting the steps since the anchor from tau_{i-1} to tau_i gives all of them the rate tau_i."""
+        """Gates of each token. Steps since the anchor decay by tau_i / tau_{i-1}, so that all have the rate tau_i."""
         place, b = self._places(hidden_states, context), self.config.memory_chunk_size
         learned = wide(self.position_rate)
         tau = (1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned).clamp(min=LEAST)
@@ -65,7 +65,7 @@ class TTTMixer(NeuralMemoryMixer):
         return {**gates, "forget_to": "anchor", "norm": self.inner_norm()}
 
     def _places(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Of tokens in their mini-batches [1 or B, T]."""
+        """Positions of tokens in their mini-batches, [1 or B, T]."""
         T, mask, bounds = hidden_states.shape[1], context.attention_mask, context.cu_seqlens
         if bounds is not None:
             place = places(bounds, T)[None]

@@ -1,4 +1,4 @@
-"""Softmax attention over a sliding window whose past is a state of fixed size, so that it is a memory like others."""
+"""Softmax attention over a sliding window, with a past of fixed size, so that caches treat it like a memory."""
 
 import torch
 from torch import Tensor
@@ -28,26 +28,26 @@ def window_attention(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States]:
-    """Each token attends to what it sees of itself and the `window` - 1 tokens before it, and to some others.
+    """Each token attends to itself, to the `window` - 1 tokens before it, and maybe to first or persistent tokens.
 
     Args:
         q: [B, T, HQ, D].
         k: [B, T, H, D], HQ a multiple of H.
         v: [B, T, H, D].
-        window: tokens that a token can see, itself among them.
-        sees: which of them it does, and of the first ones.
+        window: number of tokens that a token can see, including itself.
+        sees: the mask of the tokens that it sees among these and among the first tokens.
         scaling: factor of the products of queries and keys.
-        states: the states after the tokens before; empty means there were none.
-        softcap: scores s become softcap tanh(s / softcap), or None.
-        relation: what distances do, or None.
-        first: tokens of the beginning of a sequence that may be seen from afar; not with `always`.
-        always: tokens that stand before every sequence.
+        states: the states after the previous tokens; empty if there are none.
+        softcap: soft cap c of the scores s, which become c tanh(s / c), or None.
+        relation: relative positions, which change the scores, or None.
+        first: number of first tokens of a sequence that stay visible; not together with `always`.
+        always: keys and values of persistent tokens, which precede every sequence, or None.
         attention_mask: [B, T], zero at padding, or None.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
 
     Returns:
-        o [B, T, HQ, D], and the states after the tokens: `keys` and `values` [B, window - 1, H, D] of the last ones,
-        how many were read, `seen` [B], and of the first ones `sink_keys` and `sink_values` [B, first, H, D].
+        o [B, T, HQ, D], and the states after the tokens: `keys` and `values` [B, window - 1, H, D] of the last tokens,
+        `seen` [B], the number of tokens read, and `sink_keys` and `sink_values` [B, first, H, D] of the first tokens.
     """
     (B, T), W, order, lengths = q.shape[:2], window - 1, None, None
     if attention_mask is not None:
@@ -69,13 +69,13 @@ def window_attention(
 
 
 def present(count: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, T: int) -> Tokens:
-    """Which tokens the present ones are [1 or B, T]: those of a row that are not padding come first in it.
+    """The positions [1 or B, T] of the new tokens in their sequences. Padding is at the end of each row.
 
     Args:
-        count: tokens that were read before [B].
-        lengths: tokens that are no padding [B]; None where all are.
+        count: [B], number of tokens that were read before.
+        lengths: [B], number of tokens that are not padding; None if there is no padding.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
-        T: tokens of a row.
+        T: number of tokens of a row.
     """
     if cu_seqlens is not None:
         return packed(cu_seqlens, T)
@@ -86,14 +86,14 @@ def present(count: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, T:
 
 
 def count_on(count: Tensor, lengths: Tensor | None, T: int) -> Tensor:
-    """Tokens that were read after the present ones [B]; arguments as those of `present`."""
+    """[B], the number of tokens read including the new ones; the arguments are those of `present`."""
     return count + (T if lengths is None else lengths)
 
 
 def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
-    """Keys and values [B, W + T, H, D] of the present tokens and of the W before them, of which `count` [B] were read.
+    """Keys and values [B, W + T, H, D] of the new tokens and of the W tokens before them, of which `count` [B] exist.
 
-    Without a count there was nothing before; then these columns are left out, unless blocks need something there.
+    If `count` is None, nothing was read before, and these W columns are left out, unless blocks need them.
     """
     T = tokens.position.shape[1]
     W = keys.shape[1] - T
@@ -106,29 +106,29 @@ def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, 
 
 
 def after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
-    """[B, T, ...] after the last W tokens before them: [B, W + T, ...]"""
+    """x [B, T, ...] with the W tokens of the past in front: [B, W + T, ...]"""
     return F.pad(x, (0, 0) * (x.ndim - 2) + (W, 0)) if past is None else torch.cat([past.to(x.dtype), x], 1)
 
 
 def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
-    """The last W tokens of [B, W + T, ...], T of which `lengths` [B] are real, or all."""
+    """The last W real tokens of x [B, W + T, ...]; `lengths` [B] of the T new tokens are real, or all if it is None."""
     if lengths is None:
         T = x.shape[1] - W
-        return x[:, T:] if T == 1 else x[:, T:].clone()  # a view keeps all of x alive
+        return x[:, T:] if T == 1 else x[:, T:].clone()  # a view would keep all of x in memory
     return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
-    """x [B, S, ...] at places [B, n] -> [B, n, ...]"""
+    """Select x [B, S, ...] at places [B, n]: [B, n, ...]"""
     return x.gather(1, places.view(*places.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:]))
 
 
 def first_tokens(
     k: Tensor, v: Tensor, S: int, count: Tensor | None, states: dict, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> Columns:
-    """The first S tokens of each sequence, read before, which `states` have, or among the present ones [B, T, H, D].
+    """The first S tokens of each sequence, from `states` if they were read before, or from the new ones [B, T, H, D].
 
-    The other arguments are those of `present`; without a count nothing was read.
+    The other arguments are those of `present`; if `count` is None, nothing was read before.
     """
     place, T = torch.arange(S, device=k.device), k.shape[1]
     if cu_seqlens is not None:
