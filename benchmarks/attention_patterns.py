@@ -24,7 +24,7 @@ TURNS = 2
 
 def mixer_of(pattern: str) -> torch.nn.Module:
     """A layer's mixer."""
-    config = MemoryTransformerConfig(**SIZES, position="none", pattern=pattern)
+    config = MemoryTransformerConfig(**{**SIZES, "position": "none", "pattern": pattern})
     return MemoryTransformerForCausalLM(config).model.layers[0].mixer
 
 

@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASE, make_model, random_tokens
+from hf_memory.mixers.attention_blocks import joined_softmax
+from hf_memory.mixers.buckets import attention_in_buckets
 from hf_memory.mixers.pasts import COMPRESSIONS
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
 from hf_memory.modeling.transformer import PASTS, PATTERNS, MemoryTransformerConfig
@@ -170,6 +172,25 @@ def test_attention_is_its_equation(words):
     expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
     rounding = 1e-10 if "position" in words and words["position"] != "rope" else 1e-5  # angles are made in float32
     torch.testing.assert_close(mixer(x, angles)[0][0], expected, rtol=rounding, atol=rounding)
+
+
+def test_sorted_tokens_see_all_of_their_bucket():
+    """Several blocks, tokens before the queries, padding: what two rounds see together is seen once."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in (150, 200, 200))
+    buckets = torch.randint(-1, 4, (2, 200, 2), generator=generator)
+    buckets[buckets.amin(-1) < 0] = -1
+    given = [x.requires_grad_() for x in (q, k, v)]
+    rounds = (attention_in_buckets(*given, buckets[..., :n]) for n in (1, 2))
+    o, mass = joined_softmax(*rounds)
+    same = ((buckets[:, 50:, None] == buckets[:, None]) & (buckets[:, None] >= 0)).any(-1)
+    scores = (q @ k.mT).masked_fill(~same.tril(49), -torch.inf)
+    is_token = buckets[:, 50:, 0] >= 0
+    expected = scores[is_token].softmax(-1)[:, None] @ v[:, None].expand(-1, 150, -1, -1)[is_token]
+    torch.testing.assert_close(mass[is_token], scores.logsumexp(-1)[is_token])
+    torch.testing.assert_close(o[is_token], expected[:, 0])
+    gradients = (torch.autograd.grad(x.square().sum(), given) for x in (o[is_token], expected))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("word", ["sinusoidal", "learned"])

@@ -1,6 +1,6 @@
 """Attention to tokens of the same bucket, which what they say decides: queries are keys, hashed or near a centroid."""
 
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -9,19 +9,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wide
-from hf_memory.mixers.attention_blocks import (
-    BLOCK,
-    Blocks,
-    Columns,
-    joined_softmax,
-    near_blocks,
-    rows_of,
-    softmax_and_mass,
-)
+from hf_memory.layers import in_their_places, unit_length, wide
+from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, joined_softmax, softmax_and_mass
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.transformer import TransformerMixer, grown
-from hf_memory.ops.masks import Tokens
+from hf_memory.mixers.transformer import Attended, TransformerMixer, grown
+from hf_memory.ops.masks import Tokens, earlier
 
 ITSELF = -5e4  # a token's score of itself: it is seen only where nothing else is
 
@@ -56,77 +48,97 @@ class BucketMixer(TransformerMixer):
         asked = self.buckets(unit.detach())
         q, k = self.rotate(q, unit, context.positions)
         tokens, states = grown(k, v, context, buckets=asked)
-        if context.states or torch.compiler.is_compiling():
-            o = self._all_pairs(q, tokens.position.expand(len(q), -1), asked, states)
+        if q.shape[1] == 1 or torch.compiler.is_compiling():
+            seen = self._all_pairs(q, tokens.position.expand(len(q), -1), asked, states)
         else:
-            o = self._sorted(q, context.attention_mask, states)
-        return self.o_proj(o.flatten(2)), states
+            seen = self._sorted(q, states)
+        itself = v, torch.full_like(seen[1], ITSELF)
+        return self.o_proj(joined_softmax(seen, itself)[0].flatten(2)), states
 
-    def _all_pairs(self, q: Tensor, position: Tensor, asked: Tensor, past: States) -> Tensor:
+    def _all_pairs(self, q: Tensor, position: Tensor, asked: Tensor, past: States) -> Attended:
         """Of few queries with all tokens, a block at a time."""
-        parts, columns = [], Columns(Tokens(past["positions"].long()), past["keys"], past["values"])
+        parts, columns = [], Columns(Tokens(past["positions"].long()), past["keys"], past["values"], earlier)
         for i in range(0, q.shape[1], BLOCK):
             here = slice(i, i + BLOCK)
             blocks = Blocks.of(q[:, here], Tokens(position[:, here]), columns)
             same = (asked[:, here, None] == past["buckets"][:, None]).any(-1)  # [B, C, S, H]
             blocks = blocks._replace(visible=blocks.visible & same.permute(0, 3, 1, 2))
-            parts.append(softmax_and_mass(blocks, self.scaling, None, Itself())[0])
-        return torch.cat(parts, 1)
+            parts.append(softmax_and_mass(blocks, self.scaling, None))
+        o, mass = (torch.cat(x, 1) for x in zip(*parts))
+        return o, mass
 
-    def _sorted(self, q: Tensor, mask: Tensor | None, new: States) -> Tensor:
-        """Of whole texts, a round after the other."""
-        k, v, order = new["keys"], new["values"], None
-        tokens, asked = new["positions"].long(), new["buckets"].long()
-        if mask is not None:
-            q, order = real_tokens_first(q, mask)
-            k, v, tokens, asked = (real_tokens_first(x, mask)[0] for x in (k, v, tokens, asked))
-        B, T, H, _ = q.shape
-        q, k, v, asked = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, asked))  # [B * H, T, ...]
-        tokens = tokens.repeat_interleave(H, 0)
-        rounds = [self._round(q, k, v, tokens, asked, i) for i in range(asked.shape[-1])]
-        both = rounds[0]
-        for more in rounds[1:]:
-            both = joined_softmax(both, more)
-        o = both[0].view(B, H, T, -1).transpose(1, 2)
-        return o if order is None else in_their_places(o, order)
-
-    def _round(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, asked: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """What `softmax_and_mass` gives over the buckets of one round: [B * H, T, 1, D] and [B * H, T, 1]."""
-        T, bucket = q.shape[1], asked[..., i].masked_fill(tokens < 0, self.config.num_buckets)
-        order = (bucket * T + torch.arange(T, device=q.device)).argsort(1)
-        sizes = F.one_hot(bucket, self.config.num_buckets + 1)[..., :-1].sum(1)
-        before = max(int(sizes.max()) - 1, 1)
-        here = Tokens(tokens.gather(1, order), bucket.gather(1, order))
-        keys, values, queries = (x.gather(1, order[..., None].expand_as(x))[:, :, None] for x in (k, v, q))
-        keys, values = (F.pad(x, (0, 0, 0, 0, before, 0)) for x in (keys, values))
-        seen = Columns(here.map(lambda x: F.pad(x, (before, 0), value=-1)), keys, values)
-        blocks = near_blocks(queries, here, seen, None)
-        o, mass = softmax_and_mass(blocks, self.scaling, None, Itself(asked))
-        return tuple(in_their_places(rows_of(x, queries), order) for x in (o, mass))  # type: ignore[return-value]
+    def _sorted(self, q: Tensor, past: States) -> Attended:
+        """Of the last tokens with all, a round after the other."""
+        is_token = (past["positions"] >= 0)[..., None, None]
+        each = self.scaling * q, past["keys"], past["values"], past["buckets"].masked_fill(~is_token, -1)
+        q, k, v, buckets = (x.transpose(1, 2).flatten(0, 1) for x in each)  # [B * H, T or S, ...]
+        rounds = (attention_in_buckets(q, k, v, buckets[..., : i + 1]) for i in range(buckets.shape[-1]))
+        o, mass = (x.unflatten(0, each[0].shape[::2]).transpose(1, 2) for x in reduce(joined_softmax, rounds))
+        return o, mass
 
 
-@dataclass
-class Itself:
-    """What a token sees of itself, and of tokens that it meets in several rounds: a share in each."""
+def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> Attended:
+    """Softmax attention to earlier tokens of the same last bucket, of which no other is the same.
 
-    buckets: Tensor | None = None  # [rows, T, rounds], by position
+    Tokens are sorted by bucket. Each block of queries meets only the blocks of keys that have what it sees, so that
+    the cost is that of the buckets as they are, however unequal.
 
-    def __call__(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
-        """See `Relation`."""
-        itself = (blocks.asking[:, :, None] == blocks.asked[:, None, :])[:, None]
-        scores = scores.masked_fill(itself, ITSELF)
-        if self.buckets is None:
-            return scores
-        table = self.buckets.repeat_interleave(len(blocks.asking) // len(self.buckets), 0)
-        asking, asked = (self._of(table, x) for x in (blocks.asking, blocks.asked))
-        rounds = sum((asking[:, :, None, i] == asked[:, None, :, i]).to(scores.dtype) for i in range(table.shape[-1]))
-        return scores - torch.as_tensor(rounds).clamp(min=1)[:, None].log()
+    Args:
+        q: [N, T, D] of the last tokens, with the scaling.
+        k: [N, S, D] of all.
+        v: [N, S, V].
+        buckets: [N, S, rounds], -1 at padding.
 
-    def _of(self, table: Tensor, position: Tensor) -> Tensor:
-        return table.gather(1, position.clamp(min=0)[..., None].expand(-1, -1, table.shape[-1]))
+    Returns:
+        What `softmax_and_mass` gives, [N, T, V] and [N, T].
+    """
+    (N, T, _), C = q.shape, min(q.shape[1], BLOCK)
+    order, asking, starts, ends = _sorted_by(buckets[..., -1], T)
+    q, starts, ends = (_in_blocks(x, asking, C) for x in (q, starts, ends))
+    k, v = (_in_blocks(x, order, C) for x in (k, v))
+    first = starts[:, 0] // C
+    number = ((ends.amax(1) + C - 1) // C - first).clamp(min=0)
+    asks = torch.arange(len(q), device=q.device).repeat_interleave(number)  # of each pair of blocks, that of queries
+    nth = first[asks] + torch.arange(len(asks), device=q.device) - (number.cumsum(0) - number)[asks]
+    asked = asks // (len(q) // N) * (len(k) // N) + nth
+    places = (C * nth[:, None] + torch.arange(C, device=q.device)).int()[:, None]
+    visible = (places >= starts[asks, :, None]) & (places < ends[asks, :, None])
+    for others in buckets[..., :-1].unbind(-1):
+        mine, theirs = _in_blocks(others[:, -T:], asking, C), _in_blocks(others, order, C)
+        visible &= mine[asks, :, None] != theirs[asked, None]
+    scores = wide(q.index_select(0, asks) @ k.index_select(0, asked).mT).masked_fill_(~visible, -torch.inf)
+    o, mass = _softmax_of_parts(scores, v.index_select(0, asked), asks, len(q))
+    o, mass = (in_their_places(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking) for x in (o, mass))
+    return o, mass
 
-    def read(self, weights: Tensor, blocks: Blocks) -> None:
-        """See `Relation`: what is read are the values."""
+
+def _sorted_by(bucket: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The order of tokens [N, S], that of the last T, and of each of these the places that it sees: from, and up to."""
+    order = bucket.argsort(dim=1, stable=True)
+    place, mine = order.argsort(1)[:, -T:], bucket[:, -T:].contiguous()
+    starts = torch.searchsorted(bucket.gather(1, order), mine)
+    return order, place.argsort(1), starts.int(), place.where(mine >= 0, 0).int()
+
+
+def _in_blocks(x: Tensor, order: Tensor, C: int) -> Tensor:
+    """[N, T, ...] in an order [N, T] -> [N * blocks, C, ...], zero at what is missing."""
+    rows = order + order.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    x = x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, order.shape)
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % C)).unflatten(1, (-1, C)).flatten(0, 1)
+
+
+def _softmax_of_parts(scores: Tensor, v: Tensor, part_of: Tensor, number: int) -> Attended:
+    """Scores [P, C, S] of values [P, S, V]; parts of the same one of `number` blocks share a softmax."""
+    each = scores.detach().amax(-1)
+    most = each.new_full((number, each.shape[1]), torch.finfo(each.dtype).min)
+    most = most.scatter_reduce(0, part_of[:, None].expand_as(each), each, "amax")
+    weights = scores.sub_(most[part_of, :, None]).exp_()
+    mass = weights.new_zeros(most.shape).index_add(0, part_of, weights.sum(-1))
+    read = wide(weights.to(v.dtype) @ v)
+    o = read.new_zeros(number, *read.shape[1:]).index_add(0, part_of, read)
+    is_any = mass > 0
+    mass = mass.where(is_any, 1)
+    return (o / mass[..., None]).to(v.dtype), (most + mass.log()).where(is_any, -torch.inf)
 
 
 class ReformerMixer(BucketMixer):
@@ -145,7 +157,9 @@ class ReformerMixer(BucketMixer):
         """See `BucketMixer`."""
         directions = torch.einsum("bthd,hdn->bthn", wide(x), self.projection.to(wide(x).dtype))
         directions = directions.unflatten(-1, (self.config.num_hashes, -1))
-        return torch.cat([directions, -directions], -1).argmax(-1).int()
+        nearest = directions.abs().argmax(-1, keepdim=True)
+        is_opposite = directions.gather(-1, nearest) < 0
+        return (nearest + is_opposite * directions.shape[-1])[..., 0].int()
 
 
 class RoutingMixer(BucketMixer):
