@@ -211,13 +211,17 @@ def test_embedded_positions_are_their_equation(word):
 
 @every_word
 @torch.no_grad()
-def test_no_token_sees_later_ones(words):
-    model, tokens = make(SIZES | words | ({"past_window": 6} if "compression" in words else {})), random_tokens(1, 27)
+def test_no_token_sees_later_ones_wherever_blocks_begin(words):
+    sizes = SIZES | {"max_position_embeddings": 150} | ({"past_window": 6} if "compression" in words else {})
+    model, tokens = make(sizes | words), random_tokens(1, 150)
     expected = model(tokens).logits
-    for t in (1, 4, 7, 13, 16, 22, 26):
+    for t in (5, 23, 66, 149):
         changed = tokens.clone()
-        changed[:, t:] = random_tokens(1, 27 - t, seed=t)
+        changed[:, t:] = random_tokens(1, 150 - t, seed=t)
         torch.testing.assert_close(model(changed).logits[:, :t], expected[:, :t], rtol=0, atol=1e-10)
+    before = model(tokens[:, :33])
+    after = model(tokens[:, 33:], past_key_values=before.past_key_values).logits
+    torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_alibi_slopes_are_the_published_ones():

@@ -11,6 +11,7 @@ from hf_memory.ops.contract import first_derivatives_only, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block: longer ones look at more keys that they do not see
+LONG_BLOCK = 256  # where a query sees many more keys than these; in backward each block costs a zero for every key
 
 
 class Columns(NamedTuple):
@@ -29,6 +30,11 @@ class Columns(NamedTuple):
         """Some of them."""
         return self.map(lambda x: x[:, columns])
 
+    def by_block(self, B: int) -> list["Columns"]:
+        """Those [B * blocks, ...] of each block. In backward they cost what all of them do, which slices would not."""
+        blocks = (x.unflatten(0, (B, -1)).unbind(1) for x in (self.tokens.position, self.keys, self.values))
+        return [Columns(Tokens(position), keys, values, self.sees) for position, keys, values in zip(*blocks)]
+
 
 class Blocks(NamedTuple):
     """Blocks of queries, and what some query of each sees. HQ is a multiple of H."""
@@ -37,8 +43,8 @@ class Blocks(NamedTuple):
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
     visible: Tensor  # [B * blocks, 1 or HQ, C, S] bool
-    asking: Tensor  # [1 or B * blocks, C], positions of the queries
-    asked: Tensor  # [1 or B * blocks, S], positions of the keys
+    asking: Tensor  # [1 or B * blocks, C], positions of the queries, which count from anywhere
+    asked: Tensor  # [1 or B * blocks, S], positions of the keys, from the same
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
@@ -80,11 +86,18 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     C = min(T, BLOCK) if past and not varies(T) else T
     n = 1 if varies(T) else -(-T // C)
     asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, n, -1))
-    asked = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
-    columns = [Columns(asked, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)]
+    columns = [near_columns(near, B, past, C, n)]
     if first is not None:
         columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), n)), *columns]
-    return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
+        return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
+    place = torch.arange(past + C, device=q.device)[None]  # distances are those of all blocks
+    return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)._replace(asking=place[:, past:], asked=place)
+
+
+def near_columns(near: Columns, B: int, past: int, C: int, n: int) -> Columns:
+    """Of B rows, with `past` columns before the queries, what each of n blocks of C queries may see: [B * n, ...]."""
+    tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
+    return Columns(tokens, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)
 
 
 def rows_of(blocks: Tensor, like: Tensor) -> Tensor:
@@ -167,7 +180,7 @@ def full_attention(
     window: int | None = None,
     relation: Relation | None = None,
 ) -> Tensor:
-    """A block of queries at a time, which suits windows much longer than a block.
+    """A long block of queries at a time, which suits windows much longer than that.
 
     Args:
         q: [B, T, HQ, D].
@@ -184,9 +197,10 @@ def full_attention(
     """
     parts, others = [], [] if first is None else [first]
     before = past.keys.shape[1] - q.shape[1]
-    for i in range(0, q.shape[1], BLOCK):
-        block = slice(i, i + BLOCK)
-        end = before + i + BLOCK if i + BLOCK < q.shape[1] else None  # torch.compile takes a growing bound for a number
+    for i in range(0, q.shape[1], LONG_BLOCK):
+        block = slice(i, i + LONG_BLOCK)
+        is_last = i + LONG_BLOCK >= q.shape[1]
+        end = None if is_last else before + i + LONG_BLOCK  # torch.compile takes a growing bound for a number
         near = slice(0 if window is None else max(0, i + before - window + 1), end)
         blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
         parts.append(softmax_attention(blocks, scaling, softcap, relation))

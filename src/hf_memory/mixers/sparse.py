@@ -14,6 +14,7 @@ from hf_memory.mixers.attention_blocks import (
     Blocks,
     Columns,
     joined_softmax,
+    near_columns,
     rows_of,
     softmax_attention,
 )
@@ -70,15 +71,13 @@ class SummaryMixer(SparseMixer):
 
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
         """A block of queries at a time, with the summaries of blocks that end before it does."""
-        near, far, parts = self.near(tokens, past), self.summaries(past), []
-        T, size, each = q.shape[1], self.config.pattern_size, self.config.num_summary_tokens
-        unread, before = past.keys.shape[1] - T, near.keys.shape[1] - T
-        for i in range(0, T, BLOCK):
-            here, end = slice(i, i + BLOCK), i + BLOCK
-            columns = far, near.of(slice(i, None))
-            if end < T:
-                columns = far.of(slice((unread + end) // size * each)), near.of(slice(i, before + end))
-            blocks = Blocks.of(q[:, here], tokens.of(here), *columns)
+        near, far, parts, (B, T) = self.near(tokens, past), self.summaries(past), [], q.shape[:2]
+        size, each = self.config.pattern_size, self.config.num_summary_tokens
+        C, unread = min(T, BLOCK), past.keys.shape[1] - T
+        nears = near_columns(near, B, near.keys.shape[1] - T, C, -(-T // C)).by_block(B)
+        for end, mine, asking, own in zip(range(C, T + C, C), q.split(C, 1), tokens.position.split(C, 1), nears):
+            ended = None if end >= T else (unread + end) // size * each
+            blocks = Blocks.of(mine, Tokens(asking), far.of(slice(ended)), own)
             parts.append(softmax_attention(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation))
         return torch.cat(parts, 1)
 
