@@ -35,6 +35,7 @@ OPTIONS = {
     "zero": {"forget_to": "zero", "bias": True},
     "initial": {"forget_to": "initial", "residual": True, "bias": True, "activation": "gelu"},
     "anchor": {"forget_to": "anchor", "bias": True},
+    "short": {"max_grad_norm": 0.5, "residual": True, "bias": True},
     "ttt": TTT,
     "moneta": {**MIRAS, "loss": "cubed", "retention": "norm"},
     "yaad": {**MIRAS, "loss": "huber"},
@@ -332,6 +333,15 @@ def test_two_layers_recall_more_than_one_and_outlive_a_reset():
     assert recall(2, reset=True, forget_to="zero") > 0.2
 
 
+def test_short_gradients_keep_a_deep_memory_finite():
+    """Keys that are alike and long values: each chunk overshoots by more than the last, in 256 tokens to no number."""
+    arguments = {**make(256, B=1, depth=3, chunk_size=16, residual=True, dtype=torch.float32), "initial_state": None}
+    arguments["k"] = F.normalize(arguments["k"] + 1.5 * torch.ones(4), dim=-1)
+    arguments["lr"], arguments["decay"] = torch.full_like(arguments["lr"], 1 / 16), None
+    assert not neural_memory(**{**arguments, "v": 4 * arguments["v"]})[0].isfinite().all()
+    assert neural_memory(**{**arguments, "v": 4 * arguments["v"]}, max_grad_norm=2.0)[0].abs().max() < 1e4
+
+
 @some_forms
 def test_grouped_values_equal_repeated_heads(form):
     if form.get("residual") is None:
@@ -393,6 +403,7 @@ BAD = {
     "momentum must be given with muon_lr": {"muon_lr": torch.zeros(2, 9, 2), "momentum": None, "initial_state": None},
     "earlier_k must have shape": {"earlier_k": torch.zeros(2, 9, 2)},
     "earlier_k, earlier_v and earlier_lr must be given together": {"earlier_k": torch.zeros(2, 9, 1, 3, 4)},
+    "max_grad_norm must be positive, or None with another loss": {"max_grad_norm": 1.0, "loss": "cubed"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},
     "mask must have shape": {"mask": torch.ones(2, 3, dtype=torch.bool)},

@@ -45,6 +45,18 @@ def test_a_memory_can_be_told_values_of_unit_length(variant, monkeypatch):
     assert (without < 0.9).any()
 
 
+@torch.no_grad()
+def test_long_inner_gradients_are_cut_where_a_memory_is_deep_or_is_told_to():
+    models = [make_model(TITANS[0], memory_depth=depth) for depth in (1, 2, 3)]
+    limits = [model.config.memory_max_grad_norm for model in models]
+    assert limits == [0, 0, models[2].config.linear_value_head_dim ** 0.5]
+    tokens = random_tokens(1, 9)
+    for model in models:
+        short = model(tokens).logits
+        model.config.memory_max_grad_norm = 1e-3
+        assert not torch.allclose(model(tokens).logits, short)
+
+
 @pytest.mark.parametrize("case", TITANS, ids=lambda case: case.name)
 @torch.no_grad()
 def test_what_was_read_before_the_window_is_remembered(case):

@@ -145,9 +145,7 @@ class NeuralMemoryMixer(MemoryMixer):
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
-        rule = Rule(
-            1, self.config.memory_activation, self.config.memory_residual, False, "initial", "squared", "all", False, 1
-        )
+        rule = Rule(activation=self.config.memory_activation, residual=self.config.memory_residual)
         o = network(q, moved, rule, None).transpose(1, 2).to(hidden_states.dtype)
         return self.o_proj(self.output_gate(o, hidden_states))
 
@@ -175,6 +173,7 @@ class NeuralMemoryMixer(MemoryMixer):
             chunk_size=self.config.memory_chunk_size,
             activation=self.config.memory_activation,
             residual=self.config.memory_residual,
+            max_grad_norm=self.config.memory_max_grad_norm or None,
             **learning,
             mask=context.attention_mask,
             initial_state=_memory_state(context.states),

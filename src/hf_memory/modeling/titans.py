@@ -28,6 +28,7 @@ MEMORIES = {
     "atlas": AtlasMixer,
     "lact": LargeChunkMixer,
 }
+ONE_GRADIENT = ("titans", "ttt_linear", "ttt_mlp")  # rules whose memory is a sum of one gradient for each token
 TITANS = {
     "variant": "mag",
     "memory_gate": "multiply",
@@ -111,6 +112,10 @@ class TitansConfig(MemoryHeadsConfig):
         memory_window (`int`, defaults to 8): number of last tokens that the memory of ATLAS learns at each token.
         memory_max_lr (`float`, defaults to 1.0): largest inner learning rate of a chunk, reached if its gate is open;
             with ATLAS and LaCT the learning rate of Muon's steps.
+        memory_max_grad_norm (`float`, *optional*): largest length of a token's inner gradient; a longer one is cut to
+            it, so that the memory's steps cannot grow from chunk to chunk until they overflow. 0 leaves all as they
+            are. Default: the square root of a head's value channels, which is an error of one in each, for Titans'
+            memory of more than two matrices, else 0. No kernel has it yet.
         memory_gate (`str`, defaults to `"multiply"`): how MAG combines memory and attention: `"multiply"` or `"add"`,
             which is the default of `"lact"`.
         segment_length (`int`, defaults to 128): tokens of each segment of MAC.
@@ -132,6 +137,7 @@ class TitansConfig(MemoryHeadsConfig):
     memory_unit_values: bool = False
     memory_window: int = 8
     memory_max_lr: float | None = None
+    memory_max_grad_norm: float | None = None
     memory_gate: str | None = None
     segment_length: int = 128
     num_persistent_tokens: int | None = None
@@ -160,6 +166,9 @@ class TitansConfig(MemoryHeadsConfig):
             self.memory_residual = self.memory_depth > 1 and self.linear_key_head_dim == self.linear_value_head_dim
         if self.memory_chunk_size is None:
             self.memory_chunk_size = 1 if self.memory_depth == 1 else 16
+        if self.memory_max_grad_norm is None:
+            is_deep = self.memory_rule == "titans" and self.memory_depth > 2
+            self.memory_max_grad_norm = self.linear_value_head_dim**0.5 if is_deep else 0.0
         super().__post_init__(**kwargs)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
@@ -183,6 +192,11 @@ class TitansConfig(MemoryHeadsConfig):
             raise ValueError(
                 f"memory_residual must be False unless linear_key_head_dim equals linear_value_head_dim, "
                 f"got {self.linear_key_head_dim} and {self.linear_value_head_dim}"
+            )
+        if self.memory_max_grad_norm < 0 or (self.memory_max_grad_norm and self.memory_rule not in ONE_GRADIENT):
+            raise ValueError(
+                f"memory_max_grad_norm must be at least 0, and 0 unless memory_rule is {' or '.join(ONE_GRADIENT)}, "
+                f"got {self.memory_max_grad_norm} with {self.memory_rule!r}"
             )
         if self.variant in ("mag", "mal") and (self.sliding_window or 0) < 2:
             raise ValueError(f"sliding_window must be at least 2 for {self.variant!r}, got {self.sliding_window}")

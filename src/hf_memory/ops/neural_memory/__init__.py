@@ -55,6 +55,10 @@ class Learning(TypedDict, total=False):
         forget_to: what the weights decay to: "initial" weights or "zero". Default: zero for one matrix, else initial,
             since a deeper network at zero has no gradient. With "anchor" only the steps of the present chunk decay:
             decays tau_i / tau_(i-1) and rates tau_i lr give TTT's rates tau_i lr_j for position i in a chunk.
+        max_grad_norm: the largest length of a token's gradient, over all matrices of a head: a longer one is cut to it
+            before it is given its rate. Without it the steps of a chunk, which are taken at the same weights, may
+            overshoot, each chunk's more than the last, until they overflow. Only with loss="squared", retention="all",
+            one pair a token, and without Muon.
         loss: the inner loss of the error e = M(k_t; A) - v_t: "squared" (default), with the gradient e; "cubed", sum
             |e|^3, with the gradient 3 sign(e) e^2; or "huber", with the gradient e where |e| <= threshold_t, else
             threshold_t sign(e). The sign is approximated by tanh(10 e).
@@ -65,6 +69,7 @@ class Learning(TypedDict, total=False):
     residual: bool
     norm: Norm | None
     forget_to: Literal["initial", "anchor", "zero"] | None
+    max_grad_norm: float | None
     loss: Literal["squared", "cubed", "huber"]
     retention: Literal["all", "norm", "softmax"]
 
@@ -189,6 +194,7 @@ def _rule(
     residual: bool = False,
     norm: Norm | None = None,
     forget_to: str | None = None,
+    max_grad_norm: float | None = None,
     loss: str = "squared",
     retention: str = "all",
 ) -> tuple[Rule, Norm | None]:
@@ -200,7 +206,15 @@ def _rule(
     _check_choice("loss", loss, ("squared", "cubed", "huber"))
     _check_choice("retention", retention, ("all", "norm", "softmax"))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    return Rule(chunk_size, activation, residual, bias, forget_to, loss, retention, muon, window), norm
+    rule = Rule(
+        chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, muon=muon, window=window
+    )
+    if max_grad_norm is not None and not (max_grad_norm > 0 and rule.is_linear):
+        raise ValueError(
+            "max_grad_norm must be positive, or None with another loss or retention, Muon or earlier pairs, "
+            f"got {max_grad_norm}"
+        )
+    return rule, norm
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
@@ -211,6 +225,7 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
     network = len(weights) > 1 or b > 1
     reasons = (
         (norm is not None, "norm must be None"),
+        (rule.max_grad_norm is not None, f"max_grad_norm must be None, got {rule.max_grad_norm}"),
         (rule.muon, "muon_lr must be None"),
         (rule.window > 1, "earlier_k must be None"),
         (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),

@@ -58,7 +58,8 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference; `forms` walk the chunks: of gradients at every token, and at the anchor."""
     B, T, HV = v.shape[:3]
-    is_exact = len(weights) == 1 and rule.chunk_size == 1 and norm is None and rule.is_linear
+    each_error = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
+    is_exact = each_error and len(weights) == 1 and norm is None
     phase = initial_state.phase
     if is_exact:
         layout = Layout(min(EXACT_CHUNK, T), None, None, [], phase)

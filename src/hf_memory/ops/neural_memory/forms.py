@@ -56,6 +56,7 @@ def _node(
     residual: bool,
     bias: bool,
     forget_to: str,
+    max_grad_norm: float | None,
     loss: str,
     retention: str,
     muon: bool,
@@ -68,7 +69,7 @@ def _node(
         initial_state=NeuralMemoryState(*state),
         weights=tuple(weights),
         norm=tuple(norm) or None,
-        rule=Rule(chunk_size, activation, residual, bias, forget_to, loss, retention, muon, window),
+        rule=Rule(chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, muon, window),
     )
     return [o, *layers, phase.clone()]  # which may be the one that was given
 

@@ -21,20 +21,21 @@ Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
 class Rule(NamedTuple):
     """What kind of memory it is; a part of the function, and constant over a call."""
 
-    chunk_size: int
-    activation: str
-    residual: bool
-    bias: bool
-    forget_to: str  # where forgetting leads: "initial", "anchor" or "zero"
-    loss: str  # "squared", "cubed" or "huber"
-    retention: str  # what weights are of what is kept: "all", "norm" or "softmax"
+    chunk_size: int = 1
+    activation: str = "silu"
+    residual: bool = False
+    bias: bool = False
+    forget_to: str = "initial"  # where forgetting leads: "initial", "anchor" or "zero"
+    max_grad_norm: float | None = None  # of a token's gradient
+    loss: str = "squared"  # "squared", "cubed" or "huber"
+    retention: str = "all"  # what weights are of what is kept: "all", "norm" or "softmax"
 
-    muon: bool  # steps are made orthogonal
-    window: int  # pairs that each token learns
+    muon: bool = False  # steps are made orthogonal
+    window: int = 1  # pairs that each token learns
 
     @property
     def is_linear(self) -> bool:
-        """Whether weights are sums of one gradient for each token, which is linear in its error."""
+        """Whether weights are sums of one gradient for each token, of the squared error."""
         return self[-4:] == ("squared", "all", False, 1)
 
 

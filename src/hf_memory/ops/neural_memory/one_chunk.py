@@ -45,6 +45,11 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum((1, 2), keepdim=True)
 
 
+def squares(x: Tensor) -> Tensor:
+    """The squared length of each row: [N, C, 1]."""
+    return x.square().sum(-1, keepdim=True)
+
+
 def spread(x: Tensor, scale: Tensor | None) -> Tensor:
     """x [N, C, d] times each column of scale [N, C, R], side by side [N, C, R d]; None is one column of ones."""
     if scale is None or scale.shape[-1] == 1:
@@ -106,7 +111,7 @@ class Chunk:
     """One chunk from stacks M, the anchor A and initial weights I."""
 
     def __init__(self, rule: Rule, rows: Rows, norm: Norm | None, M: Stacks, A: Layers, I: Layers):
-        """Learns: X, Z, F and D are known then."""
+        """Learns: X, Z, F and D are known then, and with max_grad_norm the `whole` that D is cut from."""
         self.rule, self.rows, self.norm = rule, rows, norm
         self.L, self.R, self.act = len(M), rows.leaves.shape[-1], ACTIVATIONS[rule.activation]
         self.stack = Term(M, rows.enters)
@@ -128,6 +133,11 @@ class Chunk:
         for layer in reversed(range(1, self.L)):
             self.F[layer] = self._drop(self.anchor.apply_transposed(self.D[layer], layer))
             self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
+        self.whole, limit = self.D, self.rule.max_grad_norm
+        if limit is not None:  # of a token, in one layer the gradient is x d^T, whose length is |x| |d|
+            size = total(squares(x) * squares(self.D[layer]) for layer, x in enumerate(self.X))
+            self.shorter = (limit**2 / size.clamp(min=limit**2)).sqrt()
+            self.D = {layer: self.shorter * d for layer, d in self.whole.items()}
 
     def read(self) -> Tensor:
         """O [N, C, V]; keeps Y, U and the scores Y X^T."""
@@ -170,6 +180,8 @@ class Chunk:
             term.d_matrices = self.anchor.d_matrices if self.rule.forget_to == "anchor" else dI
         dq = self._backward_read(do)
         d_leaves, dH = self._backward_write(dM)
+        if self.rule.max_grad_norm is not None:
+            self._backward_shorter(self.rule.max_grad_norm)
         dk, dv = self._backward_learn()
         self._backward_anchor(dA)
         d_enters, d_rest = self.stack.d_scale, self.reads[1].d_scale if self.reads[1:] else None
@@ -224,6 +236,15 @@ class Chunk:
             if g is not None:
                 self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
 
+    def _backward_shorter(self, limit: float) -> None:
+        """From gradients of D that is at most as long as the limit to those of D as it was, and of X."""
+        s = self.shorter
+        both = total((self.dD[layer] * d).sum(-1, keepdim=True) for layer, d in self.whole.items())
+        slope = torch.where(s < 1, -both * s**3 / limit**2, 0.0)
+        for layer, d in self.whole.items():
+            self.dX[layer] += slope * squares(d) * self.X[layer]
+            self.dD[layer] = s * self.dD[layer] + slope * squares(self.X[layer]) * d
+
     def _backward_learn(self) -> tuple[Tensor, Tensor]:
         """The gradients of k and v: up through D, then down through Z."""
         dZ: dict = {}
@@ -231,7 +252,7 @@ class Chunk:
             Z = self.Z[layer - 1]
             dF = lift(self.act.backward(self.dD[layer - 1], Z), self.rule, 0.0)
             dZ[layer - 1] = self.dD[layer - 1] * self.F[layer] * self.act.second(Z)
-            self.dD[layer] += self.anchor.backward_transposed(self.D[layer], dF, layer)
+            self.dD[layer] += self.anchor.backward_transposed(self.whole[layer], dF, layer)
         dE, k, v = self.dD[self.L - 1], self.rows.k, self.rows.v
         dZ[self.L - 1], direct, dv = self._through_norm(error, dE, self.Z[-1], k, v)
         for layer in reversed(range(self.L)):

@@ -75,14 +75,21 @@ def neural_memory(
 
 
 def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
-    """Of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], times their rates lr [B, H, n], and summed."""
+    """Of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], times their rates lr [B, H, n], and summed.
+
+    With a largest length, which one pair alone can have, a longer gradient is cut to it before it is given its rate.
+    """
     error = network(k, weights, rule, norm) - v
-    by_answer = lr[..., None] * pull(error, threshold, rule)  # which need not be a gradient of anything itself
+    by_answer = pull(error, threshold, rule)  # which need not be a gradient of anything itself
 
-    def linear_loss(weights: Layers) -> Tensor:
-        return (by_answer * network(k, weights, rule, norm)).sum()
+    def linear_loss(weights: Layers, rates: Tensor) -> Tensor:
+        return (rates[..., None] * by_answer * network(k, weights, rule, norm)).sum()
 
-    return grad(linear_loss)(weights)
+    if rule.max_grad_norm is not None:
+        gradient = grad(linear_loss)(weights, torch.ones_like(lr))
+        size = sum(x.square().sum((-2, -1)) for x in gradient)[..., None]
+        lr = lr * (rule.max_grad_norm**2 / size.clamp(min=rule.max_grad_norm**2)).sqrt()
+    return grad(linear_loss)(weights, lr)
 
 
 def _retained(layers: Layers, rule: Rule) -> Layers:

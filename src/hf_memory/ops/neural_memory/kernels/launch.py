@@ -228,7 +228,7 @@ def variants() -> list[Variant]:
 
 
 def _case(b: int, D: int, hidden: int, dtype: torch.dtype) -> list[Variant]:
-    rule = Rule(b, "silu", True, False, "initial", "squared", "all", False, 1)
+    rule = Rule(b, residual=True)
     constants = _constants(b, D, D, hidden, rule, dtype, True, True, False)
     name = f"{b} x {D} x {hidden} {str(dtype)[6:]}"
     return [
