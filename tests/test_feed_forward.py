@@ -22,7 +22,7 @@ def test_product_keys_find_what_a_search_of_all_slots_finds(top_k):
     scores, slots = best_slots(q, keys, top_k)
     torch.testing.assert_close(scores, expected.values, rtol=1e-10, atol=1e-10)
     assert torch.equal(slots, expected.indices)
-    with pytest.raises(ValueError, match=r"top_k must be from 1 to the 6 half keys of a kind, got 7"):
+    with pytest.raises(ValueError, match=r"top_k must be from 1 to num_product_keys=6, got 7"):
         best_slots(q, keys, 7)
 
 

@@ -38,17 +38,17 @@ __all__ = [
 
 
 class Op(NamedTuple):
-    """An entry of OPS: an op, and what the contract tests must know of it."""
+    """An entry of OPS: an op with what the contract tests need."""
 
     name: str
     op: Callable
-    example: Callable  # makes valid random arguments
-    variants: tuple[dict, ...]  # arguments of `example` for each mathematically different form, the plain one first
-    without_kernels: tuple[dict, ...] = ()  # the same of forms that no kernel runs yet
-    gates: tuple[str, ...] = ()  # arguments that are logarithms of the state's decay
-    growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; by token, packed sequences have none
-    is_linear: bool = False  # in its state: products of 16-bit operands, kernels, in_place, more query heads
-    kernels: str = ""  # what names of variants of a usual size have in common; empty without kernels
+    example: Callable  # returns valid random arguments
+    variants: tuple[dict, ...]  # arguments of `example` for each variant of the op, the plain one first
+    without_kernels: tuple[dict, ...] = ()  # variants without kernels
+    gates: tuple[str, ...] = ()  # arguments that are logarithms of a decay
+    growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; "token": no state for packed sequences
+    is_linear: bool = False  # in its state: then has 16-bit products, in_place and more query heads
+    kernels: str = ""  # prefix of the names of compiled kernels; empty without kernels
 
 
 OPS = (

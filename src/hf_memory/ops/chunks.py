@@ -1,10 +1,10 @@
-"""Chunks of tokens and decays inside them, for the PyTorch forms of all ops. No exponent is positive, and none cancels.
+"""Chunks of tokens and decays within them, for the PyTorch forms of all ops. No exponent is ever positive.
 
-On the CPU temporaries that leave the cache cost as much as the products. So a sequence is read in segments of a few
-chunks each, one after the other.
+On the CPU, temporaries that do not fit into the cache cost as much as the matrix products. So a sequence is processed
+in segments of a few chunks.
 
-Operands of products may be bfloat16. A product then sums in float32 and rounds once; states, gates, inverses and what
-is added up over chunks stay float32.
+Operands of products may be bfloat16. A product then accumulates in float32 and rounds once; states, gates, inverses and
+sums over chunks stay in float32.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from torch.nn import functional as F
 from hf_memory.ops.contract import repeat_heads
 
 BLOCK = 16  # tokens of the smallest chunk
-SHUT = -(2.0**14)  # e^SHUT is zero in all dtypes, and 1024 of it are an exact float32
-SEGMENT = 2**18  # numbers of a temporary on the CPU: 1 MB of float32
+SHUT = -(2.0**14)  # e^SHUT is zero in all dtypes, and a sum of 1024 such gates is exact in float32
+SEGMENT = 2**18  # size of a temporary on the CPU: 1 MB of float32
 
 
 def chunk_size(T: int, largest: int) -> int:
-    """Of T tokens: a power of two, so that chunks fall into halves."""
+    """The chunk size for T tokens: a power of two, so that chunks can be halved."""
     return min(largest, max(BLOCK, 1 << (T - 1).bit_length()))
 
 
 def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None, scale: float) -> tuple[Tensor, Any]:
-    """Run `op(C, S, q, *others, scale)` over segments of tokens, from state to state, and join their outputs.
+    """Run `op(C, S, q, *others, scale)` on one segment after the other, passing on the state, and join the outputs.
 
     Args:
-        op: gives o as `joined_chunks` does, and the state after it.
-        C: tokens of a chunk.
+        op: returns o, as from `joined_chunks`, and the state after the segment.
+        C: number of tokens of a chunk.
         S: state before the first token.
         q: [B, T, H, K].
         *others: [B, T, ...] each, or None.
@@ -51,16 +51,16 @@ def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None,
 
 
 def split_chunks(x: Tensor, C: int) -> Tensor:
-    """[B, T, H, ...] -> [NC, B * H, C, ...], contiguous; zeros, which are identity tokens, fill the last chunk."""
+    """[B, T, H, ...] -> [NC, B * H, C, ...], contiguous; the last chunk is padded with zeros, which change nothing."""
     if missing := -x.shape[1] % C:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
     return x.unflatten(1, (-1, C)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
 
 
 def head_rows(x: Tensor, HV: int) -> Tensor:
-    """[B, 1, H, D] -> [B * HV, 1, D]: the one token of each value head, from the key head that it reads.
+    """[B, 1, H, D] -> [B * HV, 1, D]: a single token, with each key head repeated for its value heads.
 
-    Of queries [B, 1, HQ, D] the HQ // HV rows that read it.
+    Queries [B, 1, HQ, D] become HQ // HV rows for each value head.
     """
     return repeat_heads(x, HV).reshape(len(x) * HV, -1, x.shape[-1])
 
@@ -76,12 +76,12 @@ def grouped_rows(q: Tensor, k: Tensor) -> Tensor:
 
 
 def rows_by_head(x: Tensor, k: Tensor) -> Tensor:
-    """Rows of such queries [..., G * C, :] with keys [..., C, K] -> [..., G, C, :]."""
+    """The inverse: rows [..., G * C, :], with keys [..., C, K], -> [..., G, C, :]."""
     return x.unflatten(-2, (-1, k.shape[-2]))
 
 
 def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *, in_place: bool = False) -> Tensor:
-    """decay S + a b for states [B, K, V], which may be wider than a and b: their product is then rounded at once."""
+    """decay S + a b for states [B, K, V]; if S has a wider dtype than a and b, their product is rounded once."""
     if decay is not None:
         S = S.mul_(decay) if in_place else decay * S
     if S.dtype != a.dtype:
@@ -92,8 +92,9 @@ def add_product(S: Tensor, a: Tensor, b: Tensor, decay: Tensor | None = None, *,
 def scalar_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """e^(g_{j+1} + ... + g_i) for i >= j, else 0; from the start of the chunk to i; and from j to its end.
 
-    Sums of g would cancel: beside a gate of -1e8 one of -0.1 is lost, and -inf - (-inf) is no number. So they are in
-    two parts: multiples of 1 / 16, whose sums are exact, and the rest, whose sums are small.
+    Differences of cumulative sums of g would be inexact: next to a gate of -1e8 a gate of -0.1 is lost, and
+    -inf - (-inf) is NaN. So g is split into multiples of 1 / 16, whose sums are exact, and a remainder, whose sums are
+    small.
 
     Args:
         g: [..., C].
@@ -112,10 +113,11 @@ def scalar_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A_ij = sum_d q_id k_jd e^(g_{j+1, d} + ... + g_id) for i >= j, else 0, and what decays of q and k are made of it.
+    """A_ij = sum_d q_id k_jd e^(g_{j+1, d} + ... + g_id) for i >= j, else 0, and the decays of q, k and the chunk.
 
-    In blocks that double: the late half of a block sees the early half through the place where they meet, up to which
-    the keys of one are decayed, and from which the queries of the other are. These are products, so nothing cancels.
+    Blocks are doubled recursively: to let the second half of a block see the first half, keys of the first half are
+    decayed up to the boundary, and queries of the second half from the boundary. Only products of decays are needed,
+    and no differences, so nothing cancels.
 
     Args:
         q: [..., C, K].
@@ -125,7 +127,7 @@ def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
     Returns:
         A [..., C, C], q decayed from the start of the chunk, k to its end, and the whole chunk's decay [..., 1, K].
     """
-    scores, whole = (q * k).sum(-1)[..., None, None], g.exp()[..., None, :]  # of blocks [..., C / s, s, s or K]
+    scores, whole = (q * k).sum(-1)[..., None, None], g.exp()[..., None, :]  # for each block: [..., C / s, s, s or K]
     x, y = q[..., None, :] * whole, k[..., None, :]
     while scores.shape[-1] < q.shape[-2]:
         (x_early, x_late), (y_early, y_late) = _halves(x), _halves(y)
@@ -137,9 +139,9 @@ def vector_decays(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def unit_lower_inverse(A: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower A [..., C, C]: by forward substitution in small blocks, then of blocks that double.
+    """(I + A)^-1 for strictly lower triangular A [..., C, C]: by substitution in small blocks, which are then doubled.
 
-    Not by products of powers of A, which overflow what float64 can cancel when keys are alike.
+    Products of powers of A would be faster, but lose all precision, even in float64, if keys are similar.
     """
     blocks = _diagonal_blocks(A, BLOCK)
     eye = torch.eye(BLOCK, dtype=A.dtype, device=A.device).expand_as(blocks)
@@ -151,7 +153,7 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 
 
 def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
-    """The early and the late of each two blocks [..., 2 * n, s, :]."""
+    """The first and the second of each pair of blocks [..., 2 * n, s, :]."""
     return blocks.unflatten(-3, (-1, 2)).unbind(-3)
 
 

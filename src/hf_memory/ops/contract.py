@@ -1,10 +1,10 @@
-"""What every op keeps to: names of dimensions, input checks, the choice of a backend, float32 inside, packed sequences.
+"""Conventions of all ops: names of dimensions, input checks, choice of the backend, float32 inside, packed sequences.
 
-Dimensions, in this package and nowhere else by other letters:
+Dimensions, which have these letters throughout the package:
 
     B   rows of the batch                   T   tokens
     H   query and key heads                 HV  value heads, a multiple of H: value head j reads key head j // (HV // H)
-    HQ  query heads where they are more than value heads: query head j reads the memory of value head j // (HQ // HV)
+    HQ  query heads, if more than value heads: query head j reads the memory of value head j // (HQ // HV)
     K   key channels of a head              V   value channels of a head
     N   sequences: B, or the number of packed sequences
     C   tokens of a chunk                   NC  chunks of a sequence
@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 Backend = Literal["auto", "reference", "chunk", "triton"]
 BACKENDS = ("auto", "reference", "chunk", "triton")
 MAX_KERNEL_DIM = 256
-CPU_MULTIPLIES_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # else PyTorch does so more slowly than in float32
+CPU_MULTIPLIES_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # otherwise slower than float32 in PyTorch
 
 
 class Dims(NamedTuple):
-    """Sizes of one call of an op; the letters are the module's."""
+    """The sizes in a call of an op; see the module's docstring for the letters."""
 
     B: int
     T: int
@@ -47,7 +47,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = No
         grouped: whether q may have HQ heads, a multiple of HV.
 
     Raises:
-        ValueError: naming the argument, what was expected and what was given.
+        ValueError: if a shape or dtype is wrong; the message names the argument.
     """
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got shape {tuple(q.shape)}")
@@ -72,7 +72,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = No
 
 
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], *, like: Tensor) -> None:
-    """Raise ValueError unless `x` has this shape and lives where `like` does."""
+    """Raise ValueError unless `x` has this shape and is on the device of `like`."""
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != like.device:
@@ -80,7 +80,7 @@ def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], *, like: Tensor) 
 
 
 def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) -> None:
-    """A gate has one number for each value head, [B, T, HV], or with `vector` one for each key channel too."""
+    """Check that a gate is [B, T, HV], or, if `vector` allows it, [B, T, HV, K]."""
     scalar_shape = (dims.B, dims.T, dims.HV)
     if vector and tuple(g.shape) == (*scalar_shape, dims.K):
         return check_tensor(name, g, tuple(g.shape), like=like)
@@ -91,7 +91,7 @@ def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) 
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
-    """Values are trusted: looking at them would wait for the device."""
+    """Check shape and dtype and return N; values are not checked, since that would wait for the device."""
     if B != 1:
         raise ValueError(f"q must have B=1 with cu_seqlens, which packs sequences into one row, got B={B}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
@@ -102,7 +102,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
 
 
 def matrix_state(name: str, state: Tensor | None, dims: Dims, *, like: Tensor) -> Tensor:
-    """The initial state [N, HV, K, V] as given, or zeros; float32, or float64 where `like` is."""
+    """The given initial state [N, HV, K, V], or zeros; float64 if `like` is, else float32."""
     shape, dtype = (dims.N, dims.HV, dims.K, dims.V), torch.promote_types(like.dtype, torch.float32)
     if state is None:
         return like.new_zeros(shape, dtype=dtype)
@@ -113,12 +113,12 @@ def matrix_state(name: str, state: Tensor | None, dims: Dims, *, like: Tensor) -
 
 
 def may_overwrite(in_place: bool, *states: Tensor) -> bool:
-    """Whether an op may write over states that its caller gave away: not where a graph or another view needs them."""
+    """Whether an op may overwrite states: only if the caller allows it and autograd does not need them."""
     return in_place and not torch.is_grad_enabled() and all(x.is_contiguous() for x in states)
 
 
 def kernel_limits(q: Tensor, dims: Dims) -> str | None:
-    """Why kernels that hold all key channels of a head at once refuse a call; None if they take it."""
+    """Why kernels that hold all key channels of a head cannot run a call; None if they can."""
     if max(dims.K, dims.V) > MAX_KERNEL_DIM:
         return f"K and V must be at most {MAX_KERNEL_DIM}, got {dims.K} and {dims.V}"
     if q.dtype == torch.float64:
@@ -130,9 +130,9 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
     """The backend that runs: a pure function of the arguments.
 
     Args:
-        backend: what the caller asked for; anything but "auto" is obeyed or refused, never replaced.
+        backend: the requested backend. Anything but "auto" runs as requested or raises an error.
         q: any input; kernels run on CUDA tensors, and on CPU tensors in Triton's interpreter.
-        kernel_refuses: why there is no kernel for these shapes and dtypes, as a clause; None if there is one.
+        kernel_refuses: the reason why no kernel supports these shapes and dtypes, as a clause; None if one does.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -149,16 +149,16 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
 
 
 class Forms(NamedTuple):
-    """What can run an op whose state is a matrix for each head. All are the same function of the same arguments.
+    """The implementations of an op whose state is a matrix for each head. All compute the same function.
 
-    The chunk form and that of one token take HQ heads of queries, if the op does; others have each group's memory once
-    for every query head.
+    If the op supports HQ query heads, the chunk form and the form for one token do so too; for the other forms the
+    memory is repeated for every query head.
     """
 
     reference: Callable
     chunk: Callable
-    one_token: Callable  # may write over states that are given away
-    kernels: Callable[[], Callable] | None = None  # imports them; None where there are none
+    one_token: Callable  # may overwrite the initial state
+    kernels: Callable[[], Callable] | None = None  # imports the kernels; None if there are none
 
     def run(
         self,
@@ -171,7 +171,7 @@ class Forms(NamedTuple):
         in_place: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """o and the final state of checked inputs, q first."""
+        """The output and the final state; `inputs` were checked, and start with q."""
         scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
         refusal = "this form has none yet" if self.kernels is None else kernel_limits(q, dims)
         backend = choose_backend(backend, q, refusal)
@@ -191,7 +191,7 @@ class Forms(NamedTuple):
 
 
 def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:
-    """All inputs, and the state, with as many heads as q: each group's once for every query head."""
+    """The inputs and the state, repeated so that all have as many heads as q."""
     q, *others = inputs
     G = q.shape[2] // HV
     others = [x if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in others]
@@ -199,12 +199,12 @@ def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:
 
 
 def _per_value(state: Any, HV: int) -> Any:
-    """The state of each group, of states that are alike in it."""
+    """The inverse for states: one state of each group, in which all are equal."""
     return tree_map(lambda x: x[:, :: x.shape[1] // HV], state)
 
 
 def triton_is_installed() -> bool:
-    """Whether kernels can be imported; does not import them."""
+    """Whether the triton package is installed; this does not import it."""
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
@@ -217,9 +217,9 @@ def _triton_interprets() -> bool:
 
 
 def first_derivatives_only(backward: Callable) -> Callable:
-    """Make `backward` of an autograd.Function raise when its result is to be differentiated again.
+    """Make `backward` of an autograd.Function raise an error if its result would be differentiated again.
 
-    PyTorch's once_differentiable does so only where the incoming gradient depends on something: else it gives zeros.
+    PyTorch's once_differentiable raises only if the incoming gradient requires a gradient; otherwise it returns zeros.
     """
 
     @wraps(backward)
@@ -232,17 +232,17 @@ def first_derivatives_only(backward: Callable) -> Callable:
 
 
 def in_float32(op: Callable) -> Callable:
-    """Run `op(q, ...)` in float32 (float64 if q is) and without autocast; only `o` comes back in the dtype of q."""
+    """Run `op(q, ...)` without autocast in float32, or float64 if q is; only the output o has the dtype of q."""
     return _widened(op, lambda q: 0)
 
 
 def with_bfloat16_products(op: Callable) -> Callable:
-    """As `in_float32`, but bfloat16 q, k and v stay so where matrix units multiply them: `op` keeps all else wide."""
+    """Like `in_float32`, but q, k and v stay bfloat16 if the hardware multiplies bfloat16; all else is float32."""
     return _widened(op, lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0)
 
 
 def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
-    """`op` without autocast, all but the first `kept(q)` arguments in float32; `o` comes back in the dtype of q."""
+    """`op` without autocast, with all but the first `kept(q)` arguments in float32; its output o has the dtype of q."""
 
     @wraps(op)
     def wide_op(*args, **kwargs):
@@ -250,7 +250,7 @@ def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
         wide = torch.promote_types(q.dtype, torch.float32)
         others = [_widen(x, wide) for x in args[n:]]
         kwargs = {name: _widen(x, wide) for name, x in kwargs.items()}
-        if torch.is_autocast_enabled(q.device.type):  # asking is cheap, the context is not
+        if torch.is_autocast_enabled(q.device.type):  # the context is expensive, this test is not
             with torch.autocast(q.device.type, enabled=False):
                 o, state = op(*args[:n], *others, **kwargs)
         else:
@@ -261,7 +261,7 @@ def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
 
 
 def _widen(x, dtype: torch.dtype):
-    """Floating point tensors in this dtype, also those in tuples; what has it already stays the same object."""
+    """Convert floating point tensors, also within tuples, to a dtype; those that have it stay the same objects."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
     if not isinstance(x, tuple) or all(not isinstance(y, Tensor) or y.dtype == dtype for y in x):
@@ -270,12 +270,12 @@ def _widen(x, dtype: torch.dtype):
 
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:
-    """[B, T, H, ...] -> [B, T, HV, ...]: each key head once for every value head; queries of HQ heads as they are."""
+    """[B, T, H, ...] -> [B, T, HV, ...]: repeat key heads for their value heads; HQ query heads are not changed."""
     return x if x.shape[2] >= HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
 def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> list:
-    """q and other inputs [B, T, ...] of an op with zeros where its mask [B, T] is False."""
+    """The inputs [B, T, ...] of an op, with zeros where the mask [B, T] is False."""
     if mask is None:
         return [q, *others]
     check_tensor("mask", mask, tuple(q.shape[:2]), like=q)
@@ -285,18 +285,18 @@ def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> l
 
 
 def blank(x: Tensor, mask: Tensor) -> Tensor:
-    """Zeros at tokens [B, T] that the mask leaves out: whatever stands there reaches neither results nor gradients."""
+    """x with zeros at masked tokens [B, T], even where x is NaN, so that they affect neither results nor gradients."""
     return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
 
 
 def normal_numbers(seed: int) -> Callable[..., Tensor]:
-    """A maker of float64 tensors of given shapes, for the examples of ops."""
+    """A function that returns normal float64 tensors of given shapes, for the examples of ops."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def varies(size: int) -> bool:
-    """Whether a graph is exported for any such size: there a loop over it cannot be unrolled."""
+    """Whether a graph is exported with this size as a variable; a loop over it then cannot be unrolled."""
     return torch.compiler.is_exporting() and isinstance(size, torch.SymInt)
 
 
@@ -305,7 +305,7 @@ def per_sequence(op: Callable, cu_seqlens: Tensor | None, q: Tensor, *others: Te
 
     Args:
         op: takes tensors [B, T, ...] and a state [N, ...]; returns (o [B, T, ...], state [N, ...]).
-        cu_seqlens: [N + 1], or None for rows that are sequences already.
+        cu_seqlens: boundaries [N + 1], or None if each row is a sequence.
         q: [1, T, ...].
         *others: [1, T, ...] each, or None; k and v come first.
         initial_state: tensor or NamedTuple of tensors [N, ...].

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 FEATURE_MAPS = ("elu", "relu", "identity", "exp", "dpfp", "hedgehog", "taylor", "favor", "rfa")
-RANDOM_FEATURE_MAPS = ("favor", "rfa")  # they take a projection drawn once and saved with the model
-NOTHING = -1e30  # a maximum over no token; finite, so that differences are
+RANDOM_FEATURE_MAPS = ("favor", "rfa")  # these need a random projection, which is saved with the model
+NOTHING = -1e30  # the maximum over no token; finite, so that differences are finite
 
 
 def elu(x: Tensor) -> Tensor:
@@ -22,12 +22,12 @@ def relu(x: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """x itself: not positive, so use it without the normaliser."""
+    """x itself. It is not positive, so it must be used without the normaliser."""
     return x
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x by channel."""
+    """e^x in each channel."""
     return _wide(x).exp().to(x.dtype)
 
 
@@ -112,18 +112,18 @@ def favor_key(
     attention_mask: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Performer's features of keys, stabilised by the largest exponent so far, which no later token changes.
+    """Performer's features of keys, stabilised by the largest exponent so far, which keeps them causal.
 
         phi_t = e^(W x_t - |x_t|^2 / 2 - m_t),   m_t = max(m_{t-1}, max(W x_t - |x_t|^2 / 2))
 
-    What was written with m_{t-1} must shrink by e^(m_{t-1} - m_t): linear attention with a scalar decay does that.
+    What was written with m_{t-1} must be scaled by e^(m_{t-1} - m_t), for which linear attention has a scalar decay.
 
     Args:
         k: [B, T, H, D].
         projection: W [F, D].
         running_max: m before the first token [B, H]; None means there was no token.
-        attention_mask: [B, T], zero at padding, whose features are zero and which leaves m alone; or None.
-        starts: [T] bool, true where a packed sequence begins and m begins again; or None.
+        attention_mask: [B, T], zero at padding, which gets features of zero and does not change m; or None.
+        starts: [T] bool, true at the first token of each packed sequence, where m restarts; or None.
 
     Returns:
         features [B, T, H, F], their log decay g <= 0 [B, T, H], and m after the last token [B, H].
@@ -147,7 +147,7 @@ def favor_key(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 if x is."""
+    """x in float64 if it is float64, else in float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -158,16 +158,16 @@ def _favor_exponents(x: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _restarting_cummax(m: Tensor, starts: Tensor) -> Tensor:
-    """Running maximum of m [B, 1 + T, H] along its tokens that forgets at each start; entry 0 is before them all."""
+    """Running maximum of m [B, 1 + T, H] over the tokens, which restarts at each start; entry 0 precedes all tokens."""
     bounds = [0, *(starts.nonzero().flatten() + 1).tolist(), m.shape[1]]
     parts = [m[:, a:b].cummax(dim=1).values for a, b in zip(bounds, bounds[1:]) if b > a]
     return torch.cat(parts, dim=1)
 
 
 def orthogonal_projection(features: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
-    """Rows that are orthogonal in blocks of `dim` and as long as Gaussian rows, [features, dim] float32.
+    """A projection [features, dim] in float32: rows are orthogonal in blocks of `dim`, and as long as Gaussian rows.
 
-    Unbiased as Gaussian rows are, with less variance (https://arxiv.org/abs/2009.14794, section 3.3).
+    Its kernel estimate has less variance than with independent rows (https://arxiv.org/abs/2009.14794, section 3.3).
     """
     blocks = []
     for _ in range(-(-features // dim)):

@@ -1,4 +1,4 @@
-"""Who sees whom in attention: a few functions, joined by & and |. A pattern is one of them, or one line here."""
+"""Masks of attention: functions that say which tokens a token sees, and that can be combined with & and |."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Columns of attention: which token of its sequence each is. Padding is no token, and is not counted."""
+    """Positions of tokens in their sequences, for queries or keys of attention. Padding has no position."""
 
-    position: Tensor  # [1 or B, T], from 0; negative where there is no token
-    sequence: Tensor | None = None  # [1 or B, T], where several are packed: equal within one
+    position: Tensor  # [1 or B, T], from 0; negative for padding
+    sequence: Tensor | None = None  # [1 or B, T], number of the sequence if several are packed
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """The same change of positions and sequences."""
+        """Apply a function to positions and sequences."""
         return Tokens(change(self.position), None if self.sequence is None else change(self.sequence))
 
     def of(self, columns: slice) -> "Tokens":
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 class Mask:
-    """A function of the positions of query and key, elementwise and without branches."""
+    """Whether a query sees a key: an elementwise function of their positions, without branches."""
 
     def __init__(self, sees: Callable[[Tensor, Tensor], Tensor]):
         self.sees = sees
@@ -44,12 +44,12 @@ earlier = Mask(lambda q, k: k < q)
 
 
 def window(tokens: int) -> Mask:
-    """The last `tokens` tokens, the present one among them."""
+    """The last `tokens` tokens, including the token itself."""
     return Mask(lambda q, k: q - k < tokens)
 
 
 def older(tokens: int) -> Mask:
-    """What `window` does not see."""
+    """All tokens that `window` does not see."""
     return Mask(lambda q, k: q - k >= tokens)
 
 
@@ -69,32 +69,32 @@ def block_local(size: int) -> Mask:
 
 
 def segments(length: int, before: int) -> Mask:
-    """Its own segment of `length` tokens, and so many before that."""
+    """The token's segment of `length` tokens, and `before` tokens before this segment."""
     return Mask(lambda q, k: k >= q // length * length - before)
 
 
 def slots_before(length: int, before: int, reach: int) -> Mask:
-    """Slots whose last token is one of the `reach` that are before what `segments` sees."""
+    """Slots whose last token is one of the `reach` tokens before those that `segments` sees."""
     return Mask(lambda q, k: (k < q // length * length - before) & (k >= q // length * length - before - reach))
 
 
 def strided(stride: int) -> Mask:
-    """The last `stride` tokens, and each that is a multiple of it back. https://arxiv.org/abs/1904.10509."""
+    """The last `stride` tokens, and tokens at a distance that is a multiple of it. https://arxiv.org/abs/1904.10509."""
     return Mask(lambda q, k: (q - k <= stride) | ((q - k) % stride == 0))
 
 
 def fixed(stride: int, summary: int) -> Mask:
-    """Its own block, and the last `summary` tokens of every other. https://arxiv.org/abs/1904.10509."""
+    """The token's block, and the last `summary` tokens of all earlier blocks. https://arxiv.org/abs/1904.10509."""
     return Mask(lambda q, k: (q // stride == k // stride) | (k % stride >= stride - summary))
 
 
 def dilated(tokens: int, step: int) -> Mask:
-    """So many tokens, each `step` before the other."""
+    """The last `tokens` tokens at distances that are multiples of `step`."""
     return Mask(lambda q, k: ((q - k) % step == 0) & (q - k < tokens * step))
 
 
 def bigbird(size: int, blocks: int, seed: int) -> Mask:
-    """Its own block and the one before, the first, and random ones between. https://arxiv.org/abs/2007.14062."""
+    """The token's block, the one before, the first, and random ones between these. https://arxiv.org/abs/2007.14062."""
 
     def sees(q: Tensor, k: Tensor) -> Tensor:
         ask, asked = q // size, k // size
@@ -107,9 +107,9 @@ def bigbird(size: int, blocks: int, seed: int) -> Mask:
 
 
 def random_block(block: Tensor, i: int, seed: int) -> Tensor:
-    """The i-th of the random blocks that a block sees, from 1 to two before it; -1 where there are none.
+    """The i-th random block that a block sees, between the first block and the one before it; -1 if there is none.
 
-    A hash, so that neither a table nor a length is needed, and a cache finds the same.
+    Computed by a hash, so that it needs no table and is the same with and without a cache.
     """
     x = block.long() * 0x9E3779B1 + (seed * 1000003 + i + 1) * 0x85EBCA6B
     for factor in (0x2C1B3C6D, 0x297A2D39):
@@ -120,30 +120,30 @@ def random_block(block: Tensor, i: int, seed: int) -> Tensor:
 
 
 def blockwise(size: int, shifts: Tensor) -> Mask:
-    """One block: `shifts` [HQ, 1, 1] before its own, or the first. https://arxiv.org/abs/1911.02972."""
+    """One block, `shifts` [HQ, 1, 1] blocks before the token's, or the first. https://arxiv.org/abs/1911.02972."""
     return Mask(lambda q, k: k // size == (q // size - shifts.to(q.device)).clamp(min=0))
 
 
 def count(mask: Tensor) -> Tensor:
-    """Positions [B, T] of the tokens that a mask [B, T] keeps; -1 where it is zero."""
+    """Positions [B, T] of tokens, counted where a mask [B, T] is not zero; -1 where it is zero."""
     mask = mask.long()
     return mask.cumsum(1) * mask - 1
 
 
 def all_tokens(length: int, like: Tensor) -> Tokens:
-    """One sequence without padding."""
+    """The positions of one sequence without padding."""
     return Tokens(torch.arange(length, device=like.device)[None])
 
 
 def packed(cu_seqlens: Tensor, length: int) -> Tokens:
-    """Tokens of packed sequences, of the boundaries [N + 1]."""
+    """The positions of packed sequences with boundaries [N + 1]."""
     place = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, place, right=True)
     return Tokens((place - cu_seqlens[sequence - 1])[None], sequence[None])
 
 
 def seen(mask: Mask, queries: Tokens, keys: Tokens) -> Tensor:
-    """Which keys each query sees, [B, 1, T, S] bool: in its sequence; padding neither sees nor is seen."""
+    """Which keys each query sees, [B, 1, T, S] bool, within its sequence; padding neither sees nor is seen."""
     q, k = queries.position[:, None, :, None], keys.position[:, None, None, :]
     result = mask.sees(q, k) & (k >= 0) & (q >= 0)
     if keys.sequence is not None and queries.sequence is not None:

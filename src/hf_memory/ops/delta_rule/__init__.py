@@ -99,7 +99,7 @@ def delta_rule(
 
 
 def _rank_one(g: Tensor | None, a: Tensor | None, b: Tensor | None, dims: Dims, q: Tensor) -> list[Tensor | None]:
-    """g of every channel, a and b."""
+    """g for every key channel, a and b."""
     if a is None or b is None:
         raise ValueError(f"a and b must be given together, got {'b' if a is None else 'a'} alone")
     for name, x in (("a", a), ("b", b)):

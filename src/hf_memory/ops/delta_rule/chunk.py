@@ -6,12 +6,13 @@ With b the sum of g from the start of the chunk to each token, and S the state b
     X = (I + A)^-1 diag(beta) (V - (K e^b) S)
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
-With a and b, which erase by what they find before the decay of their token, E are the values along b:
+With a and b, where a reads the memory before the decay of its token, E are the values that are written along b:
 
     E = (I - A_ab)^-1 (A_ak V + (A e^b') S),   b' = b - g, the sum up to the token before
     O = (Q e^b) S + P_qk V + P_qb E,   S <- e^(b_C) S + (K e^(b_C - b))^T V + (B e^(b_C - b))^T E
 
-What does not meet the state is done for all chunks of a segment at once; the pass over them has a backward of its own.
+All that does not need the state is computed for all chunks of a segment at once. The loop over chunks has its own
+backward pass.
 """
 
 import torch
@@ -32,7 +33,7 @@ from hf_memory.ops.chunks import (
 )
 from hf_memory.ops.contract import first_derivatives_only, repeat_heads, with_bfloat16_products
 
-CHUNK = 32  # fewer operations than 64
+CHUNK = 32  # takes fewer operations than 64
 
 
 @with_bfloat16_products
@@ -85,8 +86,8 @@ def _rank_one_segment(
     writes = torch.stack([k.to(b.dtype), b]).unsqueeze(-3)
     found, read_in, write_out, decay = vector_decays(reads, writes, g.unsqueeze(-3))
     q_in, a_in, (k_out, b_out) = read_in[..., :-1, :, :].flatten(-3, -2), read_in[..., -1, :, :], write_out.squeeze(-3)
-    P_k, P_b = found[..., :-1, :, :].flatten(-3, -2)  # what q finds of k and b
-    A_k, A_b = _one_later(found[..., -1, :, :])  # and what a finds
+    P_k, P_b = found[..., :-1, :, :].flatten(-3, -2)  # products of q with k and b
+    A_k, A_b = _one_later(found[..., -1, :, :])  # products of a with k and b
     a_in = torch.cat([a[..., :1, :], a_in[..., :-1, :]], dim=-2)
     P_k, P_b, A_k, q_in, a_in, k_out, b_out = (x.to(v.dtype) for x in (P_k, P_b, A_k, q_in, a_in, k_out, b_out))
     ones = torch.ones_like(a[..., :1])
@@ -97,15 +98,15 @@ def _rank_one_segment(
 
 
 def _one_later(rows: Tensor, tokens: int = 1) -> Tensor:
-    """[..., C, D] -> the same, each row in the place of the token after it, or before it with -1, and zeros."""
+    """Shift the rows of [..., C, D] to the next token, or with -1 to the previous one, and fill with zeros."""
     return F.pad(rows, (0, 0, tokens, -tokens))
 
 
 def decayed(q: Tensor, k: Tensor, g: Tensor | None):
-    """P, A without beta, and the rows that meet the state: q and k on the way in, k on the way out, and its decay.
+    """P, A without beta, decayed q and k that read the state, decayed k that write to it, and the state's decay.
 
-    Rows of q are those of one or several heads under each other. A is never made of rounded products: where keys are
-    alike, its inverse makes much of them.
+    The rows of q are those of one or several heads, stacked. A is computed in float32, since its inverse amplifies
+    rounding errors if keys are similar.
     """
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     if g is None:
@@ -125,10 +126,10 @@ def decayed(q: Tensor, k: Tensor, g: Tensor | None):
 
 
 class _Pass(torch.autograd.Function):
-    """X, O and S as at first in the module's docstring, and what else is written of each chunk, or None.
+    """The loop over chunks: X, O and S as in the first equations of the module's docstring.
 
-    Tensors [NC, B * H, C, ...], P and q with rows of all heads that read a state, S [B * H, K, V], written
-    [NC, B * H, K, V].
+    Tensors are [NC, B * H, C, ...], S is [B * H, K, V]. P and q have rows for all heads that read a state. `written`
+    [NC, B * H, K, V] is added to the state after each chunk, or is None.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""One token of the delta rule in a few calls of PyTorch: what a decode step runs where there are no kernels."""
+"""The delta rule for one token in a few PyTorch calls, for decoding without kernels."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def delta_rule(
     scale: float,
     in_place: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Same function as the reference for T = 1; `in_place` writes over the initial state and returns it."""
+    """Same function as the reference for T = 1; with `in_place` the initial state is overwritten and returned."""
     B, HV = v.shape[0], v.shape[2]
     q, k, v = (head_rows(x, HV) for x in (q, k, v))  # [B * HV, 1, D], q as many rows as read it
     decay = None if g is None else g.exp().reshape(B * HV, -1, 1)  # of each key channel, or of all
@@ -44,7 +44,7 @@ def diagonal_plus_rank_one(
     scale: float,
     in_place: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As above, for the form with a and b."""
+    """The same for the form with a and b."""
     B, HV = v.shape[0], v.shape[2]
     q, k, v, a, b = (head_rows(x, HV) for x in (q, k, beta[..., None] * v, a, b))  # [B * HV, 1, D]
     S = initial_state.flatten(0, 1)

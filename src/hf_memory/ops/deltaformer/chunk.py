@@ -1,14 +1,14 @@
-"""DeltaFormer in PyTorch, a block of rows at a time: memory grows with T times the block, never with T squared.
+"""DeltaFormer in PyTorch, by blocks of rows, so that memory use grows with T and not with its square.
 
-For the rows I of a block, J all rows before it and the past, P the kernel's weights:
+For the rows I of a block, all rows J before it (including the past), and the kernel's weights P:
 
     U_I = (I + diag(beta) P_II)^-1 (a V_I - beta P_IJ U_J),   O_I = sum over columns of the read's weights times U
 
-Backward, blocks from last to first, with dU what is known of the gradient of U so far:
+Backward, from the last block to the first, where dU is the gradient of U that was accumulated so far:
 
     G_I = (I + diag(beta) P_II)^-T dU_I,   dU_J -= P_IJ^T (beta G_I),   dP_I = -beta G_I U^T,   dV_I = a G_I
 
-The weights of a block are made again in backward; only U is kept.
+The weights of a block are recomputed in the backward pass; only U is saved.
 """
 
 import torch
@@ -46,9 +46,9 @@ def _blocks(T: int, block: int) -> list[slice]:
 
 
 def _seen(mask: Mask, position: Tensor, first: int, rows: slice) -> Tensor:
-    """Who sees whom, for the rows of a block, the first of all rows being a column too: [B, 1, C, columns].
+    """Which columns the rows of a block see, [B, 1, C, columns].
 
-    There are more columns than a block may see: of few different sizes, so that memory is used again.
+    The number of columns is rounded up, so that few different sizes occur and memory can be reused.
     """
     columns, last = Tokens(position), first + rows.stop
     wanted = min(position.shape[1], -(-last // COLUMNS) * COLUMNS)
@@ -56,7 +56,7 @@ def _seen(mask: Mask, position: Tensor, first: int, rows: slice) -> Tensor:
 
 
 def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:
-    """From weights to scores; weights of tokens that are not seen are zero and stay so."""
+    """The gradient of scores from that of weights; it is zero where weights are zero because of the mask."""
     if kernel == "softmax":
         return P * (dP - (P * dP).sum(-1, keepdim=True))
     return dP * (P > 0) if kernel == "relu" else dP

@@ -1,8 +1,8 @@
-"""DeltaFormer's softmax write in Triton, for sequences without a past: a program walks the blocks of one head.
+"""DeltaFormer's softmax write in Triton, for sequences without a past: a program loops over the blocks of one head.
 
-The letters are those of chunk.py. Forward, an online softmax over all columns before a block gives what they say of its
-keys; then the block's own triangular system is solved in registers. Kept are U and the logarithm L of each row's sum.
-Backward walks from the last block to the first and adds what later blocks leave for the gradients of earlier ones.
+The letters are those of chunk.py. Forward, an online softmax over all columns before a block gives what the past
+returns for its keys; then the triangular system within the block is solved in registers. U and the logarithm L of each
+row's sum are saved. Backward goes from the last block to the first, and accumulates gradients of earlier blocks.
 """
 
 import torch
@@ -210,7 +210,7 @@ def corrected_values(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: both kernels at the usual sizes of a head."""
+    """The specialisations to compile ahead of time: both kernels at usual head sizes."""
     return [
         variant(f"{k.__name__} softmax {D} {str(dtype)[6:]}", k, _constants(8, D, D, dtype), set(), {"k", "v"}, dtype)
         for D in (64, 128)

@@ -1,4 +1,4 @@
-"""What DeltaFormer's writes and reads share: the kernels, the past, and who sees whom."""
+"""Parts that DeltaFormer's writes and reads share: weight kernels, the past, and masks."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class DeltaFormerState(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a row of weights is."""
+    """How weights are computed: kernel, scale, mask and columns."""
 
     kernel: str
     scale: float
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
 
 def rule(kernel: str, scale: float | None, k: Tensor, S: int, mask: Tensor | None, tokens: int | None, *, strict: bool):
-    """For keys k [B, T, H, K] after a past of S columns, and the arguments of `deltaformer`."""
+    """The rule for keys k [B, T, H, K] after a past of S columns; the arguments are those of `deltaformer`."""
     T = S + k.shape[1]
     columns = all_tokens(T, k) if mask is None else Tokens(count(mask))
     sees = earlier if strict else causal
@@ -36,7 +36,7 @@ def rule(kernel: str, scale: float | None, k: Tensor, S: int, mask: Tensor | Non
 
 
 class _Round(torch.autograd.Function):
-    """To the nearest integer; gradients pass as if it were the identity."""
+    """Rounds to the nearest integer, with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -48,7 +48,7 @@ class _Round(torch.autograd.Function):
 
 
 def weights(scores: Tensor, seen: Tensor, kernel: str) -> Tensor:
-    """Kernel values of scaled scores [..., T, S], zero where a token is not seen; a row that sees nothing is zero."""
+    """Weights for scaled scores [..., T, S]; zero where a token is not seen, also in rows that see nothing."""
     if kernel == "softmax":
         return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0) * seen
     scores = torch.where(seen, scores, 0.0)

@@ -1,4 +1,4 @@
-"""A gated network that learns a large chunk of tokens at once, and is read as it was before the chunk: LaCT."""
+"""LaCT: a gated network that learns large chunks of tokens at once; a token reads complete earlier chunks."""
 
 from typing import Any
 
@@ -38,28 +38,28 @@ def large_chunk_memory(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, LargeChunkState | None]:
-    """Teach a gated network f to agree with v when it sees k, chunk by chunk, and ask it about q.
+    """Train a gated network f chunk by chunk so that f(k) has a large inner product with v, and apply it to q.
 
         o_t = f(q_t; A),   f(x; W) = (silu(x W_1) * x W_2) W_3
         S <- mean of eta_t over the chunk * S + sum over the chunk of lr_t grad <f(k_t; A), v_t>
-        A <- A + step_size NS(S), each column as long as that of the initial weights
+        A <- A + step_size NS(S), each column scaled to its length in the initial weights
 
-    The last two lines happen at the end of a chunk. Gradients are taken at A, and NS are the five Newton-Schulz steps
-    of Muon, so only how the rates of tokens compare with each other matters. A token thus reads chunks that are
-    complete: what is nearer is for a window of attention. chunk_size is a part of the function. Chunks are counted from
-    the first token of a sequence, over calls, and over tokens that the mask keeps.
+    The last two lines are computed at the end of each chunk, with gradients at A. NS stands for the five Newton-Schulz
+    steps of Muon, which normalise S, so only the ratios of the learning rates matter. A token thus reads complete
+    chunks only, and needs attention over a window for nearer tokens. The result depends on chunk_size. Chunks are
+    counted from the first token of a sequence, across calls, and without padding.
 
     Args:
         q: queries [B, T, H, K].
         k: keys [B, T, H, K], best of unit length.
         v: values [B, T, HV, V], HV a multiple of H.
-        lr: how much a token counts [B, T, HV], >= 0.
+        lr: learning rate of each token [B, T, HV], >= 0.
         momentum: eta [B, T, HV], in [0, 1].
         weights: initial weights W_1 and W_2 [HV, K, width] and W_3 [HV, width, V].
-        chunk_size: tokens of a chunk.
-        step_size: how far a chunk moves the weights.
-        mask: [B, T] bool, False at padding, which leaves the memory as it is and whose output is zero, or None.
-        initial_state: what an earlier call returned; default: `weights` that have read nothing.
+        chunk_size: number of tokens of a chunk.
+        step_size: factor of the update by a chunk.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
+        initial_state: the final state of an earlier call; default: `weights`, with no momentum.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk" or "auto", which is chunk; there is no kernel.
@@ -68,7 +68,7 @@ def large_chunk_memory(
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
 
     Source: https://arxiv.org/abs/2505.23884.
     """
@@ -97,7 +97,7 @@ def _check_weights(weights: Layers, dims: Dims, q: Tensor) -> None:
 
 
 def _state(state: LargeChunkState | None, weights: Layers, dims: Dims, q: Tensor) -> LargeChunkState:
-    """The state as given, checked and wide, or the one of a memory that has read nothing."""
+    """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
     P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
     if state is None:
         none = q.new_zeros(dims.N, dims.HV, P, dtype=dtype)

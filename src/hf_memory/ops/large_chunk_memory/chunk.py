@@ -1,4 +1,4 @@
-"""The large-chunk memory in PyTorch: all tokens of a chunk at once, and what it learns written out."""
+"""The large-chunk memory in PyTorch: all tokens of a chunk at once, with explicit gradients."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def large_chunk_memory(
 
 
 def _gradient(weights: Layers, k: Tensor, v: Tensor) -> Layers:
-    """Of sum <f(k), v>; k [..., C, K] and v [..., C, V]."""
+    """The gradient of sum <f(k), v>, for k [..., C, K] and v [..., C, V]."""
     gate, up, down = weights
     g, u = k @ gate, k @ up
     s, d = ACTIVATIONS["silu"].value(g), v @ down.mT

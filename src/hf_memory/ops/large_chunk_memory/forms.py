@@ -1,4 +1,4 @@
-"""What runs a large-chunk memory; in a graph of any length, all of it as one node: it cannot unroll a loop."""
+"""Implementations of the large-chunk memory. In graphs of variable length it is one node instead of a loop."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +11,14 @@ from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers
 
 
 def form(backend: str, *, fresh: bool) -> Callable:
-    """Of a backend that has been chosen; `fresh` memories have read nothing."""
+    """The implementation for a chosen backend; `fresh` means that the memory has read nothing."""
     if backend == "reference":
         return reference.large_chunk_memory
     return partial(chunk.large_chunk_memory, fresh=fresh)
 
 
 def node(backend: str, *, fresh: bool) -> Callable:
-    """The same function of the same arguments, which torch.export does not look into; it has no gradients."""
+    """The same function as one node, into which torch.export does not trace; it has no gradients."""
 
     def large_chunk_memory(*rows: Tensor | None, initial_state: LargeChunkState, weights: Layers, **sizes):
         o, *state = _node(*rows, list(initial_state), list(weights), **sizes, backend=backend, fresh=fresh)
@@ -49,7 +49,7 @@ def _node(
         chunk_size=chunk_size,
         step_size=step_size,
     )
-    return [o, *layers, phase.clone()]  # which may be the one that was given
+    return [o, *layers, phase.clone()]  # a node may not return its input
 
 
 @_node.register_fake

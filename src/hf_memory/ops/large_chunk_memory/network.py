@@ -1,4 +1,4 @@
-"""The gated network, its state, and what happens at the end of a chunk, which both forms share."""
+"""The gated network, its state, and the update at the end of a chunk, for both implementations."""
 
 from typing import NamedTuple
 
@@ -11,16 +11,16 @@ Layers = tuple[Tensor, ...]  # W_1, W_2 and W_3 [..., d_in, d_out]
 
 
 class LargeChunkState(NamedTuple):
-    """Where a memory stands. All zeros is a memory that has read nothing; P is the number of weights of a head."""
+    """The state of a memory; all zeros if it has read nothing. P is the number of weights of a head."""
 
-    weights: Tensor  # [N, HV, P]: how far the weights are from the initial ones
-    momentum: Tensor  # [N, HV, P]: S of the last chunk
-    open_sum: Tensor  # [N, HV, P]: what S will be, of the tokens of the chunk that were read
-    phase: Tensor  # [N] int64: tokens read since the chunk began
+    weights: Tensor  # [N, HV, P]: weights minus initial weights
+    momentum: Tensor  # [N, HV, P]: S of the last complete chunk
+    open_sum: Tensor  # [N, HV, P]: sum for the next S over the tokens of the incomplete chunk
+    phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
 
 
 def network(x: Tensor, weights: Layers) -> Tensor:
-    """What the memory says to rows x [..., n, K]."""
+    """The output of the network for rows x [..., n, K]."""
     gate, up, down = weights
     return (F.silu(x @ gate) * (x @ up)) @ down
 
@@ -32,7 +32,7 @@ def learned(weights: Layers, total: Layers, initial: Layers, step_size: float) -
 
 
 def _length(W: Tensor) -> Tensor:
-    """Of columns, which are what enters a channel."""
+    """The lengths of the columns of W."""
     return (W.square().sum(-2, keepdim=True) + NORM_EPS**2).sqrt()
 
 

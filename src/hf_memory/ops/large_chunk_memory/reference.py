@@ -1,4 +1,4 @@
-"""The definition of the large-chunk memory, one token at a time, with gradients of what it learns by autograd."""
+"""The definition of the large-chunk memory, one token at a time, with inner gradients by autograd."""
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def large_chunk_memory(
 
 
 def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor) -> Layers:
-    """Of how much the memory agrees."""
+    """The gradient of lr <f(k), v>."""
     return grad(lambda weights: (lr * network(k, weights) * v).sum())(weights)
 
 

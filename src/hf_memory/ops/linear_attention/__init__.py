@@ -84,7 +84,7 @@ def linear_attention(
 
 
 def _initial_state(state, dims: Dims, q: Tensor, normalize: bool) -> Tensor | LinearState:
-    """The state as given, or empty; float32 unless q is float64."""
+    """The given state, or an empty one; float64 if q is, else float32."""
     if not normalize:
         if isinstance(state, tuple):
             raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")

@@ -4,7 +4,7 @@ With b the sum of g from the start of the chunk to each token, and S the state b
 
     O = (Q e^b) S + A V,   A_ij = sum_d q_id k_jd e^(b_id - b_jd) for i >= j;   S <- e^(b_C) S + (K e^(b_C - b))^T V
 
-No exponent is positive. The normaliser is one more column of values, all ones.
+No exponent is positive. The normaliser is computed as one more column of values, which are all one.
 """
 
 import torch
@@ -38,7 +38,7 @@ def linear_attention(
         return in_segments(_segment, C, initial_state, q, k, v, g, scale=scale)
     S = torch.cat([initial_state.memory, initial_state.normalizer[..., None]], dim=-1)
     o, S = in_segments(_normalized_segment, C, S, q, k, v, g, scale=1.0)
-    return o, LinearState(S[..., :-1].contiguous(), S[..., -1].contiguous())  # the next token is written into them
+    return o, LinearState(S[..., :-1].contiguous(), S[..., -1].contiguous())  # a later call may overwrite them
 
 
 def _normalized_segment(
@@ -64,7 +64,7 @@ def _segment(
 
 
 def decayed(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A, the rows that meet the state (q of one or several heads on the way in, k on the way out), and its decay."""
+    """A, decayed q that read the state, decayed k that write to it, and the decay of the state over the chunk."""
     if g is None:
         return rows_by_head(q @ k.mT, k).tril().flatten(-3, -2), q, k, None
     queries = rows_by_head(q, k)

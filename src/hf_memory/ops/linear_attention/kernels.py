@@ -8,7 +8,7 @@ Backward, with dS the gradient of the state after the chunk, and dQ, dK and dg a
 
     dV = (K e^(b_C - b)) dS + A^T dO    walked backwards, a tile of value channels at a time
 
-The normaliser is one more value channel whose values are one: z beside S, and dd beside dO.
+The normaliser is one more value channel, whose values are one: z is its part of S, and dd its part of dO.
 """
 
 import torch
@@ -180,7 +180,7 @@ def _forward(
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final S and z, the denominators, and S and z before each segment; empty where there are none."""
+    """o, the final S and z, the denominators, and S and z before each segment; absent ones are empty tensors."""
     q, k, v, g, S, z = contiguous(q, k, v, g, S, z)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
     constants, _ = _constants_of(q, v, g)
@@ -224,7 +224,7 @@ def _backward(
     cu_seqlens: Tensor | None,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, dS0 and dz0; empty where there are none.
+    """dq, dk, dv, dg, dS0 and dz0; absent ones are empty tensors.
 
     `S` and `z` are the states before each segment, `do` and `dd` the gradients of the numerator, times the
     scale of its queries, and of the denominator.
@@ -295,7 +295,7 @@ def linear_attention(
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: each kernel for each kind of decay at the usual sizes of a head."""
+    """The specialisations to compile ahead of time: each kernel, with each kind of decay, at usual head sizes."""
     sizes = [(D, dtype) for D in (64, 128, 256) for dtype in POINTERS]
     cases = [(D, decay, dtype) for D, dtype in sizes for decay in (NONE, SCALAR, VECTOR)]
     return [made for case in cases for normalize in (False, True) for made in _case(*case, normalize)]

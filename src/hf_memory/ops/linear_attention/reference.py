@@ -11,7 +11,7 @@ EPS = 1e-6  # keeps the normaliser from zero
 
 
 class LinearState(NamedTuple):
-    """What normalised linear attention remembers."""
+    """The state of normalised linear attention."""
 
     memory: Tensor  # [N, HV, K, V]
     normalizer: Tensor  # [N, HV, K]

@@ -141,7 +141,7 @@ def neural_memory(
     if rule.muon and momentum is None:
         raise ValueError("momentum must be given with muon_lr, got None")
     if rule.forget_to == "anchor" and chunk_size == 1:
-        decay = None  # the anchor is what would be forgotten
+        decay = None  # only the steps since the anchor could decay, and there are none
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
     chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
     fresh = initial_state is None
@@ -155,7 +155,7 @@ def neural_memory(
 
 
 def _is_one_node(T: int, fresh: bool) -> bool:
-    """Whether a graph is exported that does not know how many chunks there will be."""
+    """Whether a graph is exported with a variable number of chunks."""
     return varies(T) or (torch.compiler.is_exporting() and not fresh and T > 1)
 
 
@@ -168,7 +168,7 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **ga
 
 
 def _check_earlier(dims: Dims, q: Tensor, *earlier: Tensor | None) -> int:
-    """How many pairs a token learns."""
+    """The number of pairs that each token learns."""
     k, *_ = earlier
     c = 0 if k is None or k.ndim != 5 else k.shape[3]
     shapes = {"earlier_k": (dims.H, c, dims.K), "earlier_v": (dims.HV, c, dims.V), "earlier_lr": (dims.HV, c)}
@@ -198,7 +198,7 @@ def _rule(
     loss: str = "squared",
     retention: str = "all",
 ) -> tuple[Rule, Norm | None]:
-    """What the options come to, once they are checked."""
+    """The rule that the options describe, after checking them."""
     bias = _check_weights(weights, dims, q)
     _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
@@ -272,7 +272,7 @@ def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm)
 def _state(
     state: NeuralMemoryState | None, weights: tuple[Tensor, ...], dims: Dims, q: Tensor, chunk_size: int, momentum: bool
 ) -> NeuralMemoryState:
-    """The state as given, checked and wide, or the one of a memory that has read nothing."""
+    """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
     P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
     widths = (P, P if momentum else 0, P if chunk_size > 1 else 0)
     if state is None:

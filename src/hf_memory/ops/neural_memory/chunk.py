@@ -1,11 +1,11 @@
-"""The neural memory in PyTorch, parallel inside chunks: rows are laid out so that their chunks begin together.
+"""The neural memory in PyTorch, parallel within chunks: rows are arranged so that their chunks are aligned.
 
-Over a run of tokens from weights W and momentum S, whatever their gradients g_j are, with L(c)_ti = c_{i+1} ... c_t:
+For tokens with gradients g_j after weights W and momentum S, with L(c)_ti = c_{i+1} ... c_t:
 
     W_t = beta_t W + c_t S - sum_{j <= t} P_tj g_j,   S_n = H S - sum_j m_j g_j
     P = L(a) L(eta) diag(lr),   beta_t = a_1 ... a_t,   c_t = sum_i L(a)_ti eta_1 ... eta_i
 
-These coefficients are small, and made for all chunks at once. `dual` does the rest for gradients taken at the anchor,
+These coefficients are computed for all chunks at once. `dual` does the rest for gradients taken at the anchor,
 `exact` for a matrix whose gradients are taken at every token, and `each_token` for all that is not linear in gradients.
 Source: https://arxiv.org/abs/2501.00663, section 3.2.
 """
@@ -25,7 +25,7 @@ EXACT_CHUNK = 64
 
 
 class Coefficients(NamedTuple):
-    """Of runs of C tokens, with leading dimensions [NC, N]; those of momentum are None without it."""
+    """Coefficients of chunks of C tokens, with leading dimensions [NC, N]; c, m and H are None without momentum."""
 
     P: Tensor  # [..., C, C]
     beta: Tensor | None  # [..., C, 1]; None without decay
@@ -56,7 +56,7 @@ def neural_memory(
     fresh: bool = False,
     forms=(exact.run, dual.run),
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """Same function as the reference; `forms` walk the chunks: of gradients at every token, and at the anchor."""
+    """Same function as the reference; `forms` loop over chunks, for gradients at every token and at the anchor."""
     B, T, HV = v.shape[:3]
     each_error = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
     is_exact = each_error and len(weights) == 1 and norm is None
@@ -86,7 +86,7 @@ def neural_memory(
 
 
 def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, real: Tensor | None) -> Coefficients:
-    """Args: all [NC, N, C]; real is 1 at tokens and 0 at places without one, which keep weights and momentum."""
+    """Arguments are [NC, N, C]; `real` is 1 at tokens and 0 at padding, which changes neither weights nor momentum."""
     beta = None if decay is None else decay.cumsum(-1).exp()[..., None]
     forgets = torch.ones_like(lr[..., None] * lr[..., None, :]).tril() if decay is None else _products(decay)
     if momentum is None:
@@ -101,7 +101,7 @@ def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, rea
 
 
 def _of_each_token(ones: Tensor, momentum, decay, muon_lr, real) -> tuple[Coefficients, Coefficients | None]:
-    """Of weights; or with Muon of momentum, and then of weights."""
+    """Coefficients of the weights; with Muon, those of the momentum and then those of the weights."""
     if muon_lr is None:
         return _coefficients(ones, momentum, decay, real), None
     return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)

@@ -1,4 +1,4 @@
-"""Gradients of a chunk taken at its anchor: the dual form, which forms no tensor of the weights' size for a token.
+"""Gradients at the anchor of a chunk, in the dual form, which needs no tensor of the weights' size for each token.
 
 With the coefficients of `chunk`, rows X_l that enter layer l at the anchor, D_l the gradient of the loss with respect
 to what leaves it, and rows Y_l that enter it when the memory is read:
@@ -7,9 +7,9 @@ to what leaves it, and rows Y_l that enter it when the memory is read:
     U_l = beta .* Y_{l-1} W_l + c .* Y_{l-1} S_l - (P .* Y_{l-1} X_{l-1}^T) D_l,   Y_l = s(U_l)
     W_l <- beta_n W_l + c_n S_l - (P_n .* X_{l-1})^T D_l,   S_l <- H S_l - (m .* X_{l-1})^T D_l
 
-Where forgetting leads to weights I, (1 - beta) times them is added to what beta multiplies. A layer's weights and
-momentum are kept on top of each other as M, so that both are read, and written, by one product.
-The backward is written out. It keeps the state before every group of chunks, and goes through a group again.
+If weights decay to initial weights I, (1 - beta) I is added where beta W occurs. A layer's weights and momentum are
+stacked as M, so that one product reads or writes both. The backward pass is explicit. It saves the state before each
+group of chunks, and recomputes the group from it.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ def run(q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm 
     """Read and write chunk by chunk.
 
     Args:
-        q: [NC, N, C, K], as k and v.
+        q: queries [NC, N, C, K]; k and v have the same layout.
         k: keys.
         v: values.
         coefficients: `chunk.Coefficients`.
-        closed: for each chunk, and after the last, whether the anchor becomes the weights there: bool, or [N, 1, 1].
+        closed: for each chunk, and after the last one, whether the anchor becomes the weights: bool, or [N, 1, 1].
         state: weights, momentum and anchor, each a tuple of layers or empty.
-        initial: weights that forgetting leads to.
+        initial: the weights to which the memory decays.
         norm: [N, 1, V] each, or None.
         rule: the kind of memory.
 
@@ -51,7 +51,7 @@ def run(q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm 
 
 
 def _rows(q, k, v, coefficients, rule: Rule) -> Rows:
-    """All rows, with the coefficients of weights and momentum side by side."""
+    """The rows of all chunks, with the coefficients of weights and momentum concatenated."""
     P, beta, c, m, H = coefficients
     rest = None if beta is None or rule.forget_to == "zero" else 1 - beta
     if c is None:
@@ -61,7 +61,7 @@ def _rows(q, k, v, coefficients, rule: Rule) -> Rows:
 
 
 class _Pass(torch.autograd.Function):
-    """The pass over the chunks."""
+    """The loop over chunks, with an explicit backward."""
 
     @staticmethod
     def forward(ctx, rule, closed, L, *tensors):
@@ -84,7 +84,7 @@ class _Pass(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, do, *d_layers):
         L, closed, count = ctx.L, ctx.closed, len(Rows._fields) + 2 + 3 * ctx.L
-        saved = ctx.saved_tensors  # once: checkpointing gives each tensor a single time
+        saved = ctx.saved_tensors  # read once: with checkpointing they can be unpacked only once
         tensors, kept = saved[:count], saved[count:]
         rows, norm, (*_, I) = _group(tensors, L)
         dM, dA = [d.clone() for d in d_layers[:L]], list(d_layers[L:]) or [None] * L
@@ -103,7 +103,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -> list:
-    """The chunks of a group, from the state before its first one; no anchor is that of weights."""
+    """Recompute the chunks of a group from the state before it; without an anchor, it is the weights."""
     chunks: list[Chunk] = []
     for n in range(start, min(start + ctx.size, len(rows.q))):
         if chunks:
@@ -118,7 +118,7 @@ def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -
 
 
 def _group(tensors, L: int):
-    """Flat arguments -> rows, norm, and the layers of M, A and I, empty where there are none."""
+    """Flat arguments -> rows, norm, and the layers of M, A and I, which are empty if absent."""
     n = len(Rows._fields)
     norm, layers = tensors[n : n + 2], tensors[n + 2 :]
     parts = [_some(layers[i : i + L]) for i in range(0, 3 * L, L)]
@@ -136,19 +136,19 @@ def _each(rows: Rows) -> Iterator[Rows]:
 
 
 def _weights(M: Stacks, I: Layers) -> Layers:
-    """The part of each stack that is weights, which changes with it."""
+    """Views of the weights in each stack of weights and momentum."""
     return tuple(m[:, : initial.shape[1]] for m, initial in zip(M, I))
 
 
 def pick(closed: bool | Tensor, W: Layers, A: Layers) -> Layers:
-    """The anchor: the weights where a chunk of the memory begins, else as it was."""
+    """The anchor: the weights if a chunk of the memory begins here, else the previous anchor."""
     if isinstance(closed, bool):
         return W if closed else A
     return tuple(torch.where(closed, w, a) for w, a in zip(W, A))
 
 
 def _unpick(closed: bool | Tensor, dM: list, dA: list) -> list:
-    """The gradient of A before `pick` from that of what was picked, None for zero; that of W is added to dM."""
+    """The backward of `pick`: the gradient of the previous anchor, None for zero; that of W is added to dM."""
     if closed is False:
         return dA
     for m, a in zip(dM, dA):

@@ -1,12 +1,12 @@
-"""Memories that are not linear in their gradients: the weights after every token are formed, a chunk at a time.
+"""Memories that are not linear in their gradients: the weights after every token are computed, chunk by chunk.
 
-With the coefficients of `chunk`, X and D of `dual`, R what makes weights of what the memory keeps, and gradients
+With the coefficients of `chunk`, X and D of `dual`, the retention R (see `Learning`), and gradients
 G_j = sum lr X^T D, at R(A), of the pairs that token j learns:
 
     W_t = beta_t W + c_t S - sum_{j <= t} P_tj G_j,   o_t = M(q_t; R(W_t))
 
-With Muon the first sum is that of S, and the weights are a second one, of its orthogonal parts. A chunk takes memory
-for C times the weights; only the weights between chunks are kept for the backward.
+With Muon the first sum gives S, and the weights are a second sum, over the orthogonalised S. A chunk needs memory for C
+times the weights; only the weights between chunks are saved for the backward pass.
 """
 
 from functools import partial
@@ -22,11 +22,11 @@ from hf_memory.ops.neural_memory.one_chunk import Layers
 
 
 def run(learned, muon, q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
-    """As `dual.run`, with coefficients of gradients whose rates are one.
+    """Like `dual.run`, with coefficients for learning rates of one.
 
-    `learned` is rates [NC, N, C], thresholds of the loss, and keys, values and rates of earlier tokens
-    [NC, N, C, c, ...], each of the last four or None; `muon`, with Muon, are the coefficients of weights, and
-    `coefficients` then those of momentum.
+    `learned` has the learning rates [NC, N, C], thresholds of the loss, and keys, values and rates of earlier tokens
+    [NC, N, C, c, ...]; the last four may be None. With Muon, `muon` has the coefficients of the weights, and
+    `coefficients` those of the momentum.
     """
     W, S, A = state
     outputs, rows, needs_gradients = [], ((q, k, v), learned, coefficients, muon), torch.is_grad_enabled()
@@ -60,7 +60,7 @@ def _chunk(inputs, learned, coefficients, muon, W: Layers, S: Layers, A: Layers,
 
 
 def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps: Layers) -> Layers:
-    """What each layer is after each token [N, C, d_in, d_out]."""
+    """Each layer's weights (or momentum) after each token, [N, C, d_in, d_out]."""
     P, beta, c, *_ = coefficients
     layers = []
     for layer, step in enumerate(steps):
@@ -74,7 +74,7 @@ def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps:
 
 
 def _gradients(weights: Layers, k: Tensor, v: Tensor, learned, norm: Norm | None, rule: Rule) -> Layers:
-    """What each token learns [N, C, d_in, d_out], for each layer."""
+    """The gradient of each token, [N, C, d_in, d_out] for each layer."""
     lr, threshold, *earlier = learned
     pairs = [x[:, :, None] for x in (k, v, lr)]  # [N, C, pairs, ...]
     if earlier[0] is not None:

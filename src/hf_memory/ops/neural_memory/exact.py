@@ -6,8 +6,8 @@ With the coefficients of `chunk`, errors u_t = v_t - W_{t-1}^T k_t, and P', beta
     O = beta .* Q W + c .* Q S + (P .* Q K^T) U
     W <- beta_n W + c_n S + (P_n .* K)^T U,   S <- H S + (m .* K)^T U
 
-Weights and momentum are kept on top of each other as M, so each line is one product a chunk. What is forgotten toward
-the initial weights comes back as them.
+Weights and momentum are stacked as M, so that each line is one product per chunk. If weights decay to initial weights,
+these are added in the same proportion.
 Source: https://arxiv.org/abs/2412.06464, with momentum added.
 """
 

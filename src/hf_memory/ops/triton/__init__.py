@@ -1,1 +1,1 @@
-"""What kernels of all ops share. It is imported by kernels alone, as it needs Triton."""
+"""Parts that the kernels of all ops share. Only kernels import this package, since it needs Triton."""

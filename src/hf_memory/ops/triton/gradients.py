@@ -1,9 +1,9 @@
-"""Gradients of the queries, the keys and the decay of reads and writes of a plain memory: two walks over a sequence.
+"""Gradients of queries, keys and decay of an additive memory, by two kernels that loop over a sequence.
 
 With P = (dO V^T) for i >= j, b the sum of g from the start of the chunk, and dS the gradient of the state after it:
 
-    dQ = e^b (dO S^T) + sum_j P_ij e^(b_i - b_j) k_j           walked forwards, a tile of key channels at a time
-    dK = e^(b_C - b) (V dS^T) + sum_i P_ij e^(b_i - b_j) q_i   walked backwards, likewise
+    dQ = e^b (dO S^T) + sum_j P_ij e^(b_i - b_j) k_j           looping forwards, for tiles of key channels
+    dK = e^(b_C - b) (V dS^T) + sum_i P_ij e^(b_i - b_j) q_i   looping backwards, likewise
     dg_t = sum over t' >= t of the block of (q dq - k dk) + sum(S dS) at its end
 """
 
@@ -28,7 +28,7 @@ from hf_memory.ops.triton.tiles import (
 
 @triton.jit
 def _block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
-    """Where the stored states of sequence n begin; packed sequences have room for a ragged block each."""
+    """The first slot of sequence n among the stored states; packed sequences have one more slot for a partial block."""
     return start // CHUNK + n if cu_seqlens is not None else n * ((T + CHUNK - 1) // CHUNK)
 
 

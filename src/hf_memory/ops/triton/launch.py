@@ -1,4 +1,4 @@
-"""What launchers share: kinds of decay, sizes of tiles, and what custom ops take and return."""
+"""Parts that kernel launches share: kinds of decay, tile sizes, and conversions for custom ops."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ import torch
 import triton
 from torch import Tensor
 
-CHUNK = 64  # tokens of a block at whose ends the gate's gradient starts afresh
-TILE = 4096  # numbers of the state that one program holds
+CHUNK = 64  # tokens of a block; the sum for the gate's gradient restarts at the end of each block
+TILE = 4096  # size of the part of the state that a program holds
 NONE, SCALAR, VECTOR = 0, 1, 2  # kinds of decay
 
 
 def decay_kind(g: Tensor | None) -> int:
-    """NONE, SCALAR or VECTOR."""
+    """The kind of decay: NONE, SCALAR or VECTOR."""
     return NONE if g is None else SCALAR if g.ndim == 3 else VECTOR
 
 
 def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Compile-time arguments and launch options, found by counting registers (kernel_report).
+    """Compile-time arguments and launch options, chosen by register counts (kernel_report).
 
-    Those of the kernels that hold all key channels, and of those that hold all value channels. Four warps share the
-    rows of a chunk of 64 and the tensor cores of Hopper; more of them would repeat one another's products.
+    Returns those of kernels that hold all key channels, and those of kernels that hold all value channels. Four warps
+    share the rows of a chunk of 64 and the tensor cores of Hopper; more warps would compute the same products twice.
     """
     width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
     narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
     rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
-    precision = "tf32" if narrow else "tf32x3"  # three products keep float32; 16 bits know no tf32
+    precision = "tf32" if narrow else "tf32x3"  # three tf32 products are as exact as float32; ignored for 16 bits
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
     common = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision, "num_stages": 1}
     common["num_warps"] = 8 if wide or not narrow or decay == VECTOR else 4
@@ -37,10 +37,10 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
-    """What kernels index."""
+    """Contiguous tensors, as kernels need them."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def or_empty(like: Tensor, *tensors: Tensor | None) -> Any:
-    """Custom ops return tensors alone."""
+    """Replace None by empty tensors, since custom ops can only return tensors."""
     return tuple(like.new_empty(0) if x is None else x for x in tensors)

@@ -1,14 +1,14 @@
-"""Sequences cut into segments that are walked at the same time, for calls with too few heads to fill a GPU.
+"""Sequences cut into segments that are processed in parallel, for calls with too few heads to fill a GPU.
 
-Between the ends of a segment a state is linear: S_end = M S_start + own. Three passes, none sequential over all tokens:
+The state after a segment is linear in the state before it: S_end = M S_start + own. There are three passes:
 
-    1. each segment alone, from an empty state: own, and M, which is a decay e^b of each key channel for linear
+    1. for each segment, from an empty state: own and M, which is a decay e^b of each key channel for linear
        attention and a matrix [K, K] for the delta rule;
-    2. over the few segments of a sequence: the state before each;
-    3. the op itself, whose kernels take segments for packed sequences with known states.
+    2. over the segments of a sequence: the state before each segment;
+    3. the op itself, which treats segments like packed sequences with initial states.
 
-Gradients of states go the other way: dS_start = M^T dS_end + own. With keys of unit length and beta in [0, 2] no M is
-longer than one, so products of them are as sound as the walk itself.
+Gradients of states go backwards: dS_start = M^T dS_end + own. With keys of unit length and beta in [0, 2] the norm of M
+is at most one, so products of them are as stable as the recurrence.
 
 M is the number of segments of a call here, N of sequences; other letters are those of ops/contract.py.
 """
@@ -23,25 +23,25 @@ from torch import Tensor
 from hf_memory.ops.triton.launch import decay_kind
 from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
 
-BLOCK = 64  # a segment is a multiple of it
-SHORTEST = 512  # tokens of a segment: in fewer, the states cost more than the tokens
-PROGRAMS = 264  # what fills a large GPU, two for each of some 132 multiprocessors
+BLOCK = 64  # the length of a segment is a multiple of this
+SHORTEST = 512  # tokens of a segment: in shorter ones, states cost more than tokens
+PROGRAMS = 264  # fills a large GPU: two programs for each of 132 multiprocessors
 
 
 class Segments(NamedTuple):
-    """Where segments lie; sequences follow one another, and what is left over is empty segments at the end."""
+    """The boundaries of segments, sequence by sequence; unused segments at the end are empty."""
 
     bounds: Tensor  # [M + 1]: tokens
     first: Tensor  # [N + 1]: the first segment of each sequence
 
 
 def segment_length(tokens: int, sequences: int, programs: int) -> int:
-    """Tokens of a segment, or 0 where sequences had better stay whole: a function of shapes alone.
+    """Tokens of a segment, or 0 if sequences should not be cut; it depends on shapes only.
 
     Args:
-        tokens: how many tokens the call has, B * T.
-        sequences: how many sequences the call has, N.
-        programs: how many walk one sequence.
+        tokens: number of tokens of the call, B * T.
+        sequences: number of sequences of the call, N.
+        programs: number of programs for one sequence.
     """
     if 2 * sequences * programs > PROGRAMS:
         return 0
@@ -50,7 +50,7 @@ def segment_length(tokens: int, sequences: int, programs: int) -> int:
 
 
 def cut(cu_seqlens: Tensor | None, B: int, T: int, length: int, like: Tensor) -> Segments:
-    """Segments of `length` tokens, the last of a sequence shorter; a sequence of no tokens is one segment."""
+    """Segments of `length` tokens; the last one of a sequence may be shorter. An empty sequence is one segment."""
     if cu_seqlens is None:
         cu_seqlens = torch.arange(B + 1, device=like.device) * T
     ends = cu_seqlens[1:]
@@ -208,7 +208,7 @@ def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtyp
 
 
 def scan_constants(HV: int, K: int, V: int) -> dict:
-    """Likewise of `scan_kernel`."""
+    """Compile-time arguments and launch options of `scan_kernel`."""
     width_k, width_v = triton.next_power_of_2(K), triton.next_power_of_2(V)
     return {
         "HV": HV, "K": K, "V": V, "BK": min(width_k, max(1, 1024 // width_v)), "BV": width_v,
@@ -217,7 +217,7 @@ def scan_constants(HV: int, K: int, V: int) -> dict:
 
 
 def matrix_scan_constants(HV: int, K: int, V: int) -> dict:
-    """Likewise of `matrix_scan_kernel`."""
+    """Compile-time arguments and launch options of `matrix_scan_kernel`."""
     return {
         "HV": HV, "K": K, "V": V, "BK": max(16, triton.next_power_of_2(K)), "BV": 16, "BJ": 16,
         "num_warps": 4, "num_stages": 1,
@@ -243,9 +243,9 @@ def boundary_states(
         y: values [B, T, HV, V], or gradients of outputs.
         w: the weights of the normaliser, [B, T, HV]; None for ones.
         g: decay [B, T, HV], [B, T, HV, K] or None.
-        S: the state before each sequence or gradient after it [N, HV, K, V].
+        S: the state before each sequence, or the gradient after it, [N, HV, K, V].
         z: the same of the normaliser [N, HV, K], or None.
-        backwards: gradients.
+        backwards: whether to compute gradients.
 
     Returns:
         [M, HV, K, V], and [M, HV, K] or None.
@@ -279,11 +279,11 @@ def boundary_states_of(
     """States [M, HV, K, V] before each segment, or gradients after each, where transitions are matrices [M, HV, K, K].
 
     Args:
-        transition: [M, HV, K, K].
-        own: what each segment adds [M, HV, K, V].
-        state: before each sequence, or its gradient after it [N, HV, K, V].
+        transition: the matrix M of each segment, [M, HV, K, K].
+        own: what each segment adds, [M, HV, K, V].
+        state: the state before each sequence, or the gradient after it, [N, HV, K, V].
         segments: M segments of N sequences.
-        backwards: gradients.
+        backwards: whether to compute gradients.
     """
     N, HV, K, V = state.shape
     states, constants = torch.empty_like(own), matrix_scan_constants(HV, K, V)

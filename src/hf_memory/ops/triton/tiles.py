@@ -1,15 +1,15 @@
-"""What kernels share: where a program is, rows of tensors, decays, scores and small triangular systems."""
+"""Functions that kernels share: program indices, loads and stores, decays, scores and small triangular systems."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SHUT = tl.constexpr(-16384.0)  # 2^SHUT is zero, and 64 of it are an exact float32
+SHUT = tl.constexpr(-16384.0)  # 2^SHUT is zero, and a sum of 64 such gates is exact in float32
 
 
 @triton.jit
 def program(HEADS: tl.constexpr, TILES: tl.constexpr):
-    """Sequence (int64), head and tile of this program, of sequences * HEADS * TILES; tiles of a head lie together."""
+    """Sequence (int64), head and tile of this program among sequences * HEADS * TILES; tiles of a head are adjacent."""
     i = tl.program_id(0)
     return tl.cast(i // (HEADS * TILES), tl.int64), i // TILES % HEADS, i % TILES
 
@@ -34,20 +34,20 @@ def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
 
 @triton.jit
 def store_rows(x, value, t, in_t, h, heads, i, in_i, D: tl.constexpr):
-    """Put rows where `load_rows` finds them."""
+    """The inverse of `load_rows`."""
     at = (t[:, None] * heads + h) * D + i[None, :]
     tl.store(x + at, tl.cast(value, x.dtype.element_ty), mask=in_t[:, None] & in_i[None, :])
 
 
 @triton.jit
 def state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K: tl.constexpr, V: tl.constexpr):
-    """Where S[n, hv, i_k, i_v] of states [N, HV, K, V] lie, and which of them there are."""
+    """Offsets of S[n, hv, i_k, i_v] in states [N, HV, K, V], and the mask of those that exist."""
     return (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :], in_k[:, None] & in_v[None, :]
 
 
 @triton.jit
 def load_gates(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
-    """g [C] or [C, BK] for powers of two, zero outside."""
+    """Gates g [C] or [C, BK] with base two, zero outside."""
     if DECAY == 2:
         return tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32) * LOG2E
     return tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32) * LOG2E
@@ -66,7 +66,7 @@ def decay_to_here(gates, DECAY: tl.constexpr):
 def decay_from_here(following, DECAY: tl.constexpr):
     """From each token of a chunk to its end [C, 1] or [C, BK], given the gates of the tokens after each.
 
-    They are summed by themselves: the difference of two sums cancels, and -inf - (-inf) is no number.
+    They are summed separately, since a difference of two sums would be inexact, and -inf - (-inf) is NaN.
     """
     leave = tl.exp2(tl.cumsum(following, axis=0, reverse=True))
     if DECAY == 2:
@@ -88,7 +88,7 @@ def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
 def decay_between(A, gates, OF_KEYS: tl.constexpr):
     """A_ij [C, C] times the decay after j up to i, from gates [C]; rows are i and columns j, or OF_KEYS the other way.
 
-    In two parts, so that sums do not cancel: multiples of 1 / 16, whose sums are exact, and the rest, which are small.
+    Gates are split into multiples of 1 / 16, whose sums are exact, and small remainders, so that no precision is lost.
     """
     gates = tl.maximum(gates, SHUT)
     multiples = tl.floor(16 * gates) / 16
@@ -101,7 +101,7 @@ def decay_between(A, gates, OF_KEYS: tl.constexpr):
 
 @triton.jit
 def split_dot(x, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """x y for x [M, D] and y [D, N], the sum over PARTS of D that warps share instead of each reading all of D."""
+    """x y for x [M, D] and y [D, N], summed over PARTS parts of D, which warps share so that none reads all of D."""
     if PARTS == 1:
         return tl.dot(x, y, input_precision=PRECISION)
     M: tl.constexpr = x.shape[0]
@@ -134,7 +134,7 @@ def write(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def write_transposed(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """The same as [BV, BK]."""
+    """The transposed result, [BV, BK]."""
     if DECAY == 2:
         x = tl.cast(x * decay, x.dtype)
     elif DECAY == 1:
@@ -159,7 +159,7 @@ def scores(
     q, k, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A [C, C] without scale; rows are queries, or OF_KEYS keys: a product is not transposed, Hopper got that wrong."""
+    """A [C, C] without scale; rows are queries, or keys if OF_KEYS (a transposed product was wrong on Hopper)."""
     rows = tl.arange(0, C)
     if OF_KEYS:
         x, y = k, q
@@ -190,7 +190,7 @@ def scores(
 
 @triton.jit
 def unit_lower_inverse(A, C: tl.constexpr):
-    """(I + A)^-1 for strictly lower A [C, C], a row after the other."""
+    """(I + A)^-1 for strictly lower triangular A [C, C], row by row."""
     rows = tl.arange(0, C)
     inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     for i in range(1, C):

@@ -21,12 +21,12 @@ class Variant(NamedTuple):
 
 
 def variant(name: str, kernel: Any, constants: dict, absent: set[str], narrow: set[str], dtype: torch.dtype) -> Variant:
-    """A specialisation from what a launch is given.
+    """A specialisation from the arguments of a launch.
 
     Args:
         name: the row's name in the table.
         kernel: the Triton kernel.
-        constants: launch options and compile-time arguments, of which the kernel may have some alone.
+        constants: launch options and compile-time arguments; the kernel may use only some of them.
         absent: arguments that are None.
         narrow: arguments that are tensors of `dtype`; others are what OTHERS says, or float32 tensors.
         dtype: the dtype of the inputs.

@@ -1,4 +1,4 @@
-"""Backward: the walk that leaves the gradient of what was written; the letters are those of launch.py."""
+"""Backward: a loop over the chunks that computes the gradient of what was written; for the letters see launch.py."""
 
 import triton
 import triton.language as tl

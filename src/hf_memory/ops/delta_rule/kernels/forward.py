@@ -1,4 +1,4 @@
-"""Forward: what is inside of chunks, then the walk from chunk to chunk; the letters are those of launch.py."""
+"""Forward: computations within chunks, then a loop over the chunks; for the letters see launch.py."""
 
 import triton
 import triton.language as tl
@@ -71,11 +71,11 @@ def forward_kernel(
     v,  # [B, T, HV, V]; None for zeros
     beta,  # [B, T, HV]
     g,  # [B, T, HV] or [B, T, HV, K] or None
-    S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
+    S0,  # [N, HV, K, V]; None: zeros, or the identity if v is None too
     P,  # [B, T, HV, C]
     U,  # [B, T, HV, C] float32
-    o,  # [B, T, HV, V]; None for the state alone
-    e,  # [B, T, HV, V] float32: errors; likewise
+    o,  # [B, T, HV, V]; None if only the state is needed
+    e,  # [B, T, HV, V] float32: errors, or None
     ST,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
     scale,

@@ -1,17 +1,18 @@
-"""The delta rule in Triton: what is inside of chunks for all of them at once, then a walk from chunk to chunk.
+"""The delta rule in Triton: a kernel for all chunks in parallel, then a kernel that loops over the chunks.
 
 Forward, with the letters of chunk.py; A' are the products of keys, E the errors v - S^T k that each token finds:
 
     U = (I + A' diag(beta))^-1,   E = U (V - (K e^b) S),   X = diag(beta) E
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
-Backward, with W = (I + diag(beta) A')^-1, a kernel walks backwards to D = W^T (P^T dO + (K e^(b_C - b)) dS), the
-gradient of X: then dV = diag(beta) D and dbeta = rowsum(D E). What is left are gradients of reads and writes of a
-plain memory: it is read by k with -dV and then by q with dO, and in between X is written at k. That is linear attention
-over twice as many tokens, whose kernels do the rest.
+Backward, with W = (I + diag(beta) A')^-1, a kernel loops backwards and computes the gradient of X,
+D = W^T (P^T dO + (K e^(b_C - b)) dS). Then dV = diag(beta) D and dbeta = rowsum(D E). The remaining gradients are those
+of an additive memory that is read by k (with gradient -dV) and by q (with gradient dO), and to which X is written at k.
+This is linear attention over twice as many tokens, whose kernels compute them.
 
-Segments (ops/triton/segments.py) walk twice: first without outputs, once from nothing and once from the identity with
-v = 0, which leaves the segment's transition; its transpose is the transition of gradients.
+Segments (ops/triton/segments.py) are processed twice. The first time gives no outputs, only the state from an empty
+memory, and the state from the identity with v = 0, which is the segment's transition matrix. Its transpose is the
+transition of gradients.
 """
 
 import torch
@@ -32,7 +33,7 @@ from hf_memory.ops.triton.segments import (
 )
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
-TILE = 4096  # numbers of the state that one program holds
+TILE = 4096  # size of the part of the state that a program holds
 
 
 def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
@@ -48,7 +49,7 @@ def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) ->
 
 
 def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of the kernels that walk."""
+    """Compile-time arguments and launch options of the kernels that loop over chunks."""
     chunk, width_v = _chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
     narrow = dtype != torch.float32 and chunk["BK"] <= 128
     tile = TILE if narrow else TILE // 2
@@ -72,7 +73,7 @@ def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _walk(q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale):
-    """Launch the forward kernel; what it fills is given."""
+    """Launch the forward kernel, which writes to the given tensors."""
     (M, HV, _, V), constants = ST.shape, _constants_of(q, ST.shape[3], ST.shape[1], g)
     forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
         q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale, q.shape[1], **constants
