@@ -93,7 +93,7 @@ def test_a_system_prompt_is_said_once_and_first(monkeypatch):
     for template, cache in ((CHATML, talk.conversation.memory()), (None, None)):
         with pytest.raises(ValueError, match="system must be None with"):
             Conversation(talk.model, make_tokenizer(template), cache=cache, system="w5")
-    with pytest.raises(ValueError, match="refuses the conversation: no system"):
+    with pytest.raises(ValueError, match="raised an error for this conversation: no system"):
         next(Conversation(talk.model, make_tokenizer(PLAIN), system="w5").answer("w7"))
 
 

@@ -140,7 +140,7 @@ def test_a_calibrated_threshold_keeps_its_promise():
     tolerance = room + (shares[1] + shares[2]) / 2
     found = calibrate(model, texts, tolerance=tolerance, thresholds=thresholds, layers=[1], states="exact")
     assert found == thresholds[2]
-    with pytest.raises(ValueError, match=r"at 0\.\d+ a share of 0.\d+ of the predictions differs in 24 texts"):
+    with pytest.raises(ValueError, match=r"a share of 0.\d+ differing predictions in 24 texts at 0\.\d+"):
         calibrate(model, texts, tolerance=room + shares[0] / 2, thresholds=thresholds[:1], layers=[1], states="exact")
 
 

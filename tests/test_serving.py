@@ -297,7 +297,7 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone():
         (Request(prompt, options={"temprature": 1}), "options must have names of GenerationConfig, got temprature"),
         (Request(prompt, options={"temperature": -1.0, "do_sample": True}), "temperature"),
         (Request(prompt, options={"num_beams": 2}), "must have no beams"),
-        (Request(prompt, cache=two), "cache must be that of one text, got that of 2"),
+        (Request(prompt, cache=two), "cache must be of one text, got one of 2"),
         (Request(prompt, cache=read(make_model(CASE["linear-elu"]), prompt[None])), "cache must be a DynamicCache"),
         (Request(prompt, cache=StaticCache(config=model.config, max_cache_len=9)), "cache must be a DynamicCache"),
     ]

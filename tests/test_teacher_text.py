@@ -72,7 +72,7 @@ def test_a_conversion_without_text(run, teacher, tmp_path):
     command = ["convert", teacher, "--text", "teacher:3k", "--output", tmp_path / "student", *FAST]
     code, _, err = run(*command, "--dry-run")
     assert code == 2
-    assert "text must be there for a dry run, got teacher:3k" in err
+    assert "text must exist for a dry run, got teacher:3k" in err
     code, _, err = run(*command)
     assert code == 0, err
     (file,) = (tmp_path / "student-text").iterdir()

@@ -23,12 +23,12 @@ from transformers.utils.import_utils import is_tracing
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
-Growth = Literal["fixed", "log", "token"]  # of a state with the tokens read
-States = dict[str, Tensor]  # of a mixer by name, each [B, ...]
-Inputs = dict[str, Tensor]  # of a mixer by name, each [B, T, ...]
+Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
+States = dict[str, Tensor]  # states of a mixer by name, each [B, ...]
+Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
 
 
-@dataclass  # neither frozen nor a tuple: transformers' exporters walk through a cache and set what they find
+@dataclass  # neither frozen nor a tuple, since transformers' exporters set the attributes of a cache
 class State:
     """The declaration of a state of a mixer: a tensor whose first dimension is the batch, with a row for each sequence.
 
@@ -61,11 +61,11 @@ Spec = dict[str, State]
 
 @dataclass
 class Stretch:
-    """States, and the inputs that were read after them."""
+    """States, and recorded inputs that were read after them."""
 
     before: States
     inputs: list[Inputs] = field(default_factory=list)
-    num_tokens: int = 0  # of all inputs
+    num_tokens: int = 0  # tokens of all inputs
 
     def cut(self, num_tokens: int) -> None:
         """Keep the inputs of the first `num_tokens` tokens."""
@@ -131,7 +131,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _store(self, states: States) -> None:
         for name, state in states.items():
             old = self.states.get(name)
-            if old is state:  # an op has written over it
+            if old is state:  # an op has updated it in place
                 continue
             if old is not None and _alike(old, state) and not torch.is_grad_enabled():
                 old.copy_(state)
@@ -149,18 +149,18 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the states. Absent before the first write, as for transformers' own layers."""
+        """Number of rows of the states; AttributeError before the first write, as in transformers' own layers."""
         if not self.states:
             raise AttributeError("an empty memory has no batch size")
         return next(iter(self.states.values())).shape[0]
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """Whether anything was written, in the form that `Cache.has_previous_state` asks for."""
+        """Whether anything was written, in the form that `Cache.has_previous_state` expects."""
         return {0: self.is_initialized}
 
     def get_seq_length(self) -> int:
-        """Tokens seen so far."""
+        """Number of tokens seen so far."""
         return self.seen_tokens
 
     def get_max_length(self) -> int:
@@ -174,17 +174,17 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.seen_tokens + query_length, 0
 
     def fill(self, states: States, seen_tokens: int) -> None:
-        """Hold these states, of sequences of so many tokens."""
+        """Set the states, and the number of tokens that they have seen."""
         self._stop_recording()
         self.states, self.seen_tokens, self.is_initialized = states, seen_tokens, True
 
     def join(self, other: "MemoryLayer", length: int) -> None:
-        """Take in another's rows. All have a length then: what grows with the text is padded on the left."""
+        """Append the rows of another layer. States that grow with the text are left-padded to `length` tokens."""
         ours, theirs = (layer._with_room(layer.states, length) for layer in (self, other))
         self.fill({name: self._joined(name, x, theirs[name]) for name, x in ours.items()}, length)
 
     def keep_last(self, length: int) -> None:
-        """Drop all but the last tokens of what grows with the text, and places that so many tokens leave empty."""
+        """Keep the last `length` tokens of growing states, and drop entries that are empty at this length."""
         states = dict(self.states)
         for name, x in self.states.items():
             state = self.spec[name]
@@ -203,7 +203,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return torch.cat([F.pad(x, pad, value=state.absent) for x, pad in zip(both, before)])
 
     def reset(self) -> None:
-        """Forget everything; the tensors stay where they are."""
+        """Empty the memory; the tensors keep their addresses."""
         for state in self.states.values():
             state.zero_()
         self.seen_tokens, self.is_initialized = 0, False
@@ -216,7 +216,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, copies side by side."""
+        """Repeat every row; copies are adjacent."""
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
@@ -231,20 +231,20 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def activate_past_recording(self) -> None:
-        """Keep from now on what `crop` needs."""
+        """Start to record the inputs that `crop` needs."""
         self.record_past = True
         if not self.is_behind:
             self.recorded = [Stretch(self._copied())]
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Undo the last tokens; once the mixer has caught up, the recording starts anew.
+        """Undo the last tokens. When the mixer has replayed the remaining inputs, the recording starts anew.
 
         Args:
-            tokens_to_remove: how many, as a negative number.
+            tokens_to_remove: the number of tokens, as a negative number.
 
         Raises:
-            RuntimeError: if they were not recorded.
+            RuntimeError: if so many tokens were not recorded.
             ValueError: if the number is positive.
         """
         if tokens_to_remove > 0:
@@ -295,7 +295,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             stretch.before, stretch.inputs = changed(stretch.before), [changed(x) for x in stretch.inputs]
 
     def update(self, *args, **kwargs):
-        """Refused: a memory has states, not keys and values."""
+        """Not supported: a memory has states, not keys and values."""
         raise RuntimeError("a memory layer has no keys and values; use read() and write()")
 
     def lazy_initialization(self, *args, **kwargs) -> None:
@@ -327,7 +327,7 @@ class StaticMemoryLayer(MemoryLayer):
         return super()._with_room(states, torch.iinfo(torch.long).max)
 
     def reset(self) -> None:
-        """Forget everything; the tensors stay where they are."""
+        """Empty the memory; the tensors keep their addresses."""
         seen = self.seen_tokens.zero_()
         super().reset()
         self.seen_tokens = seen
@@ -340,7 +340,7 @@ def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, *
     present = attention_mask[:, -inputs_embeds.shape[1] :]
     if not is_tracing(present) and present.all():
         return None
-    return present.contiguous()  # else strides grow with the past, and compiled graphs with them
+    return present.contiguous()  # or its strides change with the past, and graphs are recompiled
 
 
 STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer

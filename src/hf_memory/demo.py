@@ -1,4 +1,4 @@
-"""The demo: train a small Llama on Python's own documentation, convert it, compare the two. Offline, in minutes."""
+"""The demo: trains a small Llama on Python's documentation, converts it, and compares both; offline, in minutes."""
 
 import copy
 import re
@@ -32,9 +32,9 @@ from hf_memory.conversion import (
 from hf_memory.evaluation import measure
 
 END = "<|endoftext|>"
-SECTION = 4000  # characters of text that are held out, or not, together
-WRAPPED = 50  # a line longer than this is taken to end where the page does
-HELD_OUT = 10  # one section in so many
+SECTION = 4000  # characters of a section, which is held out as a whole or not at all
+WRAPPED = 50  # a longer line is assumed to end because of the page width
+HELD_OUT = 10  # every tenth section is held out
 PROMPTS = ("When a function is called", "A class definition", "If an exception is raised")
 
 
@@ -53,7 +53,7 @@ SETTINGS = Settings()
 
 
 class Corpus(NamedTuple):
-    """The text of the demo as tokens, and what made them."""
+    """The text of the demo as tokens, and the tokenizer."""
 
     tokenizer: PreTrainedTokenizerFast
     training: Tensor  # [T]
@@ -61,7 +61,7 @@ class Corpus(NamedTuple):
 
 
 class Demo(NamedTuple):
-    """What the demo made."""
+    """The results of the demo."""
 
     teacher: PreTrainedModel
     student: PreTrainedModel
@@ -70,7 +70,7 @@ class Demo(NamedTuple):
 
 
 def sections() -> list[str]:
-    """The language reference, each paragraph once, since its topics quote each other; in sections of equal size."""
+    """The language reference in sections of equal size; paragraphs that occur in several topics appear once."""
     quoted = chain.from_iterable(re.split(r"\n *\n", text.strip("\n")) for text in topics.values())
     texts = [""]
     for paragraph in dict.fromkeys(map(unwrap, quoted)):
@@ -81,14 +81,14 @@ def sections() -> list[str]:
 
 
 def unwrap(paragraph: str) -> str:
-    """Prose on one line: where a line ends says nothing worth learning. Code keeps its lines."""
+    """Join the lines of prose, whose breaks have no meaning; code keeps its lines."""
     lines = paragraph.split("\n")
     is_prose = all(len(line) > WRAPPED for line in lines[:-1])
     return lines[0] + "".join(" " + line.strip() for line in lines[1:]) if is_prose else paragraph
 
 
 def make_corpus(vocab_size: int, texts: list[str]) -> Corpus:
-    """Hold out every tenth text, train a byte-level BPE on the others, and read both."""
+    """Hold out every tenth text, train a byte-level BPE on the others, and tokenise both."""
     held_out = texts[HELD_OUT // 2 :: HELD_OUT]
     training = [text for text in texts if text not in held_out]
     bpe = Tokenizer(models.BPE())
@@ -125,7 +125,7 @@ def make_teacher(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Llam
     teacher.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.5,
-        repetition_penalty=1.1,  # so small a model runs in circles without it
+        repetition_penalty=1.1,  # without it so small a model repeats itself
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -133,7 +133,7 @@ def make_teacher(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Llam
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for the matrices of the layers, AdamW for the rest: reaches AdamW's loss in half the steps here."""
+    """Muon for the matrices of the layers, AdamW for the rest; here it needs half as many steps as AdamW alone."""
 
     def __init__(self, model: nn.Module, lr: float):
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -146,20 +146,20 @@ class MuonWithAdamW(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # schedulers write to these
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # schedulers change these
 
     @torch.no_grad()
     def step(self, closure=None) -> None:  # type: ignore[override]
-        """One step of both."""
+        """One step of both optimizers."""
         for part in self.parts:
             part.step()
 
     def state_dict(self) -> dict:
-        """The states of both."""
+        """The states of both optimizers."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over the states of both."""
+        """Load the states of both optimizers."""
         for part, state in zip(self.parts, state_dict["parts"]):
             part.load_state_dict(state)
         self._share_groups()
@@ -192,7 +192,7 @@ def run_demo(
     optimizer = MuonWithAdamW(teacher, settings.teacher.learning_rate)
     losses = {"teacher": train(teacher, tokens, settings.teacher, name="teacher", optimizer=optimizer, run=run)}
     made = convert(teacher, tokens, plan, run)
-    control = copy.deepcopy(teacher)  # what the distillation's steps give to a teacher that is not converted
+    control = copy.deepcopy(teacher)  # a teacher that trains for as many steps as the student
     train(control, tokens, settings.distillation, name="control", seed=1, run=run)
     rows = [measure("teacher", teacher, held_out, None, max_tokens=None, report=run.report)]
     for name, model in (("control", control), ("student", made.student)):

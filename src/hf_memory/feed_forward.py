@@ -1,4 +1,4 @@
-"""Feed-forward networks of a layer by name. Each is a class of (config) and maps [B, T, hidden_size] to the same."""
+"""Feed-forward networks by name. Each is a module made from a config, from [B, T, hidden_size] to the same shape."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from transformers import initialization as init
 from hf_memory.layers import SwiGLU
 from hf_memory.ops.product_keys import best_slots
 
-ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> sums: what a model's `MemoryValues` does
+ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> weighted sums of values
 
 
 class MemoryValues(nn.EmbeddingBag):
-    """A table with a value for each slot, that all memory layers of a model share."""
+    """A table with a value for each slot; all memory layers of a model share it."""
 
     def __init__(self, config):
         sparse = config.sparse_memory_gradients
@@ -22,24 +22,24 @@ class MemoryValues(nn.EmbeddingBag):
 
     @property
     def new_part(self) -> nn.Module:
-        """It has the learning rate of new parts in a conversion."""
+        """The whole table, so that it has the learning rate of new parts in a conversion."""
         return self
 
     def init_own_parameters(self) -> None:
-        """Values of unit length."""
+        """Values start with unit length on average."""
         init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        """Sums [B, T, hidden_size] of the values in slots [B, T, n], times weights [B, T, n]."""
+        """Sums [B, T, hidden_size] of the values of slots [B, T, n], weighted by [B, T, n]."""
         weights = weights.flatten(0, 1).to(self.weight.dtype)
         return super().forward(slots.flatten(0, 1), per_sample_weights=weights).unflatten(0, slots.shape[:2])
 
 
 class ProductKeyMemory(nn.Module):
-    """W_o (y silu(W_g x)), y = sum over heads and their best slots i of softmax(q . k)_i v_i, q = W_q x.
+    """W_o (y silu(W_g x)),   y = sum over heads and their best slots i of softmax(q . k)_i v_i,   q = W_q x.
 
-    Memory+ of https://arxiv.org/abs/2412.09764; product keys are of https://arxiv.org/abs/1907.05242. Time grows with
-    the root of the number of slots. It has no state: what it knows was learned in training.
+    This is Memory+ of https://arxiv.org/abs/2412.09764, with product keys of https://arxiv.org/abs/1907.05242. Time
+    grows with the square root of the number of slots. It has no state: its content is learned in training.
     """
 
     def __init__(self, config):
@@ -53,20 +53,20 @@ class ProductKeyMemory(nn.Module):
 
     @property
     def new_part(self) -> nn.Module:
-        """All of it, since no Transformer has one."""
+        """The whole module, since no teacher has one."""
         return self
 
     def init_own_parameters(self) -> None:
-        """Keys uniform, with variance 2 / (3 K)."""
+        """Keys are uniform with variance 2 / (3 K)."""
         bound = self.keys.shape[-1] ** -0.5
         init.uniform_(self.keys, -bound, bound)
 
     def start_open(self, half_life: int) -> None:
-        """Start with an output of zero, so that a student begins as if it were not there."""
+        """Start with an output of zero, so that a student starts as without it."""
         self.o_proj.weight.zero_()
 
     def forward(self, hidden_states: Tensor, read_values: ReadValues) -> Tensor:
-        """[B, T, hidden_size] -> the same."""
+        """[B, T, hidden_size] -> [B, T, hidden_size]."""
         q = self.q_proj(hidden_states).unflatten(-1, (self.keys.shape[1], -1))
         scores, slots = best_slots(q, self.keys.to(q.dtype), self.top_k)
         weights = scores.softmax(-1, dtype=torch.float32)
@@ -75,14 +75,14 @@ class ProductKeyMemory(nn.Module):
 
 
 class SwiGLUAndMemory(SwiGLU):
-    """The sum of both."""
+    """The sum of a SwiGLU MLP and a memory layer."""
 
     def __init__(self, config):
         super().__init__(config)
         self.memory = ProductKeyMemory(config)
 
     def forward(self, hidden_states: Tensor, read_values: ReadValues) -> Tensor:  # type: ignore[override]
-        """[B, T, hidden_size] -> the same."""
+        """[B, T, hidden_size] -> [B, T, hidden_size]."""
         return super().forward(hidden_states) + self.memory(hidden_states, read_values)
 
 
@@ -91,7 +91,7 @@ FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
     "memory": ProductKeyMemory,
     "mlp_and_memory": SwiGLUAndMemory,
 }
-WITH_MEMORY = ("memory", "mlp_and_memory")  # are given `ReadValues` too
+WITH_MEMORY = ("memory", "mlp_and_memory")  # these also take `read_values`
 
 
 def parameter_groups(model: nn.Module, values_learning_rate: float = 1e-3) -> list[dict]:

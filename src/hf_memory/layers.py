@@ -1,4 +1,4 @@
-"""Parts that mixers and blocks share. What transformers has, we take from it."""
+"""Layers that mixers and blocks share; many come from transformers."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, also in part
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
 
 __all__ = [
     "GroupRMSNorm",
@@ -25,20 +25,20 @@ __all__ = [
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32, or float64 where it is."""
+    """x in float64 if it is float64, else in float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension, in float32; 1e-6 under the root keeps zero at zero."""
+    """x / sqrt(|x|^2 + 1e-6) over the last dimension, computed in float32; zero stays zero."""
     return (wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class RMSNorm(LlamaRMSNorm):
-    """Llama's, in one call."""
+    """Llama's RMS norm, in one PyTorch call."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., channels] -> the same."""
+        """[..., channels] -> [..., channels]."""
         shape, eps = self.weight.shape, self.variance_epsilon
         if hidden_states.dtype != self.weight.dtype:  # under autocast
             return self.weight * F.rms_norm(hidden_states, shape, eps=eps)
@@ -53,28 +53,28 @@ class GroupRMSNorm(RMSNorm):
         self.groups = groups
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., channels] -> the same."""
+        """[..., channels] -> [..., channels]."""
         parts = hidden_states.unflatten(-1, (self.groups, -1))
         return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.variance_epsilon).flatten(-2)
 
 
 class ShortConvolution(nn.Module):
-    """Each channel's weighted sum of its last W tokens."""
+    """A causal depthwise convolution: for each channel a weighted sum over the last W tokens."""
 
     def __init__(self, channels: int, kernel_size: int, bias: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, kernel_size))  # the present token last
+        self.weight = nn.Parameter(torch.empty(channels, kernel_size))  # the current token is last
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def init_own_parameters(self) -> None:
-        """Uniform, with variance 1 / (3 W): what a depthwise Conv1d starts from."""
+        """Uniform with variance 1 / (3 W), as PyTorch initialises a depthwise Conv1d."""
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             init.zeros_(self.bias)
 
     def start_open(self, half_life: int) -> None:
-        """The present token passes as it is."""
+        """Start as the identity."""
         self.weight.zero_()[:, -1] = 1
         if self.bias is not None:
             self.bias.zero_()
@@ -102,7 +102,7 @@ class ShortConvolution(nn.Module):
         )
 
     def _sums(self, context: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Over the W - 1 tokens before each and itself, without those before its own packed sequence, in float32.
+        """The weighted sums over each token and the W - 1 tokens before it in the same packed sequence, in float32.
 
         [B, W - 1 + T, channels] -> [B, T, channels]. On the CPU this takes a sixth of the time of a convolution.
         """
@@ -123,9 +123,9 @@ class ShortConvolution(nn.Module):
 def token_before(
     x: Tensor, state: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The token before each of x [B, T, channels] in its sequence, zeros before the first, and the last one of x.
+    """The previous token of each of x [B, T, channels] in its sequence, zero for the first, and the state.
 
-    The arguments and the state [B, 1, channels] are those of a `ShortConvolution` over two tokens.
+    The state [B, 1, channels] is the last token of x. The arguments are those of a `ShortConvolution` over two tokens.
     """
 
     def before(context: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def token_before(
 def _over_last_tokens(
     f: Callable[[Tensor], Tensor], W: int, x: Tensor, state: Tensor | None, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What f makes of the W - 1 tokens before x and x [B, W - 1 + T, channels], and the last W - 1 after it.
+    """f applied to the W - 1 tokens before x and x [B, W - 1 + T, channels], and the last W - 1 tokens as the state.
 
-    Padding stands apart: f sees the tokens of each row without it, and its results are zero there.
+    f sees the tokens of each row without padding; results at padding are zero.
     """
     B, T, channels = x.shape
     if state is None:
@@ -150,7 +150,7 @@ def _over_last_tokens(
     context = torch.cat([state.to(x.dtype), x], dim=1)
     y = f(context).to(x.dtype)
     if attention_mask is None:
-        return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view keeps all of the context alive
+        return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view would keep all of it in memory
     last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
     state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
     return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state
@@ -159,9 +159,9 @@ def _over_last_tokens(
 def last_tokens(
     x: Tensor, W: int, state: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The W tokens [B, T, W, channels] up to each of x [B, T, channels], zero before a sequence begins; and the state.
+    """The last W tokens [B, T, W, channels] at each token x [B, T, channels], zero before a sequence; and the state.
 
-    Args as `ShortConvolution` has them; the present token is the last one.
+    The arguments are those of `ShortConvolution`; the token itself comes last.
     """
 
     def windows(context: Tensor) -> Tensor:
@@ -177,19 +177,19 @@ def last_tokens(
 
 
 def places(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Where each of T tokens is in its own packed sequence [T]."""
+    """The position [T] of each of T tokens in its packed sequence."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
 
 
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row [B, T, ...] with its padding moved to the end, and where each token came from [B, T]."""
+    """x [B, T, ...] with the padding of each row moved to the end, and the original places of the tokens [B, T]."""
     order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
     return x.gather(1, _wide(order, x)), order
 
 
 def in_their_places(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `real_tokens_first`."""
+    """The inverse of `real_tokens_first`."""
     return torch.zeros_like(x).scatter(1, _wide(order, x), x)
 
 

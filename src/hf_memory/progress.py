@@ -1,4 +1,4 @@
-"""Progress reports of long work."""
+"""Progress reports of long tasks."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ class Progress(NamedTuple):
     task: str
     done: int
     total: int
-    tokens: int = 0  # read in each of these
+    tokens: int = 0  # tokens read in each step
     loss: float | None = None
 
 

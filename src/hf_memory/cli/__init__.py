@@ -1,4 +1,4 @@
-"""The commands of `hf-memory`, a file each; `hf_memory_cli` names them, and imports the one that is called."""
+"""The commands of `hf-memory`, one in each file; `hf_memory_cli` lists them, and imports the one that is called."""
 
 import sys
 from importlib import import_module
@@ -13,11 +13,11 @@ from hf_memory_cli import app
 
 __all__ = ["app", "explain", "load"]
 
-EXPECTED = (ValueError, OSError, StrictDataclassError, SafetensorError)  # what wrong input may raise
+EXPECTED = (ValueError, OSError, StrictDataclassError, SafetensorError)  # errors that wrong input can cause
 
 
 def load(name: str):
-    """The command of this name."""
+    """The command with a given name."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     function = name.replace("-", "_")
@@ -27,7 +27,7 @@ def load(name: str):
 
 
 def explain(error: Exception) -> None:
-    """End the process with a sentence about wrong input; what is our own mistake is raised again."""
+    """End the process with one sentence about wrong input; other errors are raised again, with a traceback."""
     if not isinstance(error, EXPECTED):
         raise error
     errors.print("Error: ", style="red", end="")
@@ -36,7 +36,7 @@ def explain(error: Exception) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first paragraph of a message, on one line, without the errors that it went through."""
+    """The first paragraph of a message on one line, without names of exceptions."""
     text = " ".join(str(error).split("\n\n")[0].split())
     text = text.rpartition("Error: ")[2] or type(error).__name__
-    return f"a file of weights is damaged or was cut: {text}" if isinstance(error, SafetensorError) else text
+    return f"a file of weights is damaged or incomplete: {text}" if isinstance(error, SafetensorError) else text

@@ -26,7 +26,7 @@ def chat(
         Path | None, typer.Option(help="File that holds the memory: loaded if it exists, and saved at the end.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 200,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 200,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -54,7 +54,7 @@ def chat(
 
 def _talk(conversation: Conversation) -> None:
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end a talk
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 must not end the chat
     while line := _line():
         if line == RESET:
             conversation.reset()
@@ -73,13 +73,13 @@ def _line() -> str:
     try:
         return console.input("> ")
     except EOFError:
-        console.out("")  # the end of the line that nobody typed
+        console.out("")  # end the line of the prompt
         return ""
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Raise SystemExit where a signal would end the process at once."""
+    """Raise SystemExit on signals that would end the process without saving the memory."""
 
     def end(number, frame):
         raise SystemExit(128 + number)

@@ -111,7 +111,7 @@ def convert(
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    """What the flags say; of a stage's schedule, the command line wins over the file."""
+    """The recipe that the flags describe. For schedules, the command line takes precedence over the file."""
     given, in_file = context.params, context.default_map or {}
     schedules: dict[str, Any] = {
         name: read_schedule(name, default, [*in_file.get(name, ()), *(given[name] or ())])
@@ -131,9 +131,9 @@ def _servable(to: str) -> dict:
 
 
 def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
-    """The student, which is saved, and how it compares with its teacher; None in all processes but the first."""
+    """Convert, save the student, and compare it with its teacher; None in all processes except the first."""
     model = conversion.load_teacher(teacher)
-    processes = conversion.processes()  # each has its own device from here on
+    processes = conversion.processes()  # from here on, each process has its own device
     place, bits = device(), job.plan.bits
     quantized = None if bits is None else conversion.load_quantized(teacher, bits, place)
     model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion
 
 
 def _print_ranking(made: Conversion) -> None:
-    title = "attention in one layer only, before distillation; recall less KL decides"
+    title = "with attention in one layer only, before distillation; ranked by recall minus KL"
     rows = Table(*conversion.PLACEMENT_HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     for row in conversion.placement_table(made.ranking, made.plan.kept):
         rows.add_row(*row)

@@ -26,7 +26,7 @@ from hf_memory.evaluation.tasks import WINDOW
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
 ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
-SETTINGS = ("lengths", "samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # that figures depend on
+SETTINGS = ("lengths", "samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # figures depend on these
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
@@ -71,7 +71,7 @@ def evaluate(
     held_out: HeldOut = False,
     measure_tokens: MeasureTokens = 2**16,
     prompts: Prompts = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48,
     lm_eval: LmEval = None,
     output: Output = Path("evaluation"),
     device: Device = None,
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def _identity(tokens: Tensor, models: dict[str, tuple], against: str | None) -> dict[str, str | None]:
-    """What tells this evaluation from one of another text or teacher, or on another device."""
+    """Further settings on which results depend: text, teacher and device."""
     (loaded, _), *_ = models.values()
     teacher = against and model_fingerprint(loaded)
     return {"text": tokens_fingerprint(tokens), "against": teacher, "device": loaded.device.type}
@@ -129,7 +129,7 @@ def _numbers(lengths: str) -> tuple[int, ...]:
 def _check_vocabularies(models: dict[str, tuple]) -> None:
     first, *others = (tokenizer.get_vocab() for _, tokenizer in models.values())
     if any(other != first for other in others):
-        raise ValueError(f"against must be a model with the same tokens, got {next(iter(models))} with others")
+        raise ValueError(f"against must be a model with the same tokenizer, got {next(iter(models))} with another one")
 
 
 def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable
 
 
 def _show(known: dict[str, Any]) -> None:
-    """The table, and answers side by side."""
+    """Print the table, and the answers side by side."""
     names = [Path(name).name for name in known["models"]]
     rows = Table(*record.HEADER, *names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=TITLE)
     before = None

@@ -63,7 +63,7 @@ def fine_tune(
 
 
 def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedModel, list, list] | None:
-    """The model, its losses, and how it was before and after; None in all processes but the first."""
+    """The trained model, its losses, and measurements before and after; None in all processes except the first."""
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from hf_memory.decoding import Datastore, NearestNeighbours
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub name.")],
+    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.", min=1)] = 100,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.", min=1)] = 100,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,

@@ -16,7 +16,7 @@ from hf_memory.evaluation import bytes_per_token, cache_bytes, kv_cache_bytes, l
 CONTEXTS = (1024, 8192, 32768, 131072)
 
 
-def info(model: Annotated[str, typer.Argument(help="Folder or Hub name; its weights are not loaded.")]) -> None:
+def info(model: Annotated[str, typer.Argument(help="Folder or Hub name of a model; weights are not loaded.")]) -> None:
     """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer."""
     config = load_config(found(model))
     with torch.device("meta"):

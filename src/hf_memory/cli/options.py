@@ -16,7 +16,7 @@ SOURCES = (
 
 
 def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Let a YAML file give what the command line does not; the names are those of the flags."""
+    """Take values from a YAML file for flags that are not on the command line; names are those of the flags."""
     if file is not None:
         context.default_map = read_flags(file, context.command.params)
     return file
@@ -26,7 +26,7 @@ Option = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
 ]
 Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the text to read; default: all.", min=1)]
+MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
 MeasureTokens = Annotated[int, typer.Option(help="Held-out tokens on which the models are compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
 LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
@@ -48,7 +48,7 @@ Config = Annotated[
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
-    """name=value of a config, the value read as a number, true or false where it is one, or as a list [a, b]."""
+    """Parse name=value pairs; a value can be a number, true, false, a list [a, b], or otherwise a string."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -72,7 +72,7 @@ def _value(text: str) -> bool | int | float | str | list:
 
 
 def found(model: str) -> str:
-    """A folder that exists, or the name of a model in the cache or on the Hub, which is asked once and not for long."""
+    """Check that a model is an existing folder, or a name in the Hub's cache or on the Hub, with a short timeout."""
     if Path(model).is_dir():
         return model
     wanted = f"model must be a folder that exists or the name of a repository on the Hub, got {model}"

@@ -1,4 +1,4 @@
-"""Progress reports: bars on a terminal; in a log, a line every minute or every tenth of a task."""
+"""Progress reports: bars on a terminal; elsewhere a line every minute or every tenth of a task."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ class Bars:
         self.of_task: dict[str, tuple] = {}
 
     def __call__(self, now: Progress) -> None:
-        """Advance the task's bar, or add one."""
+        """Advance the bar of a task, or add one."""
         bar, done = self.of_task.get(now.task, (None, 0))
         if bar is None or now.done < done:
             bar = self.bars.add_task(now.task, loss="")
@@ -43,14 +43,14 @@ class Bars:
 
 
 class Lines:
-    """A line of text at times."""
+    """Prints a line from time to time."""
 
     def __init__(self) -> None:
         self.first, self.last = Progress("", 0, 0), Progress("", 0, 0)
         self.began = self.last_line = 0.0
 
     def __call__(self, now: Progress) -> None:
-        """Print a line, if it is time."""
+        """Print a line if the last one was long ago."""
         moment = time.monotonic()
         if now.task != self.last.task or now.done < self.last.done:
             self.first = self.last = now

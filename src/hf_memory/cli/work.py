@@ -1,4 +1,4 @@
-"""What convert, fine-tune and demo share: checking arguments, reading a text, comparing and writing models."""
+"""Functions that convert, fine-tune and demo share: check arguments, read text, compare and write models."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,19 +25,19 @@ from hf_memory.evaluation import measure
 from hf_memory.export import find_target
 from hf_memory.progress import Progress
 
-MINIMUM = 2560  # tokens of a text, so that there is a window to compare two models on in the last tenth
-MAXIMUM = 2**18  # tokens to compare models on, however long a text is
+MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
+MAXIMUM = 2**18  # largest number of held-out tokens
 
 
 class Job(NamedTuple):
-    """A checked plan, and all that it needs except the model."""
+    """A checked plan with all that it needs, except the model."""
 
     plan: Plan
     run: Run
     tokenizer: Any
-    tokens: Tensor  # [T] to learn on
-    held_out: Tensor  # [T] to compare models on
-    measure_tokens: int  # of them, that each reads for it
+    tokens: Tensor  # [T], the training text
+    held_out: Tensor  # [T], the held-out text
+    measure_tokens: int  # number of held-out tokens to compare models on
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
         """Measure a model, and compare it with a teacher if there is one."""
@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
-    """Check that a command can do what its flags say, and read its text."""
+    """Check the flags of a command, and read its text."""
     given = context.params
     training = read_pairs(given["arguments"])
     run = Run(given["checkpoints"], given.get("teacher_logits"), report=report, training=training)
@@ -60,12 +60,12 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     conversion.check_run(plan, run, **output)
     if given.get("servable"):
         find_target(plan.student)  # type: ignore[arg-type]
-    tokenizer = conversion.load_tokenizer(model)  # only now: to read the text may take long
+    tokenizer = conversion.load_tokenizer(model)  # after the checks, since reading a text may take long
     text = [_written(source, context, model, tokenizer, report) for source in given["text"]]
     tokens = conversion.read_tokens(text, tokenizer, limit=given["max_tokens"], report=report)
     tokens, held_out = split(tokens)
     plan = conversion.resolve(recipe, config, tokens)
-    if not given["dry_run"]:  # which may be on another machine
+    if not given["dry_run"]:  # a dry run may be on another machine
         conversion.check_space(plan, run, output=given["output"])
     return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"])
 
@@ -76,7 +76,7 @@ def _written(source: str, context: typer.Context, model: str, tokenizer, report:
     if asked is None:
         return source
     if context.params["dry_run"]:
-        raise ValueError(f"text must be there for a dry run, got {source}, which the teacher would write")
+        raise ValueError(f"text must exist for a dry run, got {source}, which the teacher would have to generate")
     output, (num_tokens, prompts) = context.params["output"], asked
     folder, seed, teacher = (
         output.with_name(f"{output.name}-text"),
@@ -129,8 +129,8 @@ def finish(
 
 @contextmanager
 def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator[Path]:
-    """A folder to write a result to, which is there whole or not at all."""
-    goes_on = f"the same command goes on from {checkpoints}" if checkpoints else "with --checkpoints it would go on"
+    """A context with a folder to write a result to; the result exists completely or not at all."""
+    goes_on = f"the same command resumes from {checkpoints}" if checkpoints else "--checkpoints makes a run resumable"
     with (
         written("result", output, f"what was there is unchanged, and {goes_on}"),
         conversion.new_folder(output, overwrite=overwrite) as folder,
@@ -139,7 +139,7 @@ def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator
 
 
 def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows: list, model: str):
-    """What is known of a model that a command has made from another."""
+    """The results of a command that has made a model from another one."""
     text = ", ".join(Path(x).name if Path(x).exists() else x for x in context.params["text"])
     file, training = conversion.find_gguf(model), job.run.training
     name = model if file is None else file.name
@@ -150,7 +150,7 @@ def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows:
 
 
 def device() -> str:
-    """Where models run."""
+    """The device on which models run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -180,7 +180,7 @@ def print_results(results: conversion.Results) -> None:
 
 
 def how_to_load(folder: Path) -> str:
-    """How to load and use the model, as text."""
+    """A text that says how to load and use the model."""
     return f"""
 Wrote {folder}. To use it:
 

@@ -1,4 +1,4 @@
-"""What generate and chat have in common: flags of sampling, a model that writes, and its tokens on the terminal."""
+"""Functions that generate and chat share: flags for sampling, loading a model, and printing its tokens."""
 
 import time
 from typing import Annotated
@@ -39,14 +39,14 @@ def sampling(temperature: float | None, top_p: float | None, top_k: int | None, 
 
 
 def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, ready to write."""
+    """Load a model and its tokenizer."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's words for devices that it does not know, or has not
-        raise ValueError(f"device must be one that torch finds here, got {device}: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # torch raises these for unknown or missing devices
+        raise ValueError(f"device must be available to torch, got {device}: {error}") from error
     if conversion.find_gguf(model) is not None:
         loaded = conversion.load_teacher(model).eval()
         loaded = loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
@@ -56,32 +56,32 @@ def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, P
 
 
 class Writer(TextStreamer):
-    """Shows tokens as text when they come, and knows how fast they came."""
+    """Prints tokens as text as soon as they are generated, and measures their speed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_special_tokens=True)
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """Tokens of a prompt [1, T], or a new one [1]."""
+        """Take the tokens of a prompt [1, T], or a new token [1]."""
         if value.ndim == 1:
             self.times.append(time.perf_counter())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Text that no later token changes."""
+        """Print text that later tokens cannot change."""
         console.out(visible(text), end="\n" if stream_end else "")
         console.file.flush()
 
     def say_speed(self) -> None:
-        """Tokens a second, apart from the text."""
+        """Print the number of tokens per second to stderr."""
         if len(self.times) > 1:
             rate = (len(self.times) - 1) / (self.times[-1] - self.times[0])
             errors.out(f"{len(self.times)} tokens, {rate:.1f} tokens/s")
 
 
 def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, **options) -> Writer:
-    """Show a prompt and what a model writes after it; the options are those of `generate`."""
+    """Print a prompt and the model's continuation; the options are those of `generate`."""
     read = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not read["input_ids"].numel():
         raise ValueError(f"prompt must have at least one token, got {prompt!r}")

@@ -1,4 +1,4 @@
-"""Other ways to decode any causal language model of transformers, ours or not: beside a datastore, or leaving early."""
+"""Decoding of any causal language model of transformers with a datastore (kNN-LM, SPALM), or with early exit (CALM)."""
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, build_datastore
 from hf_memory.decoding.early_exit import EarlyExit

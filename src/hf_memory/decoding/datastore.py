@@ -1,7 +1,7 @@
-"""A datastore: what a model made of each place of a text, and the token that came next. It is a folder on disk.
+"""A datastore: a folder with a hidden state for each position of a text (the key), and the token that came next.
 
-`keys.bin` has the keys [N, D], `tokens.bin` the tokens [N], `datastore.json` says what they are, and `index.faiss`, if
-it is there, is searched instead of all keys. Nothing is read before it is needed: files are mapped into memory.
+`keys.bin` has the keys [N, D], `tokens.bin` the tokens [N], `datastore.json` their description. If there is an
+`index.faiss`, it is searched instead of all keys. Files are memory-mapped, so nothing is read before it is needed.
 """
 
 import json
@@ -22,23 +22,26 @@ from hf_memory.serving.memory_file import fingerprint
 
 FORMAT = "hf_memory datastore 1"
 KEYS, TOKENS, HEADER, INDEX = "keys.bin", "tokens.bin", "datastore.json", "index.faiss"
-SLICE = 2**24  # numbers that a search holds at a time
-SAMPLE = 2**18  # keys from which an index learns
-PROBES = 32  # lists of an inverted file that are searched
+SLICE = 2**24  # numbers that a search holds in memory at once
+SAMPLE = 2**18  # keys on which an index is trained
+PROBES = 32  # lists of an inverted file index that are searched
 
 
 class Neighbours(NamedTuple):
-    """What is nearest to each query, nearest first; where an index finds fewer than k, the distance is infinite."""
+    """The nearest keys of each query, nearest first; if an index finds fewer than k, other distances are infinite."""
 
     distances: Tensor  # [n, k], squared Euclidean
-    tokens: Tensor  # [n, k], that came next
+    tokens: Tensor  # [n, k], the tokens that came next
 
 
 class Datastore:
-    """Keys and tokens of a folder that `build_datastore` has made.
+    """A datastore in a folder that `build_datastore` has written.
+
+    Args:
+        folder: the folder.
 
     Raises:
-        ValueError: if the folder is none or is damaged.
+        ValueError: if it is not the folder of a datastore, or is damaged.
         OSError: if it cannot be read.
     """
 
@@ -56,7 +59,7 @@ class Datastore:
 
     @torch.no_grad()
     def nearest(self, queries: Tensor, k: int) -> Neighbours:
-        """The k nearest keys of each query [n, D]; distances are exact, whatever found them."""
+        """The k nearest keys of each query [n, D]; distances are exact also if an index is searched."""
         find = self._search if self.index is None else self._ask_index
         found = find(queries, min(k, len(self)))
         places = found.clamp(min=0).cpu()
@@ -68,12 +71,12 @@ class Datastore:
         return Neighbours(torch.cat(distances).masked_fill(found < 0, torch.inf), tokens)
 
     def _search(self, queries: Tensor, k: int) -> Tensor:
-        """[n, k] places of the nearest keys, found by looking at all of them."""
+        """[n, k], positions of the nearest keys, by an exact search."""
         best = queries.new_empty(len(queries), 0)
         places = best.long()
         for start, keys in zip(*self._slices(max(queries.shape))):
             keys = keys.to(queries)
-            far = keys.square().sum(-1) - 2 * queries @ keys.T  # less the query's own square
+            far = keys.square().sum(-1) - 2 * queries @ keys.T  # without the square of the query
             near = far.topk(min(k, len(keys)), largest=False)
             both = torch.cat([best, near.values], dim=1), torch.cat([places, near.indices + start], dim=1)
             best, order = both[0].topk(min(k, both[0].shape[1]), largest=False)
@@ -115,7 +118,7 @@ class Datastore:
         return index
 
     def add_index(self, description: str) -> None:
-        """Let faiss make an index of the keys; see `build_datastore`."""
+        """Add an index of faiss for the keys; see `build_datastore`."""
         faiss = _faiss()
         try:
             index = faiss.index_factory(self.keys.shape[1], description)
@@ -141,20 +144,20 @@ def build_datastore(
     index: str | None = None,
     report: Callable[[Progress], None] = silent,
 ) -> Datastore:
-    """Let a model read a text, and keep a key for each token and the token that comes next.
+    """Read a text with a model, and store a key for each token together with the token that comes next.
 
     The key is the input of the last layer's feed-forward network, after its norm, as in https://arxiv.org/abs/1911.00172.
 
     Args:
         model: any causal language model of transformers.
-        tokens: [T] of the text, at least two.
-        folder: a new folder. It is written under another name, and gets its own when it is complete.
-        length: tokens of the windows that the model reads, which overlap by half, so that each key knows at least half
-            a window of text before it, except those at the beginning.
-        dtype: of the keys.
+        tokens: [T], the text, at least two tokens.
+        folder: a new folder. It has a temporary name until it is complete.
+        length: tokens of the windows that the model reads. They overlap by half, so that the model has read at least
+            half a window before each key, except at the beginning of the text.
+        dtype: dtype of the keys.
         module: the name of the module whose input is the key; default: the last layer's feed-forward network.
-        index: a description for `faiss.index_factory`, such as "IVF4096,PQ64"; it needs faiss (extra `retrieval`). By
-            default there is no index, and a search looks at all keys.
+        index: a description for `faiss.index_factory`, such as "IVF4096,PQ64", which needs faiss (extra `retrieval`).
+            By default there is no index, and a search compares with all keys.
         report: is called with the progress.
 
     Raises:
@@ -189,19 +192,19 @@ def build_datastore(
 
 
 def key_module(model: PreTrainedModel) -> str:
-    """The name of the module whose input is a key by default: the last layer's feed-forward network."""
+    """The name of the module whose input is the key by default: the last layer's feed-forward network."""
     wanted = feed_forward(decoder_layers(model)[-1])
     if wanted is None:
         raise ValueError(
-            f"module must be given for {type(model).__name__}, whose last layer has no feed-forward network; its norm "
-            "before the head is a choice"
+            f"module must be given for {type(model).__name__}, whose last layer has no feed-forward network; "
+            "the norm before the head is a good choice"
         )
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
 @contextmanager
 def inputs_of(model: PreTrainedModel, module: str) -> Iterator[list[Tensor]]:
-    """A list that holds the latest input [B, T, D] of a module while the context lasts.
+    """A context with a list that holds the latest input [B, T, D] of a module.
 
     Raises:
         ValueError: if the model has no such module.
@@ -219,7 +222,7 @@ def inputs_of(model: PreTrainedModel, module: str) -> Iterator[list[Tensor]]:
 
 
 def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> list[int]:
-    """Write all keys and tokens; returns the shape of the keys."""
+    """Write all keys and tokens, and return the shape of the keys."""
     width, last, was_training = 0, len(tokens) - 1, model.training
     model.eval()
     try:
@@ -228,7 +231,7 @@ def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, mo
                 model.base_model(tokens[None, window].to(model.device), use_cache=False)
                 keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
                 if not keys.isfinite().all():
-                    raise ValueError(f"dtype must be able to hold the keys, got {dtype}, which cannot")
+                    raise ValueError(f"dtype must have the range of the keys, got {dtype}, in which some are infinite")
                 width = keys.shape[-1]
                 keys.view(torch.uint8).numpy().tofile(keys_file)
                 report(Progress("reading into the datastore", window.stop, last, 1))
@@ -239,7 +242,7 @@ def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, mo
 
 
 def windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
-    """Windows of at most `length` of the first tokens, each with how many at its end have not been in one before."""
+    """Windows of at most `length` of the first `last` tokens, each with the number of its tokens that are new."""
     stride = length // 2
     for start in range(0, last, stride):
         stop = min(start + stride, last)
@@ -247,7 +250,7 @@ def windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
 
 
 def _rows(width: int) -> int:
-    """How many rows of this width a search may hold."""
+    """The number of rows of this width that a search may hold in memory."""
     return max(1, SLICE // width)
 
 

@@ -1,7 +1,7 @@
-"""Early exit: a token leaves the model after the first layer where its prediction is sure.
+"""Early exit: a token leaves the model after the first layer at which its prediction is confident.
 
-The layers above still need the token's keys, values or state updates, since later tokens may go higher. They compute
-them from the hidden state that the token left with; what makes their output alone is skipped.
+The layers above still need the token's keys, values or state updates, since later tokens may use them. They compute
+these from the hidden state with which the token left, and skip all that only their output needs.
 
 https://arxiv.org/abs/2207.07061 (CALM).
 """
@@ -25,29 +25,29 @@ STATES = ("copied", "exact")
 
 
 class EarlyExit:
-    """Lets tokens leave a model early until `remove`, or in a `with` statement; `generate` of any kind works as usual.
+    """Lets tokens leave a model early, in a `with` statement or until `remove`; `generate` works as usual.
 
-    A token that is read with a cache leaves after the first of `layers` where the confidence reaches the threshold. A
-    batch leaves as one, when its least sure row is sure. Prompts are read by all layers.
+    A token that is decoded with a cache leaves after the first of `layers` at which the confidence reaches the
+    threshold. All rows of a batch leave together, when each is confident. Prompts are read by all layers.
 
     Args:
-        model: any causal language model of transformers whose layers are called one after the other.
-        confidence: "softmax": the probability of the likeliest token less that of the next, by the model's own head;
-            "cosine": of the hidden states before and after a layer; or a classifier, see `fit_classifier`.
-        threshold: of the confidence.
-        decay: with t tokens decoded since the prompt, the threshold is min(1, 0.9 threshold + 0.1 exp(-decay t)), since
-            errors in early tokens harm most; the paper has decay = 4 / longest output. None: it is the same for all.
-        layers: after how many layers a token may leave; default: a quarter, a half and three quarters of all.
-        states: "copied": a layer that is skipped computes keys, values or state from the hidden state that the token
-            left with. "exact": all layers are computed, and the past is that of the whole model: not faster, it shows
-            what copying costs. A text that is read without a cache then leaves early too, each token by itself.
+        model: any causal language model of transformers that calls its layers one after the other.
+        confidence: "softmax": probability of the most likely token minus that of the second, by the model's own head;
+            "cosine": similarity of the hidden states before and after a layer; or a classifier of `fit_classifier`.
+        threshold: threshold of the confidence.
+        decay: after t decoded tokens the threshold is min(1, 0.9 threshold + 0.1 exp(-decay t)), since errors in early
+            tokens do most harm; the paper has decay = 4 / longest output. Default: a constant threshold.
+        layers: numbers of layers after which a token may leave; default: a quarter, a half and three quarters of all.
+        states: "copied": skipped layers compute keys, values or states from the hidden state with which the token left.
+            "exact": all layers are computed, so that the past is that of the full model. This is not faster; it shows
+            what copying costs. A text that is read without a cache then has an exit for each token.
 
     Attributes:
-        depths: layers that were computed for each prediction [B, T], a tensor for each forward.
+        depths: number of layers that were computed for each prediction, a tensor [B, T] for each forward pass.
 
     Raises:
-        ValueError: if an option is none of its words, a layer is none of the model's, or the model's layers are not run
-            one after the other (`depth` of a Memory Transformer).
+        ValueError: if an option has an unknown value, a layer does not exist, or the model does not run its layers one
+            after the other (`depth` of a Memory Transformer).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EarlyExit:
         self.head = Head(model)
         self.confidence, self.threshold, self.decay, self.states = confidence, threshold, decay, states
         self.depths: list[Tensor] = []
-        self.decoded = 0  # tokens since the prompt
+        self.decoded = 0  # number of tokens since the prompt
         self.is_active = False
         self._attached = ExitStack()
         for i, layer in enumerate(modules):
@@ -86,22 +86,22 @@ class EarlyExit:
         self.remove()
 
     def remove(self) -> None:
-        """Let all layers be computed again."""
+        """Turn early exit off."""
         self._attached.close()
 
     def mean_depth(self) -> float:
-        """Layers that were computed for a prediction, on average."""
+        """The mean number of layers that were computed for a prediction."""
         return float(torch.cat([x.flatten() for x in self.depths]).float().mean())
 
     def threshold_after(self, decoded: Tensor | int) -> Tensor:
-        """The threshold when so many tokens were decoded."""
+        """The threshold after a number of decoded tokens."""
         start = torch.as_tensor(decoded, dtype=torch.float32)
         if self.decay is None:
             return torch.full_like(start, self.threshold)
         return (0.9 * self.threshold + 0.1 * torch.exp(-self.decay * start)).clamp(max=1)
 
     def _run(self, i: int, layer: Callable, skipped: list[nn.Module], hidden_states: Tensor, *args, **kwargs):
-        """What stands in the place of a layer's forward."""
+        """Replaces the forward of a layer."""
         if i == 0:
             self._begin(hidden_states, [*args, *kwargs.values()])
         if not self.is_active:
@@ -147,7 +147,7 @@ class EarlyExit:
         self.has_left = self.has_left | leaves
 
     def _confidence(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T]"""
+        """The confidence [B, T] for hidden states [B, T, D]."""
         if self.confidence == "cosine":
             return F.cosine_similarity(hidden_states.float(), self.before.float(), dim=-1)
         if self.confidence == "softmax":
@@ -157,20 +157,20 @@ class EarlyExit:
 
 
 class Head:
-    """What a model makes of a hidden state after its last layer."""
+    """The final norm and the output head of a model."""
 
     def __init__(self, model: PreTrainedModel):
         self.norm, self.project = last_norm(model), model.get_output_embeddings()
         self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] before the last norm -> logits [..., V]."""
+        """Logits [..., V] of hidden states [..., D] before the final norm."""
         logits = self.project(self.norm(hidden_states))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """After how many layers a token may leave."""
+    """The numbers of layers after which a token may leave."""
     if layers is None:
         return tuple(sorted({num_layers * quarter // 4 for quarter in (1, 2, 3)} - {0}))
     if not layers or not all(0 < i < num_layers for i in layers):
@@ -180,7 +180,7 @@ def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...
 
 @contextmanager
 def replaced(module: nn.Module, forward: Callable):
-    """A module with another forward while the context lasts."""
+    """Replace the forward of a module, as a context."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -192,12 +192,12 @@ def replaced(module: nn.Module, forward: Callable):
 
 
 def stateless_parts(layer: nn.Module) -> list[nn.Module]:
-    """Parts of a layer on which no keys, values or states depend: what follows the mixer, and queries of attention."""
+    """Parts of a layer that do not affect keys, values or states: the feed-forward part, and queries."""
     mlp, attention = feed_forward(layer), [x for x in layer.children() if not isinstance(x, MemoryMixer)]
     found = [getattr(x, name) for x in attention for name in ("q_proj", "o_proj") if hasattr(x, name)]
     return found if mlp is None else [*found, mlp]
 
 
 def silent(part: nn.Module, x: Tensor, *_, **__) -> Tensor:
-    """What a part gives that is not computed."""
+    """The forward of a skipped part: zeros."""
     return x.new_zeros(*x.shape[:-1], getattr(part, "out_features", x.shape[-1]))

@@ -1,4 +1,4 @@
-"""How early exit is learned: by the model, by a classifier, and by a threshold that keeps a promise."""
+"""Training for early exit: a loss for the model, a classifier, and a threshold with a statistical guarantee."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ THRESHOLDS = tuple(i / 20 for i in range(1, 20))
 
 
 def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batch=None, *, layers=None) -> Tensor:
-    """Cross-entropy of the predictions at all exits and at the end, weighted by their numbers of layers.
+    """Cross-entropy of the predictions at all exits and at the end, weighted by the number of layers below.
 
-    `Trainer(model, arguments, compute_loss_func=partial(exit_loss, model))` teaches a model to predict early; its
+    `Trainer(model, arguments, compute_loss_func=partial(exit_loss, model))` trains a model to predict at exits; its
     config must have `output_hidden_states=True`.
 
     Args:
-        model: that has made the outputs.
-        outputs: with `logits` and `hidden_states`.
-        labels: [B, T] tokens, shifted inside; -100 is ignored.
-        num_items_in_batch: labels of all batches of a step, from the Trainer.
-        layers: see `EarlyExit`.
+        model: the model.
+        outputs: its outputs, with `logits` and `hidden_states`.
+        labels: [B, T], tokens, which this function shifts; -100 is ignored.
+        num_items_in_batch: number of labels in all batches of a step, from the Trainer.
+        layers: the exits; see `EarlyExit`.
     """
     exits = exit_layers(len(outputs.hidden_states) - 1, layers)
     weights, head = [*exits, len(outputs.hidden_states) - 1], Head(model)
@@ -39,13 +39,13 @@ def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batc
 def fit_classifier(
     model: PreTrainedModel, texts: Tensor, *, layers: Sequence[int] | None = None, steps: int = 100
 ) -> nn.Linear:
-    """A linear classifier of hidden states after the last norm: is the prediction at an exit that of the whole model?
+    """Fit a linear classifier of hidden states after the final norm: does an exit predict the same as the full model?
 
     Args:
-        model: that is to leave early; it stays as it is.
-        texts: [n, T] tokens.
-        layers: see `EarlyExit`.
-        steps: of L-BFGS at most.
+        model: the model; it is not changed.
+        texts: [n, T], tokens.
+        layers: the exits; see `EarlyExit`.
+        steps: largest number of steps of L-BFGS.
     """
     head, features, agree = Head(model), [], []
     exits = exit_layers(len(decoder_layers(model)), layers)
@@ -63,7 +63,7 @@ def fit_classifier(
 
 @torch.enable_grad()
 def _logistic_regression(classifier: nn.Linear, x: Tensor, y: Tensor, steps: int) -> None:
-    """Fit [n, D] to [n], with a little weight decay, so that there is an optimum."""
+    """Fit y [n] by x [n, D], with a small weight decay, so that there is an optimum."""
     optimizer = torch.optim.LBFGS(classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -84,22 +84,22 @@ def calibrate(
     thresholds: Sequence[float] = THRESHOLDS,
     **options,
 ) -> float:
-    """The lowest threshold at which predictions differ from the whole model's in at most a share of tokens.
+    """The lowest threshold at which at most a given share of the predictions differs from the full model's.
 
     With a probability of at least 1 - `error` over the choice of texts, the share in other texts of the same kind is at
-    most `tolerance`: thresholds are tested in turn, from the highest, until one fails, as in
-    https://arxiv.org/abs/2110.01052, with p-values by Hoeffding's inequality.
+    most `tolerance`. Thresholds are tested from the highest to the lowest, until one fails, with p-values by
+    Hoeffding's inequality; see https://arxiv.org/abs/2110.01052.
 
     Args:
-        model: that is to leave early.
-        texts: [n, T] tokens; half of each is a prompt, and the rest is read token by token.
+        model: the model.
+        texts: [n, T], tokens; half of each text is a prompt, and the rest is read token by token.
         tolerance: largest share of predictions that may differ.
-        error: largest probability that the share is larger than that.
-        thresholds: to be tested.
-        **options: of `EarlyExit`, but for the threshold.
+        error: largest probability that the share is larger than `tolerance`.
+        thresholds: thresholds to test.
+        **options: options of `EarlyExit`, except the threshold.
 
     Raises:
-        ValueError: if there are too few texts for any promise, or the highest threshold fails.
+        ValueError: if there are too few texts for such a guarantee, or the highest threshold fails.
     """
     needed = math.ceil(math.log(1 / error) / (2 * tolerance**2))
     if len(texts) < needed:
@@ -114,15 +114,15 @@ def calibrate(
         lowest = threshold
     if lowest is None:
         raise ValueError(
-            f"thresholds must have one that keeps the tolerance {tolerance}: at {max(thresholds)} a share of "
-            f"{risk:.3f} of the predictions differs in {len(texts)} texts"
+            f"thresholds must have one that meets the tolerance {tolerance}, got a share of {risk:.3f} differing "
+            f"predictions in {len(texts)} texts at {max(thresholds)}"
         )
     return lowest
 
 
 @torch.no_grad()
 def _predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """The likeliest tokens [T - T / 2] after each of the second half of a text [T], which is read token by token."""
+    """The most likely next tokens [T - T / 2] in the second half of a text [T], which is read token by token."""
     half = len(text) // 2
     row, found = text[None].to(model.device), []
     cache = model(row[:, :half], use_cache=True).past_key_values

@@ -1,4 +1,4 @@
-"""A model beside a datastore: what came next at the nearest places of it joins what the model predicts."""
+"""Models with a datastore: tokens that followed similar contexts are mixed with the model's predictions."""
 
 import math
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
     """log(weight p_kNN + (1 - weight) p_LM), p_kNN(y) ~ sum of exp(-distance / temperature) where y came next.
 
     Args:
-        logits: [n, V] of the model.
-        near: [n, k] neighbours; where none was found, the model's predictions stay as they are.
-        weight: of the neighbours.
-        temperature: of their distances.
+        logits: [n, V], the model's logits.
+        near: [n, k], the neighbours; rows without neighbours keep the model's predictions.
+        weight: weight of the neighbours.
+        temperature: temperature of their distances.
 
     Returns:
         Log probabilities [n, V], in float32 or wider.
@@ -36,7 +36,7 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
 
 
 class Beside:
-    """A model that sees the neighbours of each place until `remove`, or in a `with` statement.
+    """Base class: looks up neighbours of each position while a model runs, in a `with` statement or until `remove`.
 
     Raises:
         ValueError: if k is less than 1, or the datastore was made by another model.
@@ -58,27 +58,26 @@ class Beside:
         self.remove()
 
     def remove(self) -> None:
-        """Let the model predict by itself again."""
+        """Turn the lookup off."""
         self._attached.close()
 
     def nearest(self, logits_to_keep: int | Tensor, like: Tensor) -> Neighbours:
-        """Those of the places [n] whose logits are kept, on the device of `like`."""
+        """The neighbours of the positions whose logits are kept, on the device of `like`."""
         queries = kept_positions(self._inputs[0], logits_to_keep)
         return self.datastore.nearest(queries.flatten(0, -2).to(like.device), self.k)
 
 
 class NearestNeighbours(Beside):
-    """kNN-LM: mixes the predictions of a model with its datastore's. https://arxiv.org/abs/1911.00172.
+    """kNN-LM: mixes the predictions of a model with those of a datastore. https://arxiv.org/abs/1911.00172.
 
-    All that reads the model's logits sees the mixture: `generate` of any kind, perplexity, and the loss of `labels`.
-    The logits are log probabilities then.
+    The model returns the logarithm of the mixture as its logits, so all of `generate`, perplexity and the loss use it.
 
     Args:
-        model: the one that made the datastore.
-        datastore: see `build_datastore`.
-        k: neighbours of each place.
-        weight: of the neighbours in the mixture, between 0 and 1.
-        temperature: of their squared distances; the larger, the more alike the neighbours weigh.
+        model: the model that made the datastore.
+        datastore: the datastore; see `build_datastore`.
+        k: number of neighbours of each position.
+        weight: weight of the neighbours in the mixture, between 0 and 1.
+        temperature: temperature of the squared distances; a larger one gives neighbours more equal weights.
 
     Raises:
         ValueError: if a number is out of its range, or the datastore was made by another model.
@@ -123,16 +122,16 @@ def tune(
     weights: Sequence[float] = WEIGHTS,
     temperatures: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """The `weight` and `temperature` of `NearestNeighbours` with which a text is least surprising.
+    """The `weight` and `temperature` of `NearestNeighbours` with the lowest perplexity on a text.
 
     Args:
-        model: the one that made the datastore.
-        datastore: see `build_datastore`.
-        tokens: [T] of a text that the datastore does not hold.
-        k: neighbours of each place.
-        length: tokens of a window that is read, as for `build_datastore`.
-        weights: to choose from.
-        temperatures: to choose from; default: the mean distance, and its halves down to a 256th.
+        model: the model that made the datastore.
+        datastore: the datastore; see `build_datastore`.
+        tokens: [T], a text that is not in the datastore.
+        k: number of neighbours of each position.
+        length: tokens of a window, as in `build_datastore`.
+        weights: the weights to choose from.
+        temperatures: the temperatures to choose from; default: the mean distance divided by 1, 2, 4, ..., 256.
     """
     parts = []
     with Beside(model, datastore, k) as beside:
@@ -150,7 +149,7 @@ def tune(
 
 
 def _mixed(log_p: Tensor, distances: Tensor, same: Tensor, weight: float, temperature: float) -> Tensor:
-    """Log probabilities [n] of tokens, given those of the model, and which neighbours [n, k] have these tokens."""
+    """Log-probabilities [n] of tokens, given the model's, and which neighbours [n, k] have the same token."""
     retrieved = ((-distances / temperature).softmax(-1) * same).sum(-1).log()
     return torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved)
 
@@ -158,8 +157,8 @@ def _mixed(log_p: Tensor, distances: Tensor, same: Tensor, weight: float, temper
 class RetrievalGate(nn.Linear):
     """The gate of SPALM: z = (1 - g) m + g h, g = sigmoid(w h), m = sum_i softmax(y_i h)_i y_i.
 
-    h is what the head reads, and y_i are the rows that the head has for the tokens of the neighbours. Train it with
-    `Spalm` on a text that the datastore does not hold, since there the nearest neighbour of each place is itself.
+    h is the input of the output head, and y_i are the rows of the head for the neighbours' tokens. Train the gate with
+    `Spalm` on a text that is not in the datastore: otherwise the nearest neighbour of each position is itself.
     https://arxiv.org/abs/2102.02557.
     """
 
@@ -167,7 +166,7 @@ class RetrievalGate(nn.Linear):
         super().__init__(hidden_size, 1, bias=False, **kwargs)
 
     def forward(self, hidden_states: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        """h [n, D], tokens [n, k] and all rows of the head [V, D] -> z [n, D]."""
+        """z [n, D] from h [n, D], the neighbours' tokens [n, k] and all rows of the head [V, D]."""
         y = rows[tokens]
         weights = (y @ hidden_states[..., None])[..., 0].float().softmax(-1).to(y.dtype)
         m = (weights[:, None] @ y)[:, 0]
@@ -175,16 +174,16 @@ class RetrievalGate(nn.Linear):
 
 
 class Spalm(Beside):
-    """Lets a gate mix the tokens of neighbours into the hidden states that a model's head reads.
+    """SPALM: lets a gate mix output embeddings of the neighbours' tokens into the input of a model's head.
 
-    In training, the gate's gradient comes from any loss of the model. The head may learn with it; what changes keys
-    (all other weights, and embeddings tied to the head) must stay as the datastore knew it.
+    The gate can be trained by any loss of the model. The head may be trained too, but all weights that change keys (all
+    others, and embeddings tied to the head) must stay frozen.
 
     Args:
-        model: the one that made the datastore.
-        datastore: see `build_datastore`.
+        model: the model that made the datastore.
+        datastore: the datastore; see `build_datastore`.
         gate: a `RetrievalGate(hidden_size)`, on the model's device and in its dtype.
-        k: neighbours of each place.
+        k: number of neighbours of each position.
 
     Raises:
         ValueError: if k is less than 1, or the datastore was made by another model.

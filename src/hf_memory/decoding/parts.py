@@ -1,4 +1,4 @@
-"""Where a causal language model of transformers has its layers and their parts, whoever wrote it."""
+"""Finds the layers of any causal language model of transformers, and their parts."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, in order: its first list of as many modules as its config has layers.
+    """The layers of a model in order: the first list of modules that has as many as the config has layers.
 
     Raises:
         ValueError: if there is none.
@@ -21,12 +21,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def feed_forward(layer: nn.Module) -> nn.Module | None:
-    """What follows attention in a layer: the child with one of the usual names; None if there is none."""
+    """The feed-forward network of a layer: the child with one of the usual names; None if there is none."""
     return next((module for name, module in layer.named_children() if name in FEED_FORWARDS), None)
 
 
 def last_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and the head: the last child of the base model with one of the usual names.
+    """The final norm of a model: the last child of the base model with one of the usual names.
 
     Raises:
         ValueError: if there is none.
@@ -34,5 +34,5 @@ def last_norm(model: PreTrainedModel) -> nn.Module:
     norms = [module for name, module in model.base_model.named_modules() if name.rpartition(".")[2] in LAST_NORMS]
     outside = [module for module in norms if not any(module in set(layer.modules()) for layer in decoder_layers(model))]
     if not outside:
-        raise ValueError(f"model must have a last norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}")
+        raise ValueError(f"model must have a final norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}")
     return outside[-1]

@@ -1,4 +1,4 @@
-"""What a context costs a model: bytes of its cache, and tokens per second."""
+"""The cost of a context: bytes of the cache, and tokens per second."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from hf_memory.cache import state_bytes
 from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
-FAR = 2**24  # tokens: longer than any window
+FAR = 2**24  # number of tokens that is longer than any window
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def reading_and_writing(
         clock: a clock in seconds: `time.perf_counter`, or `time.process_time` on a machine with other work.
     """
     new_tokens = min(new_tokens, context - 1)
-    prompt = context - new_tokens  # some models have positions for `context` tokens and no more
+    prompt = context - new_tokens  # some models have positions for `context` tokens only
     input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
     cache, past = _past(model)
     start = clock()
@@ -79,7 +79,7 @@ def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
 
 
 def _past(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
-    """An empty cache, and how a model is given it; those of Mamba say it otherwise."""
+    """An empty cache, and the arguments that pass it to a model, which differ in Mamba models."""
     cache = DynamicCache(config=model.config)
     name = "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
     return cache, {name: cache, "use_cache": True}
@@ -88,7 +88,7 @@ def _past(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes that the cache of a model with this config needs for a sequence of `num_tokens` tokens.
 
-    Layers of this package declare what they keep. Other models must have attention, full or over a window.
+    Layers of this package declare their states. Layers of other models must be full or sliding attention.
     """
     dtype = _dtype(config)
     if isinstance(config, MemoryConfig):
@@ -120,7 +120,7 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def _token_bytes(config: PreTrainedConfig) -> int:
-    """Keys and values of a token in one layer."""
+    """Bytes of the keys and values of a token in one layer."""
     return 2 * config.num_key_value_heads * head_dim(config) * _dtype(config).itemsize
 
 
@@ -130,5 +130,5 @@ def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Channels of a head of attention; not every config says."""
+    """Channels of an attention head; not every config has a field for it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 RESAMPLES = 1000
-TAILS = (0.025, 0.975)  # of the 95 % interval
+TAILS = (0.025, 0.975)  # quantiles of the 95 % interval
 
 
 def mean(samples: Tensor, weights: Tensor) -> Tensor:
-    """[..., N] -> [...]."""
+    """The weighted mean of samples: [..., N] -> [...]."""
     return (samples * weights).sum(-1) / weights.sum(-1)
 
 
@@ -46,7 +46,7 @@ class Estimate(float):
         return made
 
     def __getnewargs__(self):
-        return self.samples, self.weights, self.of  # what copies and pickles are made from
+        return self.samples, self.weights, self.of  # arguments for copies and pickles
 
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval by bootstrap; None for a single sample."""
@@ -60,7 +60,7 @@ class Estimate(float):
 
 
 def described(figure: Any) -> dict[str, Any]:
-    """A figure as JSON has it: an estimate with its interval and samples, or whatever else is known for sure."""
+    """A figure for JSON: an estimate with its interval and samples, or an exact value."""
     if not isinstance(figure, Estimate):
         return {"value": figure}
     low, high = figure.interval() or (None, None)

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval, which is an extra, on a model that is loaded."""
+"""Tasks of EleutherAI's lm-eval (an optional dependency) for a loaded model."""
 
 from pathlib import Path
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 YAML = ".yaml"
-WIDTH = 1.96  # standard errors to each side, of a 95 % interval
+WIDTH = 1.96  # half-width of a 95 % interval in standard errors
 
 
 def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8) -> dict[str, dict[str, Any]]:
-    """Figures of a task as `described` gives them, by the name of what was measured.
+    """Run a task and return its figures by metric, in the form of `described`.
 
     Args:
-        model: to measure.
+        model: the model.
         tokenizer: the model's tokenizer.
-        task: a name that lm-eval knows, or a YAML file of a task, which is named as the task is.
-        batch_size: requests read at once.
+        task: the name of a task in lm-eval, or a YAML file with a task of the same name.
+        batch_size: number of requests in a batch.
 
     Raises:
         ValueError: if lm-eval is not installed.
@@ -31,7 +31,7 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     manager = TaskManager(include_path=folder)
     found = simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"]
-    parts = {part: _figures(row) for part, row in found.items()}  # of a group, each of its tasks
+    parts = {part: _figures(row) for part, row in found.items()}  # a group has several tasks
     return {
         metric if part == name else f"{part} {metric}": figure
         for part, figures in parts.items()
@@ -40,7 +40,7 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
 
 
 def task_name(task: str) -> str:
-    """What lm-eval calls it."""
+    """The name of a task in lm-eval."""
     return Path(task).stem if task.endswith(YAML) else task
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 
-BUDGET = 2**16  # tokens that a measure reads unless it is asked for more
-SLICE = 2**24  # logits that are in float32 at a time, beside those that the model returns
+BUDGET = 2**16  # number of tokens that a measure reads by default
+SLICE = 2**24  # number of logits that are converted to float32 at once
 Tell = Callable[[int], object]
 
 
@@ -86,7 +86,7 @@ def agreement(
 
 
 def _compared(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
-    """[B, 3], means over each window: KL, how often both choose alike, the student's loss less the teacher's."""
+    """[B, 3], means over each window: KL, top-1 agreement, and the student's loss minus the teacher's."""
     models = [_slices(_logits(model, batch)) for model in (student, teacher)]
     labels = F.pad(batch[:, 1:], (0, 1), value=-100).split([x.shape[1] for x in models[0]], dim=1)
     kl, same, more = [], [], []
@@ -98,7 +98,7 @@ def _compared(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor)
         losses = [F.nll_loss(x.mT, following, reduction="none") for x in (p_student, p_teacher)]
         more.append(losses[0] - losses[1])
     found = [torch.cat(x, dim=1).double() for x in (kl, same, more)]
-    found[2] = found[2][:, :-1]  # nothing follows the last token
+    found[2] = found[2][:, :-1]  # the last token has no next token
     return torch.stack([x.mean(1) for x in found], dim=1).cpu()
 
 
@@ -189,7 +189,7 @@ def copy_gain(
     read[:, before : before + passage] = texts
     losses = [
         _losses(model, rows, batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
-    ]  # without the first token, which nothing announces
+    ]  # without the first token, which cannot be predicted
     return Estimate((losses[0] - losses[1]).mean(1))
 
 
@@ -203,7 +203,7 @@ def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The negative log-likelihood [B, T - 1] of each token of [B, T] but the first, in float32."""
+    """The negative log-likelihood [B, T - 1] of all tokens [B, T] except the first, in float32."""
     logits = _slices(_logits(model, input_ids)[:, :-1])
     labels = input_ids[:, 1:].to(logits[0].device).split([x.shape[1] for x in logits], dim=1)
     losses = [F.cross_entropy(x.float().mT, y, reduction="none") for x, y in zip(logits, labels)]

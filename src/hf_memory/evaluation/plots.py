@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.writing import TEXTS
 
-Curve = Mapping[int, float]  # by position, distance or context, in tokens
+Curve = Mapping[int, float]  # values by position, distance or context length, in tokens
 History = list[dict[str, float]]  # [{"step": ..., "loss": ...}, ...]
 
 
@@ -44,17 +44,17 @@ def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels
 
 
 def _panels(count: int):
-    """A figure that is drawn without a display, and its axes side by side."""
+    """A figure with axes side by side, which needs no display."""
     figure = Figure(figsize=(4 * count, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]) -> None:
-    """Write a PNG of what a task found: a panel a figure with its intervals, and for needles one a model, by depth.
+    """Write a PNG of a task's results: a panel for each figure, with intervals; for needles, one for each model.
 
     Args:
-        path: where the picture is written; a task without figures has none.
+        path: the file to write; there is none for a task without figures.
         models: {model: {tokens: {figure: described}}}.
     """
     rows = [figures for found in models.values() for figures in found.values()]
@@ -87,7 +87,7 @@ def _plot_figure(panel, model: str, curve: Mapping[str, dict]) -> None:
 
 
 def _sides(figure: dict) -> tuple[float, float]:
-    """How far its interval reaches to both sides; rounding may have put an end inside."""
+    """The distances of a figure to both ends of its interval, at least 0 in spite of rounding."""
     if figure.get("low") is None:
         return 0.0, 0.0
     return max(0.0, figure["value"] - figure["low"]), max(0.0, figure["high"] - figure["value"])

@@ -1,4 +1,4 @@
-"""The results of several models on one text, in a file that grows, so that nothing is measured twice."""
+"""A file with the results of several models on one text, which is extended so that nothing is measured twice."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def keep(folder: Path, record: Record) -> None:
 
 
 def table(record: Record) -> Iterator[tuple[str, ...]]:
-    """A row for each figure, as text: HEADER, and a column a model."""
+    """The rows of the table as text: the columns of HEADER, and a column for each model."""
     for task, models in _by_task(record).items():
         for at in sorted({at for found in models.values() for at in found}, key=_order):
             rows = [found.get(at, {}) for found in models.values()]
@@ -62,14 +62,14 @@ def table(record: Record) -> Iterator[tuple[str, ...]]:
 
 
 def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
-    """Each prompt, and what the models answered, as far as all of them did."""
+    """Each prompt with the answers of all models, if all have answered it."""
     answers = [row["found"].get("answers", {}) for row in record["models"].values()]
     for at in sorted(set.intersection(*map(set, answers)), key=_order)[-1:]:
         yield from zip(record["settings"]["prompts"], *(found[at][TEXTS]["value"] for found in answers))
 
 
 def draw(folder: Path, record: Record) -> None:
-    """A picture of each task that has figures."""
+    """Write a picture of each task that has figures."""
     for task, models in _by_task(record).items():
         plot_task(folder / f"{task}.png", {Path(name).name: found for name, found in models.items() if found})
 

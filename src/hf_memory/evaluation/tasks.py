@@ -26,12 +26,12 @@ from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.progress import Progress, silent
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-WINDOW = 256  # tokens that perplexity and agreement are measured in
-PASSAGE = 32  # tokens that are to be recalled by distance
-GAP = 96  # tokens between two readings of a longer one
+WINDOW = 256  # tokens of a window, for perplexity and agreement
+PASSAGE = 32  # tokens of a passage, for recall by distance
+GAP = 96  # tokens between two readings of a longer passage
 BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
-Figures = dict[str, Any]  # what `described` takes
-Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, as JSON has it
+Figures = dict[str, Any]  # arguments of `described`, by name
+Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, for JSON
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Subject:
         tokens: [T], a text that it was not trained on.
         teacher: the teacher to compare it with.
         lengths: context lengths in tokens; those that are too long for the model or the text are left out.
-        max_tokens: largest number of tokens that the tasks of a model card read together, without those to measure
-            speed; None: as many as they can use.
+        max_tokens: largest number of tokens that the tasks of a model card read in total, except to measure speed;
+            None: no limit.
         tokenizer: the model's tokenizer, for tasks that need words.
         samples: number of needles for each length.
         seed: seed for the needles.
@@ -75,11 +75,11 @@ class Subject:
 
     @property
     def distances(self) -> list[int]:
-        """From one reading of a passage to the next."""
+        """The distances between two readings of a passage."""
         return [x // 2 for x in self.contexts]
 
     def reading(self, part: float) -> dict[str, Any]:
-        """For a measure: so much of the tokens that may be read, and who is told."""
+        """Arguments of a measure: a fraction of the largest number of tokens, and the progress report."""
         return {"max_tokens": self.max_tokens and int(part * self.max_tokens), "progress": self.tell}
 
 
@@ -87,9 +87,9 @@ class Task(NamedTuple):
     """A task of `hf-memory evaluate`.
 
     Args:
-        says: what it finds, for the help.
-        places: numbers of tokens that are measured one after the other, and kept as soon as they are.
-        measure: figures by name, by the number of tokens that they belong to, of which the place is one.
+        says: what the task measures, for the help text.
+        places: the numbers of tokens (lengths, distances) to measure at; each result is saved at once.
+        measure: a function of a subject and one of these numbers that returns figures by name, by number of tokens.
     """
 
     says: str
@@ -103,7 +103,7 @@ def _perplexity(subject: Subject, length: int) -> dict[int, Figures]:
 
 
 def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
-    assert subject.teacher is not None  # else there is no place
+    assert subject.teacher is not None  # without a teacher there are no places
     found = agreement(subject.model, subject.teacher, subject.tokens, length=length, **subject.reading(1 / 8))
     return {length: {"KL": found.kl, "same choice": found.top1, "perplexity ratio": found.ratio}}
 
@@ -118,7 +118,7 @@ def _copying(subject: Subject, gap: int) -> dict[int, Figures]:
 
 
 def _recall(subject: Subject, distance: int) -> dict[int, Figures]:
-    how = subject.reading(1 / 2)  # of which the last distances take most, for few tokens that say something
+    how = subject.reading(1 / 2)  # long distances read many tokens for few that count
     gaps = [x - PASSAGE for x in subject.distances]
     how |= {"trials": trials_within(how["max_tokens"], gaps, passage=PASSAGE, trials=32), "max_tokens": None}
     found = recall_by_distance(subject.model, subject.tokens, [distance], passage=PASSAGE, **how)
@@ -131,7 +131,7 @@ def _speed(subject: Subject, context: int) -> dict[int, Figures]:
 
 
 def _haystacks(subject: Subject, *, kind: Hunt) -> list[int]:
-    """Lengths of which half is hay, or more."""
+    """The lengths at which at least half of the context is filler text."""
     return [x for x in subject.contexts if x >= shortest(subject.tokenizer, kind)]
 
 

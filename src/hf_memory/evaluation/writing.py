@@ -1,4 +1,4 @@
-"""Greedy answers of a model, whatever its generation config says."""
+"""Greedy answers of a model, regardless of its generation config."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-TEXTS = "texts"  # what a record has beside figures
+TEXTS = "texts"  # key of the answers in a record
 PROMPTS = (
     "What is gravity?",
     "Name three animals that live in the sea.",
@@ -57,7 +57,7 @@ def words_alike(text: str, other: str) -> int:
 
 
 def _asked(tokenizer, prompt: str) -> Tensor:
-    """[1, T]."""
+    """The tokens of a prompt, [1, T]."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
     talk = [{"role": "user", "content": prompt}]

@@ -1,6 +1,6 @@
 """The families. Importing this package registers each with transformers' Auto classes.
 
-Contract tests, conversion and the Hub run over FAMILIES: an entry is a family's classes, and what tests must know.
+Tests, conversion and the Hub code loop over FAMILIES, which has an entry with the classes of each family.
 """
 
 from hf_memory.modeling import delta_net as delta

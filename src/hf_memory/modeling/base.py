@@ -1,4 +1,4 @@
-"""The language model that every family shares. A family adds a config with its mixer's options, and names."""
+"""The language model that all families share. A family adds a config with the options of its mixer, and class names."""
 
 import re
 from collections.abc import Callable
@@ -35,13 +35,13 @@ MASKS = {
 
 @dataclass
 class MemoryModelOutput(BaseModelOutputWithPast):
-    """What a model makes of tokens, and while it trains a loss of its own parts, beside that of its predictions."""
+    """The output of a model; in training also an additional loss, such as that of learned spans."""
 
     own_loss: Tensor | None = None
 
 
 class MemoryDecoderLayer(GradientCheckpointingLayer):
-    """Mixer, and MLP if there is one, each with its norms and around a residual; `layer_types` names the mixer."""
+    """A mixer and an MLP, if there is one, each with norms and a residual connection; `layer_types` names the mixer."""
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
@@ -56,17 +56,17 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
                 self.add_module(name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
-        """[B, T, hidden_size] -> the same; `read_values` is a memory's after the mixer, and the rest is the mixer's."""
+        """[B, T, hidden_size] -> [B, T, hidden_size]; `read_values` is for memory layers, the rest for the mixer."""
         hidden_states = hidden_states + self.mixed(hidden_states, **kwargs)
         return hidden_states + self.fed(hidden_states, read_values) if self.has_mlp else hidden_states
 
     def mixed(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        """What the mixer adds, with its norms."""
+        """The output of the mixer with its norms, without the residual."""
         before, after = self.norms[:2]
         return self._norm(after, self.mixer(self._norm(before, hidden_states), **kwargs)[0])
 
     def fed(self, hidden_states: Tensor, read_values: Callable | None = None) -> Tensor:
-        """What follows the mixer adds, with its norms."""
+        """The output of the feed-forward part with its norms, without the residual."""
         before, after = self.norms[2:]
         reads = (read_values,) if self.reads_values else ()
         return self._norm(after, self.mlp(self._norm(before, hidden_states), *reads))
@@ -76,7 +76,7 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
 
 
 class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
-    """What transformers must know of all families."""
+    """Base class of all models, with the class attributes that transformers needs."""
 
     config: MemoryConfig
     base_model_prefix = "model"
@@ -87,18 +87,18 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = False  # an engine that brings its attention would give memories no past
+    _supports_attention_backend = False  # an engine's own attention would leave memories without a past
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": MemoryDecoderLayer, "attentions": AttentionMixer}
 
     def post_init(self):
-        """As transformers', with what this form of a model has and can."""
+        """Called at the end of a model's constructor; sets what depends on the config."""
         parts = {part for name in self.state_dict() for part in name.split(".")}
         self._keep_in_fp32_modules_strict = parts & set(type(self)._keep_in_fp32_modules_strict)
         super().post_init()
 
     def init_parallel_plans(self):
-        """As transformers', without what this form of a model has not."""
+        """Set up tensor parallelism, without plans for modules that this model does not have."""
         super().init_parallel_plans()
         modules = {name for name, _ in self.named_modules()} | set(self.state_dict())
         names = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in modules}
@@ -113,7 +113,7 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
         return super()._sdpa_can_dispatch(is_init_check)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        """As in transformers' own models: for others it passes over modules that have no parameters of their own."""
+        """Initialise a module as for transformers' own models, also modules that have no parameters themselves."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
 
 
 class MemoryModel(MemoryPreTrainedModel):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and final norm."""
 
     layer_class: type[MemoryDecoderLayer] = MemoryDecoderLayer
 
@@ -173,7 +173,7 @@ class MemoryModel(MemoryPreTrainedModel):
         if self.has_memory or not isinstance(attention_mask, dict):
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         else:
-            cu_seqlens = None  # whoever made the masks of attention knows what is packed
+            cu_seqlens = None  # a dict of masks already separates packed sequences
         if cu_seqlens is not None:
             attention_mask = None
             position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
@@ -204,25 +204,25 @@ class MemoryModel(MemoryPreTrainedModel):
         )
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """[B, T, hidden_size] through each layer with its mask; layers may add to the list `own_losses`."""
+        """Run each layer with its mask on [B, T, hidden_size]; layers may append to the list `own_losses`."""
         for layer, mask in zip(self.layers, masks):
             hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
         return hidden_states
 
     def _read_values(self, slots: Tensor, weights: Tensor) -> Tensor:
-        """What layers are given: where weights may be elsewhere, accelerate moves modules among arguments."""
+        """Read the table of values. Layers get this function, not the module, which accelerate would move."""
         return self.memory_values(slots, weights)
 
     def _for_all_layers(self, attention_mask: Tensor) -> dict:
         if self.has_memory:
             raise ValueError(
-                f"attention_mask must be [B, past + T], zero at padding, or a dict with a mask for each layer type: a "
-                f"memory cannot hide a token from one and show it to another; got shape {tuple(attention_mask.shape)}"
+                "attention_mask must be [B, past + T], zero at padding, or a dict with a mask for each layer type, "
+                f"since a memory cannot show a token to some tokens only, got shape {tuple(attention_mask.shape)}"
             )
         return dict.fromkeys(self.config.layer_types, attention_mask)
 
     def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
-        if isinstance(attention_mask, dict):  # generate has made them already
+        if isinstance(attention_mask, dict):  # generate has created them
             return attention_mask
         return {
             layer_type: MASKS[layer_type](
@@ -282,10 +282,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             inputs_embeds: [B, T, hidden_size].
             labels: [B, T] tokens, shifted inside; -100 is ignored.
             use_cache: see `MemoryModel.forward`.
-            logits_to_keep: compute logits for the last so many positions only, or for these [n] or [B, n], or where
-                this is true [B, T]; 0 means all.
-            loss_from: makes the loss of this model and its last hidden states [B, T, hidden_size]; then there are no
-                logits, which may be too many to hold at once.
+            logits_to_keep: number of last positions to compute logits for; or positions [n] or [B, n], or a mask
+                [B, T]; 0 means all.
+            loss_from: function of this model and its last hidden states [B, T, hidden_size] that returns the loss
+                without logits of all tokens, which may need too much memory.
             **kwargs: passed to the mixers and to the loss.
         """
         outputs = self.model(
@@ -314,11 +314,11 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Whatever its name: transformers knows by it that its own RWKV-4 has another kind of cache."""
+        """Always true; transformers would decide by the class name, in which it looks for rwkv."""
         return True
 
     def predict(self, hidden_states: Tensor) -> Tensor:
-        """[..., hidden_size] after the last layer -> logits [..., vocab_size]."""
+        """Logits [..., vocab_size] of last hidden states [..., hidden_size]."""
         logits, cap = self.lm_head(hidden_states), self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -328,9 +328,9 @@ def _with(own_loss: Tensor | None, loss: Tensor) -> Tensor:
 
 
 def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
-    """What `logits_to_keep` keeps of [B, T, D]."""
+    """The hidden states [B, T, D] at the positions that `logits_to_keep` selects."""
     if isinstance(positions, int):
-        return hidden_states[:, -positions:]  # from 0, all
+        return hidden_states[:, -positions:]  # 0 gives all
     if positions.ndim == 1:
         return hidden_states[:, positions]
     if positions.dtype == torch.bool:

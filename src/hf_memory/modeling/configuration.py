@@ -1,4 +1,4 @@
-"""What every family's config has."""
+"""The base class of all configs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_memory.modeling.registration import tell_peft
 from hf_memory.ops.contract import BACKENDS
 from hf_memory.ops.masks import Mask, causal, window
 
-NORMS = {  # names, after transformers' models: before and after the mixer, before and after the MLP
+NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "both": (
@@ -83,8 +83,8 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
 
     model_type = "hf_memory"
     keys_to_ignore_at_inference = ["past_key_values"]
-    mixers = {"full_attention": AttentionMixer, "sliding_attention": AttentionMixer}  # a family adds its "memory"
-    far_memory = None  # the class of the family's memory beside attention over a window
+    mixers = {"full_attention": AttentionMixer, "sliding_attention": AttentionMixer}  # families add "memory"
+    far_memory = None  # class of the memory beside attention over a window
 
     base_model_tp_plan = {
         "layers.*.mixer.q_proj": "colwise",
@@ -163,74 +163,74 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
 
     @property
     def attention_heads(self) -> tuple[int, int, int, int, int]:
-        """Heads of queries, keys and values, channels of a key and of a value."""
+        """Numbers of query, key and value heads, and of channels of a key and of a value, in attention layers."""
         key_value_heads: Any = self.num_key_value_heads
         head_dim: Any = self.head_dim
         return self.num_attention_heads, key_value_heads, key_value_heads, head_dim, head_dim
 
     @property
     def memory_heads(self) -> tuple[int, int, int, int, int]:
-        """The same of the memory."""
+        """The same for memory layers."""
         return self.attention_heads
 
     @property
     def has_memory_qk_norm(self) -> bool:
-        """Whether queries and keys of memory layers have a norm: as those of attention, unless a family says more."""
+        """Whether queries and keys of memory layers have a norm."""
         return self.use_qk_norm
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotate, where any do."""
+        """Number of channels of a head that are rotated, in layers with rotary positions."""
         head_dim: Any = self.head_dim
         rope: Any = self.rope_parameters
         return int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
     def rotating_channels(self, layer_idx: int) -> int:
-        """Channels of a head that a layer rotates by position."""
+        """Number of channels of a head that a layer rotates by position; may be 0."""
         if self.no_rope_layers is not None and not self.no_rope_layers[layer_idx]:
             return 0
         return self.rotary_dim
 
     def near(self, tokens: int) -> Mask:
-        """What attention beside a memory, and heads with a window, see of the last tokens."""
+        """The mask of attention over the last tokens, beside a memory or in heads with a window."""
         return causal & window(tokens)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """Tokens that each of a text of `length` sees in a memory layer that starts as softmax attention; else None."""
+        """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
         sees_all = self.attention_window is not None and length <= self.attention_window + self.num_sink_tokens
         return length if sees_all else None
 
     @property
     def feed_forwards(self) -> list[str]:
-        """What follows the mixer of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
+        """The feed-forward part of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
         return self.mlp_types or ["mlp" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
-        """Names of a layer's norms before and after the mixer and the MLP, empty for none."""
+        """Names of the norms before and after the mixer and the MLP of a layer; empty if there is none."""
         return NORMS[self.norm_placement]
 
     @property
     def mixer_types(self) -> list[str]:
-        """The mixer of each layer: `layer_types`, unless a family's mixers share kinds of caches."""
+        """The mixer of each layer: `layer_types`, except in families where several mixers have one type of cache."""
         return self.layer_types
 
     def to_dict(self) -> dict:
-        """As transformers'; peft asks a model for it before it looks the model type up in a table of its own."""
+        """The config as a dict. peft calls this first, so that it can be told the default targets of LoRA."""
         tell_peft(self.model_type)
         return super().to_dict()
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
-        """The mixer of a layer."""
+        """The mixer class of a layer."""
         kind = self.mixer_types[layer_idx]
         return WindowedMixer if kind == "memory" and self.attention_window else self.mixers[kind]
 
     @property
     def state_specs(self) -> list[Spec]:
-        """What each layer keeps of a sequence, by name."""
+        """The states that each layer keeps for a sequence, by name."""
         return [self.mixer_class(i).state_spec(self, i) for i in range(self.num_hidden_layers)]
 
     def validate_window(self):
-        """Check attention over a window beside the memory."""
+        """Check the options of attention over a window."""
         if self.attention_window is None:
             if self.num_sink_tokens or self.full_attention_heads:
                 raise ValueError("attention_window must be set with num_sink_tokens or full_attention_heads, got None")
@@ -239,7 +239,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.window_memory and self.far_memory is None:
-            raise ValueError(f"window_memory must be False for {self.model_type}, which has no memory beside a window")
+            raise ValueError(f"window_memory must be False for {self.model_type}, which has no such memory, got True")
         heads, longer = self.full_attention_heads, self.full_attention_window
         if longer is not None and longer < self.attention_window:
             raise ValueError(
@@ -255,7 +255,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             )
 
     def validate_mlp_types(self):
-        """Check what follows the mixers."""
+        """Check the feed-forward parts."""
         given = self.mlp_types or self.feed_forwards
         if len(given) != self.num_hidden_layers:
             raise ValueError(
@@ -278,7 +278,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             )
 
     def validate_architecture(self):
-        """Check what the sizes and words of a config must have in common."""
+        """Check that sizes and options fit together."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
@@ -302,7 +302,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         check_word("mixer_backend", self.mixer_backend, BACKENDS)
 
     def validate_layer_type(self):
-        """Check `layer_types`, whose words are not transformers' own."""
+        """Check `layer_types`, whose names differ from those of transformers."""
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types must name each of the num_hidden_layers={self.num_hidden_layers} layers, "
@@ -313,6 +313,6 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
 
 
 def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
-    """Raise ValueError unless a config's word is one of those that exist."""
+    """Raise ValueError unless the value of an option is one of `words`."""
     if word not in words:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {word!r}")

@@ -1,4 +1,4 @@
-"""Other ways through the layers of a model than one after the other."""
+"""Ways to run the layers of a model other than one after the other: universal and reversible."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ DEPTHS = ("fixed", "universal", "reversible")
 
 
 class Universal(nn.Module):
-    """One layer that runs several times: H_t = layer(H_{t-1} + P + S_t), with the positions P where they are embedded.
+    """One layer that runs several times: H_t = layer(H_{t-1} + P + S_t), with embedded positions P, if there are any.
 
-    S_t are the sines and cosines of the step t. Each step has a layer of the cache. https://arxiv.org/abs/1807.03819.
+    S_t are sines and cosines of the step t. Each step has its own cache layer. https://arxiv.org/abs/1807.03819.
     """
 
     def __init__(self, config):
@@ -25,23 +25,23 @@ class Universal(nn.Module):
         self.steps = Sinusoidal(config)
 
     def forward(self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs) -> Tensor:
-        """[B, T, hidden_size] through as many steps as there are masks."""
+        """Run the layer once for each mask: [B, T, hidden_size] -> [B, T, hidden_size]."""
         for t, mask in enumerate(masks):
             hidden_states = self.step(t, layer, hidden_states, mask, positions, **kwargs)
         return hidden_states
 
     def step(self, t: int, layer: MemoryDecoderLayer, hidden_states: Tensor, mask, positions, **kwargs) -> Tensor:
-        """The next hidden states."""
+        """Run step t."""
         here = self.steps(torch.tensor([[t]], device=hidden_states.device)) + positions
         return layer(hidden_states + here.to(hidden_states.dtype), attention_mask=mask, step=t, **kwargs)
 
 
 class AdaptiveUniversal(Universal):
-    """The same with as many steps as a token needs: it halts at the first N with p_1 + ... + p_N >= 1 - epsilon.
+    """The same with as many steps as a token needs. It halts at the first step N with p_1 + ... + p_N >= 1 - epsilon.
 
-    p_t = sigmoid(w H_t + b), the last of all steps counts as 1, and the remainder is R = 1 - p_1 - ... - p_{N-1}. The
-    output is p_1 H_1 + ... + p_{N-1} H_{N-1} + R H_N. A token that has halted is copied from step to step, so that
-    later tokens find its keys and values. Its ponder cost is N + R. https://arxiv.org/abs/1603.08983.
+    p_t = sigmoid(w H_t + b), except in the last possible step, where it is 1. With R = 1 - p_1 - ... - p_{N-1}, the
+    output is p_1 H_1 + ... + p_{N-1} H_{N-1} + R H_N. A halted token is copied from step to step, so that later tokens
+    find its keys and values. Its ponder cost is N + R. https://arxiv.org/abs/1603.08983.
     """
 
     def __init__(self, config):
@@ -50,11 +50,11 @@ class AdaptiveUniversal(Universal):
         self.halt = nn.Linear(config.hidden_size, 1)
 
     def init_own_parameters(self) -> None:
-        """Three tokens of four halt after two steps or earlier."""
+        """Set the bias so that most tokens halt after at most two steps at first."""
         init.ones_(self.halt.bias)
 
     def forward(self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs) -> Tensor:
-        """[B, T, hidden_size] through at most as many steps as there are masks."""
+        """Run the layer at most once for each mask: [B, T, hidden_size] -> [B, T, hidden_size]."""
         spent = hidden_states.new_zeros(hidden_states.shape[:2], dtype=torch.float32)  # p_1 + ... so far
         cost, output = torch.zeros_like(spent), torch.zeros_like(hidden_states)
         running = torch.ones_like(spent, dtype=torch.bool)
@@ -68,13 +68,13 @@ class AdaptiveUniversal(Universal):
             output = output + weight[..., None].to(output.dtype) * hidden_states
             spent, running = spent + weight, running & ~ends
             if kwargs.get("past_key_values") is None and not is_tracing(running) and not running.any():
-                break  # there is no cache that must hear of it
+                break  # with a cache, all steps must write to it
         kwargs["own_losses"].append(self.weight * _mean(cost, masks[0]))
         return output
 
 
 def _mean(cost: Tensor, mask: Tensor | None) -> Tensor:
-    """Over tokens that are no padding."""
+    """The mean over tokens that are not padding."""
     return cost.mean() if mask is None else (cost * mask).sum() / mask.sum()
 
 
@@ -82,14 +82,14 @@ class ReversibleLayer(MemoryDecoderLayer):
     """y_1 = x_1 + mixer(x_2), y_2 = x_2 + MLP(y_1), each with its norms. https://arxiv.org/abs/2001.04451."""
 
     def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
-        """x_1 and x_2 side by side, [B, T, 2 hidden_size] -> the same of y."""
+        """(x_1, x_2) concatenated as [B, T, 2 hidden_size] -> (y_1, y_2) in the same form."""
         x1, x2 = hidden_states.chunk(2, dim=-1)
         y1 = x1 + self.mixed(x2, **kwargs)
         return torch.cat([y1, x2 + self.fed(y1, read_values) if self.has_mlp else x2], dim=-1)
 
 
 def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-    """Through layers that begin with both parts alike, and end with their mean [B, T, hidden_size]."""
+    """Run reversible layers on x_1 = x_2 = hidden_states, and return the mean of both halves [B, T, hidden_size]."""
     both = hidden_states.repeat(1, 1, 2)
     if torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
         both = _Reversible.apply(layers, masks, kwargs, both, *(x for layer in layers for x in _learns(layer)))
@@ -101,7 +101,7 @@ def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **
 
 
 class _Reversible(torch.autograd.Function):
-    """Keeps the output of the last layer alone; the backward pass finds each layer's input from its output."""
+    """Saves only the output of the last layer; the backward pass computes each layer's input from its output."""
 
     @staticmethod
     def forward(ctx, layers, masks, kwargs, hidden_states, *parameters):
@@ -134,7 +134,7 @@ class _Reversible(torch.autograd.Function):
 
 
 def _differentiate(function: Callable, x: Tensor, gradient: Tensor, parameters: list, **kwargs):
-    """function(x), and the gradients of x and of the parameters, given that of the result."""
+    """function(x), and the gradients with respect to x and the parameters, given that of the result."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         y = function(x, **kwargs)

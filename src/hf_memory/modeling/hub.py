@@ -1,7 +1,7 @@
-"""What a saved folder needs so that a process that never imported this package can load it.
+"""Saved folders that can be loaded by a process that did not import this package.
 
-transformers finds classes from outside itself by the `auto_map` of config.json, which names a module file of the same
-folder. That file is written here: a shim, which imports the classes from the installed package and copies no code.
+transformers finds custom classes by `auto_map` in config.json, which names a module file in the same folder. This
+module writes that file: a shim that imports the classes from the installed package, without copying code.
 """
 
 import copy
@@ -29,14 +29,14 @@ except ImportError as error:
 
 
 class HubClassMixin:
-    """For configs and models: a class of this package is never copied into the folders it saves."""
+    """For configs and models: prevents that `save_pretrained` copies the code of this package."""
 
     @classmethod
     def register_for_auto_class(cls, *auto_class):
-        """Have `save_pretrained` copy the module of a class derived outside this package; nothing for our own.
+        """Let `save_pretrained` copy the module of a class derived outside this package; no effect on our classes.
 
         Args:
-            *auto_class (`str` or `type`): the Auto class that will find it, as in transformers.
+            *auto_class (`str` or `type`): the Auto class that should find the class, as in transformers.
         """
         if cls.__module__.split(".")[0] != __name__.split(".")[0]:
             super().register_for_auto_class(*auto_class)
@@ -45,20 +45,20 @@ class HubClassMixin:
 class HubConfigMixin(HubClassMixin):
     """For configs: config.json names the classes of the family, and the shim beside it imports them.
 
-    In memory `auto_map` holds nothing of this: only entries that others made.
+    These entries are only in the file: the config object's `auto_map` holds entries made by others.
     """
 
     def __post_init__(self, **kwargs):
-        auto_map = kwargs.pop("auto_map", None) or {}  # never None: trainers look models from outside up in it
+        auto_map = kwargs.pop("auto_map", None) or {}  # never None: trainers look up custom models in it
         foreign = {name: value for name, value in auto_map.items() if SHIM_MODULE not in str(value)}
         super().__post_init__(auto_map=foreign, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True):
-        """Save as JSON; a config.json that a family's classes are loaded from gets the shim beside it.
+        """Save as JSON; a config.json gets the shim beside it.
 
         Args:
             json_file_path (`str` or `os.PathLike`): the file.
-            use_diff (`bool`, defaults to `True`): leave out what transformers assumes anyway.
+            use_diff (`bool`, defaults to `True`): leave out values that are transformers' defaults.
         """
         path, saved, classes = Path(json_file_path), self, auto_classes(type(self))
         if path.name == CONFIG_NAME and classes:
@@ -69,7 +69,7 @@ class HubConfigMixin(HubClassMixin):
 
 
 def auto_classes(config_class: type) -> dict[str, str]:
-    """Name of the class that each Auto class finds for a family's config; empty for configs derived elsewhere."""
+    """The class name for each Auto class, for a family's config; empty for configs derived outside this package."""
     if config_class not in REGISTERED:
         return {}
     family = REGISTERED[config_class]
@@ -77,7 +77,7 @@ def auto_classes(config_class: type) -> dict[str, str]:
 
 
 def write_shim(folder: Path, classes) -> None:
-    """Write the shim for classes of these names in one step, so that nobody reads half of it."""
+    """Write the shim for some class names atomically, so that no process reads half of it."""
     partial = folder / f".{SHIM_MODULE}.{os.getpid()}"
     partial.write_text(SHIM.format(classes="\n".join(f"        {name}," for name in classes)), encoding="utf-8")
     os.replace(partial, folder / f"{SHIM_MODULE}.py")

@@ -1,4 +1,4 @@
-"""Where packed sequences begin and end in a batch, and which position each token has."""
+"""Boundaries of packed sequences in a batch, and positions of tokens."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 
 def packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs: dict) -> Tensor | None:
-    """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None where nothing is packed.
+    """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None if nothing is packed.
 
-    Trainers say it in three ways: `cu_seq_lens_q` and `seq_idx`, which are taken at their word, and `position_ids`
-    that start again, which count as packing only where neither a mask nor a cache explains them.
+    Trainers declare packing by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that restart at zero. The last one
+    counts as packing only without a mask and a cache, which can have other reasons for such positions.
     """
     B, T = inputs_embeds.shape[:2]
     cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
@@ -43,7 +43,7 @@ def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:
 
 
 def default_positions(inputs_embeds: Tensor, attention_mask, past_key_values: Cache | None) -> Tensor:
-    """[1 or B, T]: padding does not count, so that a padded row is rotated as the row alone would be."""
+    """[1 or B, T], positions counted without padding, so that padding does not change the rotation of a row."""
     T = inputs_embeds.shape[1]
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:

@@ -1,4 +1,4 @@
-"""How transformers finds the classes of a family, and what tests must know of it."""
+"""Registration of families with transformers' Auto classes."""
 
 import sys
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ from transformers import (
     configuration_utils,
 )
 
-# The Trainer reads the config of a checkpoint that it resumes from without our class, and checks the words of all.
+# The Trainer reads the config of a checkpoint with transformers' base class, which checks layer types.
 configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
 
 AUTO_CLASSES = {
@@ -27,22 +27,22 @@ AUTO_CLASSES = {
 
 
 class Family(NamedTuple):
-    """One family's classes; the Auto class that finds each is in AUTO_CLASSES under the same name."""
+    """The classes of a family; AUTO_CLASSES has the Auto class for each field."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     causal_lm: type[PreTrainedModel]
     sequence_classifier: type[PreTrainedModel]
     token_classifier: type[PreTrainedModel]
-    growth: Literal["fixed", "token"] = "fixed"  # of its memory with the past
-    is_student: bool = True  # a Transformer can become it: its layers are a mixer and an MLP as in Llama
+    growth: Literal["fixed", "token"] = "fixed"  # growth of its memory with the number of tokens
+    is_student: bool = True  # whether a Transformer can be converted to it
 
 
 REGISTERED: dict[type[PreTrainedConfig], Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Have the Auto classes find it, and saved folders name them."""
+    """Register a family with the Auto classes, and let saved folders name its classes."""
     AutoConfig.register(family.config.model_type, family.config)
     for name, auto_class in list(AUTO_CLASSES.items())[1:]:
         auto_class.register(family.config, getattr(family, name))
@@ -53,9 +53,9 @@ def register(family: Family) -> Family:
 
 
 def _name_in_transformers(cls: type) -> None:
-    """`transformers serve` looks there for the class that a config names.
+    """Set a class as an attribute of the transformers module, where `transformers serve` looks for it.
 
-    transformers replaces its module once while it is imported; the server holds the one from before.
+    transformers replaces its module object while it is imported, and the server has the one from before.
     """
     server = sys.modules.get("transformers.cli.serving.model_manager")
     for module in (sys.modules["transformers"], getattr(server, "transformers", None)):
@@ -64,7 +64,7 @@ def _name_in_transformers(cls: type) -> None:
 
 
 def tell_peft(model_type: str) -> None:
-    """What LoRA adapts where a user names nothing, once peft is there: to import it for this would take seconds."""
+    """Set peft's default target modules for LoRA, if peft was already imported: importing it takes seconds."""
     if peft := sys.modules.get("peft"):
         targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         targets.setdefault(model_type, ["q_proj", "k_proj", "v_proj", "o_proj"])

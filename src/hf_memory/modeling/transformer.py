@@ -1,4 +1,4 @@
-"""The Transformer, with the positions and depths that the literature gave it, as options."""
+"""The Memory Transformer: softmax attention with published positions, patterns, pasts and depths as options."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ SIZES = (
     "max_span",
     "span_ramp",
 )
-BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters of positions
+BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
 
 
 @strict
@@ -71,47 +71,52 @@ class MemoryTransformerConfig(MemoryConfig):
     """Config of the Memory Transformer; its other options are those of `MemoryConfig`.
 
     Args:
-        position (`str`, defaults to `"rope"`): how tokens know where they are: `"rope"`, `"none"`, `"sinusoidal"` and
-            `"learned"` (added to the embeddings), or in the scores of attention `"relative"` (Shaw), `"xl"`, `"alibi"`
-            or `"distance_aware"`.
-        max_relative_distance (`int`, defaults to 16): distance from which on `"relative"` treats all distances alike.
-        pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees, in all memory layers or
-            in each: a word of `PATTERNS`.
-        pattern_size (`int`, defaults to 128): tokens of a window, a stride or a block.
-        num_global_tokens (`int`, defaults to 16): first tokens that all see, with `"longformer"`.
-        dilation (`int`, defaults to 2): steps between the tokens that are seen, with `"dilated"`.
-        num_summary_tokens (`int`, defaults to 8): tokens that stand for a block, with `"fixed"` and `"linformer"`.
-        num_random_blocks (`int`, defaults to 2): random blocks that a block sees, with `"bigbird"`.
-        num_block_shifts (`int`, defaults to 2): with `"blockwise"`, how many kinds of heads there are: the first see
-            their own block, the next the one before, and so on.
-        pattern_seed (`int`, defaults to 0): of what is random in `"bigbird"`.
-        num_buckets (`int`, defaults to 32): of `"reformer"` and `"routing"`.
-        num_hashes (`int`, defaults to 4): rounds in which tokens are put into buckets, with `"reformer"`.
-        max_span (`int`, defaults to 1024): longest span that a head can learn, in tokens, with `"adaptive_span"`.
-        span_ramp (`int`, defaults to 32): tokens beyond its span over which a head sees less and less.
-        span_loss_weight (`float`, defaults to 2e-6): of the mean span of each layer, in tokens, in the training loss.
-        span_limits (`list[int]`, *optional*): tokens that each layer sees at most, which `trim_spans` writes after
-            training; default: `max_span + span_ramp`.
-        past (`str` or `list[str]`, defaults to `"cache"`): what of the past there is to see, in all memory layers or in
-            each: a word of `PASTS`. With others than `"cache"` the pattern is `"full"`.
-        past_window (`int`, defaults to 512): tokens of the window of `"memorizing"` and `"infinite"`, and tokens before
-            its segment that one sees with `"xl"` and `"compressive"`.
-        segment_length (`int`, defaults to 512): tokens of a segment, with `"xl"` and `"compressive"`.
-        compression (`str`, defaults to `"convolution"`): how tokens become one slot with `"compressive"`: the
-            `"mean"`, the `"max"` or a learned map.
-        compression_rate (`int`, defaults to 4): tokens that become a slot.
-        compressed_length (`int`, defaults to 512): slots that are seen.
-        compression_loss_weight (`float`, defaults to 1.0): of what the map loses, in the training loss.
-        memory_size (`int`, defaults to 8192): tokens of the store, with `"memorizing"`.
-        memory_top_k (`int`, defaults to 32): of these, how many a head reads.
-        depth (`str`, defaults to `"fixed"`): the way through the layers: one after the other, `"universal"`: one layer
-            that runs `num_hidden_layers` times, or `"reversible"`: layers whose inputs training computes from their
-            outputs, so that it keeps no activations.
-        adaptive_computation (`bool`, defaults to `False`): with `"universal"`, as many steps as a token needs.
-        halting_epsilon (`float`, defaults to 0.01): a token halts when its probabilities of doing so reach one less
-            this.
-        ponder_loss_weight (`float`, defaults to 0.01): of the mean cost of a token in the training loss, which is its
-            number of steps and a remainder.
+        position (`str`, defaults to `"rope"`): how positions are represented: `"rope"`, `"none"`, `"sinusoidal"` or
+            `"learned"` (both added to the embeddings), or by the scores of attention: `"relative"` (Shaw et al.),
+            `"xl"`, `"alibi"` or `"distance_aware"`.
+        max_relative_distance (`int`, defaults to 16): with `"relative"`, all larger distances are treated like this
+            one.
+        pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees: a name in `PATTERNS`
+            for all memory layers, or a list with one for each layer.
+        pattern_size (`int`, defaults to 128): number of tokens of a window, a stride or a block.
+        num_global_tokens (`int`, defaults to 16): with `"longformer"`, number of first tokens that all tokens see; also
+            with `past="infinite"`.
+        dilation (`int`, defaults to 2): with `"dilated"`, distance between the tokens that a token sees.
+        num_summary_tokens (`int`, defaults to 8): with `"fixed"`, number of tokens of a block that later blocks see;
+            with `"linformer"`, number of learned sums over a block that they see.
+        num_random_blocks (`int`, defaults to 2): with `"bigbird"`, number of random blocks that a block sees.
+        num_block_shifts (`int`, defaults to 2): with `"blockwise"`, number of groups of heads: those of the first group
+            see their own block, those of the next the block before, and so on.
+        pattern_seed (`int`, defaults to 0): seed of the random blocks of `"bigbird"`.
+        num_buckets (`int`, defaults to 32): number of buckets of `"reformer"` and `"routing"`.
+        num_hashes (`int`, defaults to 4): number of hash rounds of `"reformer"`.
+        max_span (`int`, defaults to 1024): longest span in tokens that a head can learn with `"adaptive_span"`.
+        span_ramp (`int`, defaults to 32): number of tokens beyond the span over which attention decreases to zero.
+        span_loss_weight (`float`, defaults to 2e-6): weight of the mean span of each layer, in tokens, in the training
+            loss.
+        span_limits (`list[int]`, *optional*): largest number of tokens that each layer sees; `trim_spans` sets it after
+            training. Default: `max_span + span_ramp`.
+        past (`str` or `list[str]`, defaults to `"cache"`): how much of a long past a token sees: a name in `PASTS` for
+            all memory layers, or a list with one for each layer. All except `"cache"` require `pattern="full"`.
+        past_window (`int`, defaults to 512): with `"memorizing"` and `"infinite"`, size of the window in tokens; with
+            `"xl"` and `"compressive"`, number of tokens seen before the current segment.
+        segment_length (`int`, defaults to 512): number of tokens of a segment, with `"xl"` and `"compressive"`.
+        compression (`str`, defaults to `"convolution"`): with `"compressive"`, how tokens are compressed into a slot:
+            `"mean"`, `"max"` or `"convolution"`, which is learned.
+        compression_rate (`int`, defaults to 4): number of tokens that are compressed into a slot.
+        compressed_length (`int`, defaults to 512): number of slots that a token sees.
+        compression_loss_weight (`float`, defaults to 1.0): weight of the loss that trains the compression.
+        memory_size (`int`, defaults to 8192): with `"memorizing"`, number of tokens in the store.
+        memory_top_k (`int`, defaults to 32): number of these tokens that a head reads.
+        depth (`str`, defaults to `"fixed"`): how tokens pass through the layers: `"fixed"`: one layer after the other;
+            `"universal"`: one layer that runs `num_hidden_layers` times; `"reversible"`: layers whose inputs are
+            recomputed from their outputs in training, so that no activations are stored.
+        adaptive_computation (`bool`, defaults to `False`): with `"universal"`, let each token run as many steps as it
+            needs.
+        halting_epsilon (`float`, defaults to 0.01): a token halts when the sum of its halting probabilities reaches
+            one minus this.
+        ponder_loss_weight (`float`, defaults to 0.01): weight in the training loss of the mean cost of a token: its
+            number of steps plus a remainder.
     """
 
     model_type = "hf_memory_transformer"
@@ -163,12 +168,12 @@ class MemoryTransformerConfig(MemoryConfig):
 
     @property
     def patterns(self) -> list[str]:
-        """Of each layer."""
+        """The pattern of each layer."""
         return [self.pattern] * self.num_hidden_layers if isinstance(self.pattern, str) else self.pattern
 
     @property
     def pasts(self) -> list[str]:
-        """Of each layer."""
+        """The past of each layer."""
         return [self.past] * self.num_hidden_layers if isinstance(self.past, str) else self.past
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
@@ -179,11 +184,11 @@ class MemoryTransformerConfig(MemoryConfig):
         return PATTERNS[pattern] if past == "cache" else PASTS[past]
 
     def rotating_channels(self, layer_idx: int) -> int:
-        """None, where positions are not rotations."""
+        """Number of rotated channels; 0 unless `position` is rope."""
         return super().rotating_channels(layer_idx) if self.position == "rope" else 0
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """All, where positions and depth are those of its teacher, and there are no gaps in so short a text."""
+        """See `MemoryConfig.attends`; None unless position and depth are the teacher's and the pattern has no gaps."""
         past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
         if (
             self.patterns[layer_idx] in ("reformer", "routing")
@@ -192,7 +197,7 @@ class MemoryTransformerConfig(MemoryConfig):
             or (pattern and pattern.has_gaps)
         ):
             return None
-        if self.patterns[layer_idx] == "adaptive_span":  # which starts with the longest spans, and a ramp beyond them
+        if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
             return length if length <= self.max_span + 1 else None
         if past == "memorizing" or self.patterns[layer_idx] == "sliding":  # the gate starts closed
             return min(length, self.past_window if past == "memorizing" else self.pattern_size)
@@ -202,7 +207,7 @@ class MemoryTransformerConfig(MemoryConfig):
         return length if length <= seen else None
 
     def validate_transformer(self):
-        """Check the words of this family."""
+        """Check position and depth."""
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
         if self.attention_window is not None:
@@ -213,14 +218,14 @@ class MemoryTransformerConfig(MemoryConfig):
             )
 
     def validate_pasts(self):
-        """Check what is kept of the past, and which of it is seen."""
+        """Check patterns, pasts and their sizes."""
         for name, given, words in (("pattern", self.patterns, PATTERNS), ("past", self.pasts, PASTS)):
             for word in given:
                 check_word(name, word, tuple(words))
             if len(given) != self.num_hidden_layers:
                 raise ValueError(
-                    f"{name} must be a word, or one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                    f"got {given}"
+                    f"{name} must be one name, or a list with one for each of the "
+                    f"num_hidden_layers={self.num_hidden_layers} layers, got {given}"
                 )
         for past, pattern in zip(self.pasts, self.patterns):
             if past != "cache" and pattern != "full":
@@ -230,7 +235,7 @@ class MemoryTransformerConfig(MemoryConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.span_limits is not None and len(self.span_limits) != self.num_hidden_layers:
             raise ValueError(
-                f"span_limits must be one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
+                f"span_limits must have one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
                 f"got {self.span_limits}"
             )
         if {"fixed", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
@@ -239,22 +244,26 @@ class MemoryTransformerConfig(MemoryConfig):
             )
 
     def validate_buckets(self):
-        """Check what attention in buckets cannot have."""
+        """Check that no option is set that attention in buckets does not support."""
         if not {"reformer", "routing"} & {*self.patterns}:
             return
         only: dict = {"num_key_value_heads": self.num_attention_heads, "use_qk_norm": False}
         for name, value in (only | {"attn_logit_softcapping": None}).items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"{name} must be {value} with buckets, whose keys are queries, got {getattr(self, name)}"
+                    f"{name} must be {value} with pattern reformer or routing, whose keys are the queries, "
+                    f"got {getattr(self, name)}"
                 )
         if self.position in RELATIONS:
-            raise ValueError(f"position must be rotary, embedded or none with buckets, got {self.position!r}")
+            raise ValueError(
+                "position must be rope, none, sinusoidal or learned with pattern reformer or routing, "
+                f"got {self.position!r}"
+            )
         if self.num_buckets % 2:
             raise ValueError(f"num_buckets must be even, got {self.num_buckets}")
 
     def validate_compression(self):
-        """Check what becomes one slot."""
+        """Check the options of compression."""
         check_word("compression", self.compression, COMPRESSIONS)
         lengths = (self.segment_length, self.past_window) if "compressive" in self.pasts else ()
         if any(x % self.compression_rate for x in lengths):
@@ -263,7 +272,7 @@ class MemoryTransformerConfig(MemoryConfig):
             )
 
     def validate_depth(self):
-        """Check what depths need."""
+        """Check the options of depth."""
         if self.adaptive_computation and self.depth != "universal":
             raise ValueError(f"depth must be 'universal' with adaptive_computation, got {self.depth!r}")
         if not 0 < self.halting_epsilon < 1:
@@ -271,23 +280,24 @@ class MemoryTransformerConfig(MemoryConfig):
         if self.depth == "universal":
             for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns", "pasts"):
                 if len(set(getattr(self, name) or "-")) > 1:
-                    raise ValueError(f"{name} must be all alike with depth='universal', got {getattr(self, name)}")
+                    given = getattr(self, name)
+                    raise ValueError(f"{name} must be the same for all layers with depth='universal', got {given}")
             if self.mixer_types[0] != "memory":
                 raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
         if self.depth == "reversible" and not set(self.feed_forwards) <= {"mlp", "none"}:
             raise ValueError(f"mlp_types must be 'mlp' or 'none' with depth='reversible', got {self.mlp_types}")
-        if self.depth == "reversible" and "adaptive_span" in self.patterns:  # whose loss would have no gradient
-            raise ValueError("pattern must not be 'adaptive_span' with depth='reversible'")
+        if self.depth == "reversible" and "adaptive_span" in self.patterns:  # the loss of spans would have no gradient
+            raise ValueError(f"pattern must not be 'adaptive_span' with depth='reversible', got {self.pattern!r}")
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: MemoryTransformerConfig
 
 
 class MemoryTransformerModel(MemoryModel):
-    """The Transformer without a head."""
+    """The Memory Transformer without a head."""
 
     config: MemoryTransformerConfig
     _no_split_modules = ["MemoryDecoderLayer", "ReversibleLayer"]
@@ -303,7 +313,7 @@ class MemoryTransformerModel(MemoryModel):
 
     @torch.no_grad()
     def trim_spans(self) -> None:
-        """Let the config, and so each cache, keep no more tokens than learned spans reach; no output changes."""
+        """Write the reach of learned spans into the config, so that caches keep no more; outputs do not change."""
         config = self.config
         config.span_limits = [config.max_span + config.span_ramp] * config.num_hidden_layers
         for i, name in enumerate(config.patterns):
@@ -313,17 +323,17 @@ class MemoryTransformerModel(MemoryModel):
 
     @property
     def layer_class(self) -> type[MemoryDecoderLayer]:
-        """What `depth` needs."""
+        """The layer class for `depth`."""
         return ReversibleLayer if self.config.depth == "reversible" else MemoryDecoderLayer
 
     def forward(self, *args, **kwargs) -> MemoryModelOutput:
-        """As the others'; a reversible model in training makes no cache by itself, which would hold activations."""
+        """See `MemoryModel.forward`. In training, a reversible model creates no cache, which would hold activations."""
         if self.training and self.config.depth == "reversible" and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
         return super().forward(*args, **kwargs)
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """As the others', after positions are added where they are embedded; or as `depth` has it."""
+        """Add embedded positions and run the layers as `depth` says; see `MemoryModel.run_layers`."""
         positions = 0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
         if self.recurrence is not None:
             return self.recurrence(self.layers[0], hidden_states, masks, positions, **kwargs)
@@ -335,15 +345,15 @@ class MemoryTransformerModel(MemoryModel):
 
 
 class MemoryTransformerForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """The Transformer that predicts the next token."""
+    """The Memory Transformer with a head that predicts the next token."""
 
     config: MemoryTransformerConfig
     model_class = MemoryTransformerModel
 
 
 class MemoryTransformerForSequenceClassification(GenericForSequenceClassification, MemoryTransformerPreTrainedModel):
-    """The Transformer that puts a label on a sequence."""
+    """The Memory Transformer with a head that classifies sequences."""
 
 
 class MemoryTransformerForTokenClassification(GenericForTokenClassification, MemoryTransformerPreTrainedModel):
-    """The Transformer that puts a label on each token."""
+    """The Memory Transformer with a head that classifies tokens."""

@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memory.serving.stream import Request, generate_stream
 
-ANSWER = "An answer of the model 8c1f6d0e"  # stands in a template's text for an answer that was generated before
+ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
 
 
@@ -48,7 +48,7 @@ class Conversation:
             raise ValueError(f"system must be None with {missing}, got {system!r}")
         self.model, self.tokenizer, self.cache, self.system = model, tokenizer, cache, system
         self.max_new_tokens, self.options, self.seed = max_new_tokens, options or {}, seed
-        self.unread: list[int] = []  # tokens of the talk that the cache has not read
+        self.unread: list[int] = []  # tokens of the conversation that the cache has not read
 
     def answer(self, line: str) -> Generator[int, None, None]:
         """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it."""
@@ -87,7 +87,7 @@ class Conversation:
         self.cache, self.unread = None, []
 
     def _turn(self, line: str) -> list[int]:
-        """Tokens from the end of the last answer to where the next one begins."""
+        """The tokens between the last answer and the next one."""
         user, begins = {"role": "user", "content": line}, self.cache is None and not self.unread
         if self.tokenizer.chat_template is None:
             return self.tokenizer(line, add_special_tokens=begins)["input_ids"]
@@ -100,7 +100,7 @@ class Conversation:
         return self._tokens(text, start + len(closing) if text.startswith(closing, start) else start)
 
     def _closed(self, answered: list[int]) -> list[int]:
-        """The end of an answer as the template has it, whichever token it ended with, or none."""
+        """The tokens that end an answer in the template, without those that the answer already has."""
         if self.tokenizer.chat_template is None:
             return answered
         end = self.options.get("eos_token_id", self.model.generation_config.eos_token_id)
@@ -108,11 +108,11 @@ class Conversation:
         return (answered[:-1] if ended else answered) + self._tokens(*self._text(EXCHANGE))
 
     def _text(self, messages: list[dict], **options) -> tuple[str, int]:
-        """What the template makes of messages, and where an answer in it ends."""
+        """The text that the template makes of messages, and where the answer in it ends."""
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except TemplateError as error:
-            raise ValueError(f"the chat template of this model refuses the conversation: {error}") from error
+            raise ValueError(f"the model's chat template raised an error for this conversation: {error}") from error
         if messages[: len(EXCHANGE)] != EXCHANGE:
             return text, 0
         if ANSWER not in text:
@@ -120,8 +120,8 @@ class Conversation:
         return text, text.index(ANSWER) + len(ANSWER)
 
     def _tokens(self, text: str, start: int) -> list[int]:
-        """Tokens of a text from a character on, as they are in the whole."""
-        if not self.tokenizer.is_fast:  # and does not say where its tokens are
+        """The tokens of a text after a character, tokenised together with the text before it."""
+        if not self.tokenizer.is_fast:  # it has no offsets of tokens
             return self.tokenizer(text[start:], add_special_tokens=False)["input_ids"]
         read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [token for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"]) if begin >= start]

@@ -1,6 +1,6 @@
-"""Memories as files: read a long text once, save the memory of it, and load it in another process.
+"""Memories as files: read a long text once, save its memory, and load it in another process.
 
-The file is safetensors. Its header says which model made it, how many tokens it has read, and a checksum of the rest.
+The format is safetensors. The header has a fingerprint of the model, the number of tokens read, and a checksum.
 """
 
 import hashlib
@@ -69,10 +69,10 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
 
     Args:
         path: the file to read.
-        model: the one that made it; its config and weights must be the same.
+        model: the model that made the file; its config and weights must be the same.
 
     Raises:
-        ValueError: if the file is damaged, is not a memory, or is of another model.
+        ValueError: if the file is damaged, is not a memory, or belongs to another model.
         OSError: if it cannot be read.
     """
     header, tensors = _read(Path(path))
@@ -104,15 +104,15 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
 
 
 class _State(NamedTuple):
-    """What a state of one text looks like."""
+    """Shape and dtype of a state of one text."""
 
-    shape: list[int | None]  # None where it grows
+    shape: list[int | None]  # None for a size that grows with the text
     dtype: torch.dtype
 
 
 @torch.no_grad()
 def _expected(model: PreTrainedModel) -> dict[str, _State]:
-    """The states of a model, found by reading a token and another one."""
+    """The states of a model, found by reading one token and then another one."""
     cache, seen = DynamicCache(config=model.config), []
     for _ in range(2):
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
@@ -136,7 +136,7 @@ def _fault(x: Tensor, shape: list[int | None], dtype: torch.dtype, tokens_seen: 
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Of the config, all parameters' shapes and some numbers of each, the same in float32 and in bfloat16."""
+    """A fingerprint of config, parameter shapes and some numbers of each parameter; equal in float32 and bfloat16."""
     config = {n: x for n, x in model.config.to_diff_dict().items() if n not in ("dtype", "transformers_version")}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
@@ -172,7 +172,7 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
-    """Replay now what stays after tokens were undone, and not when the model is called next."""
+    """Replay the remaining inputs after tokens were undone now, instead of at the next call of the model."""
     layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
     for i in range(model.config.num_hidden_layers):
         mixer = layers[i % len(layers)].mixer  # one layer may run several times
@@ -190,7 +190,7 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
     if isinstance(layer, MemoryLayer):
         return layer.states.items()
     both = (("keys", layer.keys), ("values", layer.values))
-    if isinstance(layer, DynamicSlidingWindowLayer):  # holds more than it needs while it records
+    if isinstance(layer, DynamicSlidingWindowLayer):  # may hold more than its window
         kept = min(layer.keys.shape[-2], layer.sliding_window - 1)
         return [(name, x[..., -kept:, :]) for name, x in both]
     return both

@@ -1,6 +1,6 @@
-"""Rows of a running batch: single caches joined into one, and taken apart again.
+"""Rows of a running batch: caches of single texts are joined into one, and taken out again.
 
-Rows of unequal length are padded on the left, as a batch of prompts is. Only what grows has anything to pad.
+Rows of unequal length are padded on the left, like a batch of prompts. States of fixed size need no padding.
 """
 
 import copy
@@ -23,7 +23,7 @@ def check_layers(cache: Cache, model: PreTrainedModel) -> None:
 
 
 def join(cache: DynamicCache, other: DynamicCache) -> DynamicCache:
-    """The cache with another's rows; what is shorter is padded on the left to the length of what is longer."""
+    """Append the rows of another cache; the shorter one is padded on the left."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for one, more in zip(cache.layers, other.layers, strict=True):
         if isinstance(one, MemoryLayer):
@@ -37,7 +37,7 @@ def join(cache: DynamicCache, other: DynamicCache) -> DynamicCache:
 
 
 def keep(cache: DynamicCache, rows: list[int], length: int) -> None:
-    """Drop all other rows, and all but the last `length` tokens of keys and values."""
+    """Keep some rows, and the last `length` tokens of keys and values."""
     cache.batch_select_indices(torch.tensor(rows))
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
@@ -57,7 +57,7 @@ def take(cache: DynamicCache, row: int, length: int) -> DynamicCache:
 
 
 def held(layer: DynamicLayer, length: int) -> int:
-    """Tokens whose keys a layer that has seen `length` tokens holds."""
+    """Number of tokens whose keys a layer holds after it has seen `length` tokens."""
     return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
 
 

@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 from hf_memory.cache import MemoryLayer
 from hf_memory.serving.rows import check_layers, join, keep, take
 
-MOMENT = 1e-3  # seconds that a running batch gives a producer to come up with the next request
+MOMENT = 1e-3  # seconds that a running batch waits for the next request
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -77,12 +77,12 @@ class Step(NamedTuple):
 
 @dataclass
 class _Row:
-    """A request while it runs."""
+    """A running request."""
 
     request: Request
     number: int
-    tokens: Tensor  # [T] of this request, read and generated
-    length: int  # tokens in the cache
+    tokens: Tensor  # [T], tokens of this request, read and generated
+    length: int  # number of tokens in the cache
     end: set[int]
     sample: bool
     processors: LogitsProcessorList
@@ -90,7 +90,7 @@ class _Row:
     left: int
 
     def choose(self, logits: Tensor) -> int:
-        """The next token, given logits [V]; it is counted as the request's."""
+        """Choose the next token by logits [V], and append it."""
         scores = self.processors(self.tokens[None], logits.to(torch.float32, copy=True)[None])[0]
         if self.sample:
             token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self.generator))
@@ -128,7 +128,7 @@ def generate_stream(model: PreTrainedModel, requests: Iterable[Request], max_bat
 
 
 class _Arrivals:
-    """Requests with their numbers, each waited for in a thread, which does not keep a process from ending."""
+    """Numbered requests. A daemon thread waits for the next one, so that it does not keep the process alive."""
 
     def __init__(self, requests: Iterable[Request]):
         self.requests = enumerate(requests)
@@ -136,7 +136,7 @@ class _Arrivals:
         self.exhausted = False
 
     def take(self, idle: bool) -> tuple[int, Request] | None:
-        """The next request; None if there are no more, or, unless `idle`, if it is not there yet."""
+        """The next request; None if there are no more, or if it has not arrived yet and `idle` is False."""
         if self.exhausted:
             return None
         patience = None if idle else MOMENT if self.coming is None else 0
@@ -152,12 +152,12 @@ class _Arrivals:
     def _next(self, coming: Future) -> None:
         try:
             coming.set_result(next(self.requests, None))
-        except BaseException as error:  # whatever ends the producer is raised where its requests are taken
+        except BaseException as error:  # errors of the producer are raised in `take`
             coming.set_exception(error)
 
 
 class _Batch:
-    """Requests that run together, and a cache with a row for each."""
+    """The running requests, and a cache with a row for each."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -165,7 +165,7 @@ class _Batch:
         self.cache: DynamicCache | None = None
 
     def add(self, number: int, request: Request) -> Step:
-        """Read a request's tokens by themselves, and choose its first."""
+        """Read the prompt of a request, and choose its first token."""
         if request.cancelled:
             return Step(number, None, True, None)
         try:
@@ -179,7 +179,7 @@ class _Batch:
         return step
 
     def step(self) -> list[Step]:
-        """A token for every row, or its end."""
+        """Generate a token for every row, or end it."""
         cancelled = [_leave(row, self.cache, i) for i, row in enumerate(self.rows) if row.request.cancelled]
         self._keep([i for i, row in enumerate(self.rows) if not row.request.cancelled])
         if not self.rows:
@@ -196,7 +196,7 @@ class _Batch:
 
 
 def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, DynamicCache, Tensor]:
-    """What a request becomes, the cache that has read its tokens, and the logits [V] after them."""
+    """The row of a request, a cache that has read its tokens, and the logits [V] after them."""
     tokens = request.input_ids.to(model.device)
     size = model.config.vocab_size
     if tokens.min() < 0 or tokens.max() >= size:
@@ -221,13 +221,13 @@ def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, 
 
 
 def _generation_config(model: PreTrainedModel, request: Request) -> GenerationConfig:
-    """The model's, with a request's options: as `generate` would have it."""
+    """The model's generation config with a request's options, as in `generate`."""
     config, unknown = model._prepare_generation_config(None, **request.options)
     if unknown:
         raise ValueError(f"options must have names of GenerationConfig, got {', '.join(unknown)}")
     if config.get_generation_mode() not in ONE_BY_ONE or config.stop_strings or config.max_time:
         raise ValueError(
-            "a stream takes the most likely token or draws one: generation_config must have no beams, assistants, "
+            "a stream supports greedy decoding and sampling only: generation_config must have no beams, assistants, "
             f"stop_strings or max_time, got {config.get_generation_mode().value}"
         )
     config.max_length = len(request.input_ids) + request.max_new_tokens
@@ -241,7 +241,7 @@ def _own_cache(model: PreTrainedModel, request: Request) -> DynamicCache:
     check_layers(request.cache, model)
     texts = {layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys) for layer in request.cache.layers}
     if texts != {1}:
-        raise ValueError(f"cache must be that of one text, got that of {max(texts)}")
+        raise ValueError(f"cache must be of one text, got one of {max(texts)}")
     return copy.deepcopy(request.cache)
 
 
@@ -260,7 +260,7 @@ def _forward(model: PreTrainedModel, rows: list[_Row], cache: DynamicCache) -> T
 def _advance(row: _Row, logits: Tensor, cache: DynamicCache, place: int) -> Step:
     try:
         token = row.choose(logits)
-    except Exception as error:  # such as a row of NaN, which nothing can be drawn from
+    except Exception as error:  # such as logits of NaN, from which no token can be sampled
         return _leave(row, cache, place)._replace(error=error)
     if row.left == 0 or token in row.end:
         return _leave(row, cache, place)._replace(token=token)
