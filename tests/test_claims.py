@@ -61,6 +61,7 @@ def test_other_seeds_have_the_rate_that_was_best(module):
         ("levels", {"model": "Mamba-2, log-linear", "lr": 0.01, "seed": 0, "steps": 1}),
         ("facts", {"model": "16,384 slots", "seed": 0, "facts": 64, "steps": 1}),
         ("context", {"rule": "network", "memory": "TTT-Linear", "seed": 0}),
+        ("positions", {"position": "alibi", "seed": 0, "steps": 1}),
         ("reach", {"word": "bigbird", "layers": 1, "seed": 0}),
     ],
 )

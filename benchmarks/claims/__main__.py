@@ -17,6 +17,7 @@ import interference
 import length
 import levels
 import parity
+import positions
 import reach
 import recall
 import swaps
@@ -38,6 +39,7 @@ CLAIMS = {
         facts,
         swaps,
         length,
+        positions,
         ablation,
     )
 }
