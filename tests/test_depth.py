@@ -154,15 +154,15 @@ def test_spans_cost_what_they_reach_and_may_grow_again():
 
 @torch.no_grad()
 def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
-    model, tokens = spans(), random_tokens(2, 40)
+    model, tokens = spans(), random_tokens(2, 80)
     before = model(tokens).logits
     model.model.trim_spans()
     assert model.config.span_limits == [8, 8]  # ceil(3 + 8 * 0.55)
     torch.testing.assert_close(model(tokens).logits, before, atol=1e-5, rtol=1e-5)
-    cache = model(tokens[:, :39]).past_key_values
+    cache = model(tokens[:, :79]).past_key_values
     assert {layer.states["keys"].shape[1] for layer in cache.layers} == {7}
     torch.testing.assert_close(
-        model(tokens[:, 39:], past_key_values=cache).logits, before[:, -1:], atol=1e-6, rtol=1e-6
+        model(tokens[:, 79:], past_key_values=cache).logits, before[:, -1:], atol=1e-6, rtol=1e-6
     )
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.span_limits == [8, 8]

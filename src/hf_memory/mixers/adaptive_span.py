@@ -1,5 +1,6 @@
 """Attention whose heads learn how far back they see."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import Blocks
+from hf_memory.mixers.attention_blocks import BLOCK, Blocks
 from hf_memory.mixers.relations import RELATIONS
 from hf_memory.mixers.transformer import LocalMixer
 
@@ -45,7 +46,7 @@ class AdaptiveSpan(nn.Module):
         free = self.longest * wide(self.span)
         z = (free + (self.spans - free).detach()).to(scores.dtype)[:, None, None]
         m = ((self.ramp + z - blocks.distance[:, None]) / self.ramp).clamp(0, 1)
-        return torch.where(m > 0, scores + m.clamp(min=torch.finfo(m.dtype).tiny).log(), -torch.inf)
+        return scores + torch.where(m > 0, m.clamp(min=torch.finfo(m.dtype).tiny).log(), -torch.inf)
 
     def read(self, weights: Tensor, blocks: Blocks) -> Tensor | None:
         """See `Relation`."""
@@ -58,6 +59,12 @@ class AdaptiveSpanMixer(LocalMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.relation = AdaptiveSpan(config)
+
+    def reach(self, T: int) -> int | None:
+        """As far as the longest span, which must be read: not for a few tokens, nor where a graph would break."""
+        if T <= BLOCK or torch.compiler.is_compiling():
+            return None
+        return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
 
     def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
         """See `MemoryMixer.forward`; in training, the mean span is added to the losses."""

@@ -100,6 +100,9 @@ class LocalMixer(TransformerMixer):
         spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values") if n}
         return spec | {"seen": State((), torch.long)}
 
+    def reach(self, T: int) -> int | None:
+        """Tokens that T of them see, if parameters know of fewer than the pattern does."""
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: those of `window_attention`."""
         pattern = pattern_of(self.config, self.layer_idx)
@@ -112,6 +115,7 @@ class LocalMixer(TransformerMixer):
             softcap=self.config.attn_logit_softcapping,
             relation=self.relation,
             first=pattern.first,
+            reach=self.reach(hidden_states.shape[1]),
             attention_mask=context.attention_mask,
             cu_seqlens=context.cu_seqlens,
         )

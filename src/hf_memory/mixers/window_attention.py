@@ -24,6 +24,7 @@ def window_attention(
     softcap: float | None = None,
     relation: Relation | None = None,
     first: int = 0,
+    reach: int | None = None,
     always: Columns | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -62,7 +63,9 @@ def window_attention(
         if cu_seqlens is None:
             new |= {"sink_keys": always.keys, "sink_values": always.values}
     k, v = after(states.get("keys"), k, W), after(states.get("values"), v, W)
-    near = columns(tokens, states.get("seen"), k, v, sees & last_tokens(window))
+    reach = window if reach is None else min(reach, window)
+    seen_k, seen_v = k[:, window - reach :], v[:, window - reach :]
+    near = columns(tokens, states.get("seen"), seen_k, seen_v, sees & last_tokens(reach))
     o = rows_of(softmax_attention(near_blocks(q, tokens, near, always), scaling, softcap, relation), q)
     new |= {"keys": last(k, lengths, W), "values": last(v, lengths, W)}
     return o if order is None else in_their_places(o, order), new
