@@ -179,6 +179,7 @@ def full_attention(
     softcap: float | None,
     window: int | None = None,
     relation: Relation | None = None,
+    is_whole: bool = False,
 ) -> Tensor:
     """A long block of queries at a time, which suits windows much longer than that.
 
@@ -191,10 +192,14 @@ def full_attention(
         softcap: scores s become softcap tanh(s / softcap), or None.
         window: tokens that a query sees, or None for all.
         relation: what distances do, or None.
+        is_whole: the queries are one sequence a row from its beginning, and none is padding.
 
     Returns:
         o [B, T, HQ, V], anything at padding.
     """
+    if is_whole and window is None and softcap is None and relation is None:
+        each = (x.transpose(1, 2) for x in (q, past.keys, past.values))
+        return F.scaled_dot_product_attention(*each, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
     parts, others = [], [] if first is None else [first]
     before = past.keys.shape[1] - q.shape[1]
     for i in range(0, q.shape[1], LONG_BLOCK):

@@ -34,6 +34,11 @@ class Context(NamedTuple):
             states=states,
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tokens are one sequence a row from its beginning, and none is padding."""
+        return not self.states and self.attention_mask is None and self.cu_seqlens is None
+
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `count` [B]: tokens read including these."""
         (B, T), mask = x.shape[:2], self.attention_mask

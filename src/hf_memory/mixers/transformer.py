@@ -54,8 +54,15 @@ class TransformerMixer(MemoryMixer):
         q, k, v = self.projected(hidden_states, context)
         tokens, states = grown(k, v, context)
         past = Columns(Tokens(states["positions"], tokens.sequence), states["keys"], states["values"])
-        softcap = self.config.attn_logit_softcapping
-        o = full_attention(q, tokens, past, scaling=self.scaling, softcap=softcap, relation=self.relation)
+        o = full_attention(
+            q,
+            tokens,
+            past,
+            scaling=self.scaling,
+            softcap=self.config.attn_logit_softcapping,
+            relation=self.relation,
+            is_whole=context.is_whole,
+        )
         return self.o_proj(o.flatten(2)), states
 
     def apart(self, hidden_states: Tensor, context: Context, cu_seqlens: Tensor) -> tuple[Tensor, States]:

@@ -149,8 +149,16 @@ class WindowedMixer(MemoryMixer):
         past = (
             _everything(k, v, tokens, context) if W is None else self._past(W, "full_", k, v, tokens, lengths, context)
         )
-        softcap = self.config.attn_logit_softcapping
-        o = full_attention(q, tokens, past.near, past.first, scaling=self.scaling, softcap=softcap, window=W)
+        o = full_attention(
+            q,
+            tokens,
+            past.near,
+            past.first,
+            scaling=self.scaling,
+            softcap=self.config.attn_logit_softcapping,
+            window=W,
+            is_whole=context.is_whole,
+        )
         return o, past.states
 
     def _past(self, W: int, kind: str, k, v, tokens: Tokens, lengths, context: Context) -> Past:
