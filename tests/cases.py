@@ -280,14 +280,16 @@ def kinds_of_layers(case: Case) -> set:
     return {kind if "attention" in kind else (case.model_type, kind, *sorted(spec)) for kind, spec in layers}
 
 
-SEEN = [set().union(*map(kinds_of_layers, CASES[:i])) for i in range(len(CASES))]
-FIRST_OF_KIND = [case for case, seen in zip(CASES, SEEN) if not kinds_of_layers(case) <= seen]
+KINDS = [kinds_of_layers(case) for case in CASES]
+FIRST_OF_KIND = [case for i, case in enumerate(CASES) if not KINDS[i] <= set().union(*KINDS[:i])]
 every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND])
 
 
 def one_layer(case: Case) -> dict:
-    """An option of `make_model` for what is asked of each layer alone; none where a case names its two layers."""
-    return {} if any(isinstance(x, list) for x in case.options.values()) else {"num_hidden_layers": 1}
+    """Options of `make_model` for what is asked of each layer alone; none where layers are of several kinds."""
+    if len(kinds_of_layers(case)) > 1:
+        return {}
+    return {"num_hidden_layers": 1} | {name: x[:1] for name, x in case.options.items() if isinstance(x, list)}
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
