@@ -1,11 +1,13 @@
 """Time and memory of each pattern of attention by length: `python benchmarks/attention_patterns.py`.
 
 One layer of the Memory Transformer reads a text and learns from it, forward and backward, on one CPU thread in float32.
-Seconds are the lesser of two turns; bytes are the most that tensors took at once beyond what was there before. Writes
-benchmarks/results/attention_patterns.json.
+Sizes grow with the text as in the papers: strides and blocks of patterns with far tokens are sqrt(T) long, routing has
+sqrt(T) buckets, and reformer one for every 32 tokens. Seconds are the lesser of two turns; bytes are the most that
+tensors took at once beyond what was there before. Writes benchmarks/results/attention_patterns.json.
 """
 
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -17,15 +19,25 @@ from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.modeling.transformer import PATTERNS
 
 RESULTS = Path(__file__).parent / "results"
-LENGTHS = (1024, 2048, 4096, 8192)
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 256, "pattern_size": 64}
 TURNS = 2
 
 
-def mixer_of(pattern: str) -> torch.nn.Module:
-    """A layer's mixer."""
-    config = MemoryTransformerConfig(**{**SIZES, "position": "none", "pattern": pattern})
-    return MemoryTransformerForCausalLM(config).model.layers[0].mixer
+LONGEST_SPANS = "adaptive_span, longest"
+
+
+def mixer_of(pattern: str, T: int) -> torch.nn.Module:
+    """A layer's mixer for a text of T tokens."""
+    root = math.isqrt(T)
+    growing = {name: {"pattern_size": root} for name in ("strided", "fixed", "linformer")}
+    growing |= {"routing": {"num_buckets": root // 2 * 2}, "reformer": {"num_buckets": T // 32}}
+    word = pattern.partition(",")[0]
+    options = {**SIZES, "position": "none", "pattern": word, **growing.get(word, {})}
+    mixer = MemoryTransformerForCausalLM(MemoryTransformerConfig(**options)).model.layers[0].mixer
+    if pattern == LONGEST_SPANS:
+        torch.nn.init.ones_(mixer.relation.span)
+    return mixer
 
 
 def seconds(mixer: torch.nn.Module, x: torch.Tensor) -> float:
@@ -53,12 +65,12 @@ def main() -> None:
     rows = []
     for T in LENGTHS:
         x = torch.randn(1, T, SIZES["hidden_size"])
-        mixers = {name: mixer_of(name) for name in PATTERNS}
+        mixers = {name: mixer_of(name, T) for name in (*PATTERNS, LONGEST_SPANS)}
         turns = [{name: seconds(mixer, x) for name, mixer in mixers.items()} for _ in range(TURNS)]
         for name, mixer in mixers.items():
             row = {"T": T, "pattern": name, "seconds": min(turn[name] for turn in turns), "bytes": most_bytes(mixer, x)}
             rows.append(row)
-            print(f"{T:6} {name:12} {row['seconds']:8.3f} s {row['bytes'] / 2**20:8.0f} MiB", flush=True)
+            print(f"{T:6} {name:22} {row['seconds']:8.3f} s {row['bytes'] / 2**20:8.0f} MiB", flush=True)
     machine = {"processor": platform.machine(), "torch": torch.__version__, **SIZES}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "attention_patterns.json").write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")

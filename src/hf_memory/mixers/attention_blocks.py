@@ -155,10 +155,12 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores, visible):
         scores = scores.masked_fill(~visible, -torch.inf)
-        logsumexp = scores.logsumexp(-1, keepdim=True)
-        weights = scores.sub_(logsumexp.clamp(min=torch.finfo(scores.dtype).min)).exp_()
+        most = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+        weights = scores.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True)
+        weights.div_(total.clamp(min=1))  # the largest is 1, if anything is visible
         ctx.save_for_backward(weights)
-        return weights, logsumexp
+        return weights, most + total.log()
 
     @staticmethod
     @first_derivatives_only

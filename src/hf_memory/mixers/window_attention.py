@@ -42,6 +42,7 @@ def window_attention(
         softcap: soft cap c of the scores s, which become c tanh(s / c), or None.
         relation: relative positions, which change the scores, or None.
         first: number of first tokens of a sequence that stay visible; not together with `always`.
+        reach: number of tokens of the window that any of these queries sees; default: all.
         always: keys and values of persistent tokens, which precede every sequence, or None.
         attention_mask: [B, T], zero at padding, or None.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
