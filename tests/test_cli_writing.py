@@ -45,8 +45,8 @@ finally:
     assert not {"torch", "transformers", "hf_memory"} & set(sys.modules)
 """
     for flag, expected in (("--help", "chat "), ("-h", "chat "), ("--version", "0.1.0")):
-        said = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
-        assert expected in said.stdout
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        assert expected in done.stdout
 
 
 def test_text_is_shown_as_it_is_and_commands_no_terminal(run, student):
@@ -69,17 +69,17 @@ def test_nothing_that_is_shown_is_markup(capsys):
 
 
 def test_flags_of_sampling_are_those_of_generate(run, student):
-    def said(*flags):
+    def output_of(*flags):
         code, out, _ = run("generate", student, "--prompt", "snake", "--max-new-tokens", 8, *flags)
         assert code == 0
         return out
 
-    greedy = said("--greedy")
-    assert said("--top-k", 1) == said("--top-p", 0.01) == said("--temperature", 1e-4) == greedy
-    assert said() == greedy  # the model's own generation_config
-    drawn = {said("--temperature", 9, "--seed", seed) for seed in (0, 0, 1, 2)}
+    greedy = output_of("--greedy")
+    assert output_of("--top-k", 1) == output_of("--top-p", 0.01) == output_of("--temperature", 1e-4) == greedy
+    assert output_of() == greedy  # the model's own generation_config
+    drawn = {output_of("--temperature", 9, "--seed", seed) for seed in (0, 0, 1, 2)}
     assert len(drawn) == 3
-    assert said("--dtype", "bfloat16", "--device", "cpu", "--greedy").startswith("snake")
+    assert output_of("--dtype", "bfloat16", "--device", "cpu", "--greedy").startswith("snake")
 
 
 @pytest.fixture

@@ -52,22 +52,22 @@ class Talk:
         (request,) = requests
         before = next((tokens for cache, tokens in self.caches if cache is request.cache), [])
         self.read = before + request.input_ids.tolist()
-        said = []
+        tokens = []
         for step in generate_stream(model, requests, **options):
-            said.append(step.token)
+            tokens.append(step.token)
             if step.cache is not None:
-                self.caches.append((step.cache, self.read + said[:-1]))
+                self.caches.append((step.cache, self.read + tokens[:-1]))
             yield step
 
     def say(self, line, listen=5):
         self.messages.append({"role": "user", "content": line})
         answer = self.conversation.answer(line)
-        said = list(islice(answer, listen))
+        tokens = list(islice(answer, listen))
         answer.close()
         whole = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)["input_ids"]
         assert self.read == whole
-        self.messages.append({"role": "assistant", "content": self.tokenizer.decode(said, skip_special_tokens=True)})
-        return said
+        self.messages.append({"role": "assistant", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)})
+        return tokens
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -118,6 +118,6 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are():
 
 def test_without_a_template_lines_follow_each_other():
     talk = Conversation(make_model(CASE["linear-elu"]), make_tokenizer(None), max_new_tokens=3)
-    said = list(talk.answer("w7"))
-    assert talk.unread == said[-1:]
+    tokens = list(talk.answer("w7"))
+    assert talk.unread == tokens[-1:]
     assert talk.memory().get_seq_length() == 1 + 3

@@ -33,8 +33,8 @@ def test_a_model_in_two_processes_equals_one(tmp_path):
         if case.name in SHARDED:
             make_model(case).save_pretrained(tmp_path / case.name)
     spread = [f"tp_size/{name}" for name in SHARDED] + [f"fsdp_size/{SHARDED[0]}", f"pp_size/{SHARDED[1]}"]
-    said = run([sys.executable, SCRIPT, tmp_path, *spread])
-    differences = dict(line.split() for line in said.splitlines() if line.startswith(tuple(spread)))
+    printed = run([sys.executable, SCRIPT, tmp_path, *spread])
+    differences = dict(line.split() for line in printed.splitlines() if line.startswith(tuple(spread)))
     assert set(differences) == set(spread)
     assert max(map(float, differences.values())) < 1e-5
 

@@ -111,11 +111,11 @@ def test_a_classifier_learns_when_the_whole_model_agrees():
     outputs = model(texts, output_hidden_states=True)
     hidden = model.model.norm(outputs.hidden_states[1])
     agrees = model.lm_head(hidden).argmax(-1) == outputs.logits.argmax(-1)
-    said = classifier(hidden).squeeze(-1).sigmoid()
-    assert said[agrees].mean() > said[~agrees].mean() + 0.1
+    probability = classifier(hidden).squeeze(-1).sigmoid()
+    assert probability[agrees].mean() > probability[~agrees].mean() + 0.1
     with EarlyExit(model, confidence=classifier, threshold=0.5, states="exact") as early:
         model(texts, use_cache=False)
-    assert early.depths[0].equal(torch.where(said >= 0.5, 1, 2))
+    assert early.depths[0].equal(torch.where(probability >= 0.5, 1, 2))
 
 
 def test_the_loss_of_exits_is_weighted_by_their_layers():

@@ -51,18 +51,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(run, folder, tmp_path, monkeypatch):
-    """Types `hf-memory evaluate student --against teacher`; returns what it said and what it kept."""
+    """Types `hf-memory evaluate student --against teacher`; returns its output and the record."""
 
     monkeypatch.setattr(record, "plot_task", lambda path, models: path.write_text(str(list(models))))
 
     def type_command(*flags):
         models = folder / "student", "--against", folder / "teacher", "--prompts", folder / "prompts.txt"
-        code, *said = run(
+        code, *output = run(
             "evaluate", *models, "--text", folder / "text.txt", "--output", tmp_path / "out", *SHORT, *flags
         )
         file = tmp_path / "out" / "evaluation.json"
         record = json.loads(file.read_text()) if file.exists() else {"models": {}}
-        return code, *(" ".join(x.split()) for x in said), [row["found"] for row in record["models"].values()]
+        return code, *(" ".join(x.split()) for x in output), [row["found"] for row in record["models"].values()]
 
     return type_command
 

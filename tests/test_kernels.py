@@ -37,8 +37,8 @@ def kernel_report(*arguments):
     """The lines of the report, in a process whose Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", KERNEL_REPORT, *arguments]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    header, *lines = (line.split() for line in said.splitlines())
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    header, *lines = (line.split() for line in printed.splitlines())
     return [dict(zip(reversed(header), reversed(line))) for line in lines]  # the first column has spaces
 
 

@@ -356,8 +356,8 @@ finite = hf_memory.LinearTransformerForCausalLM(config)(torch.tensor([[1, 2, 3]]
 ops = [name for name in sys.modules if name.startswith("hf_memory.ops.")]
 print(json.dumps([finite, ops, sorted(CONFIG_MAPPING._extra_content), list(CONFIG_MAPPING_NAMES)]))
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    finite, ops, added, theirs = json.loads(said)
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    finite, ops, added, theirs = json.loads(printed)
     assert finite
     assert "hf_memory.ops.delta_rule.chunk" in ops
     assert not [name for name in ops if "kernels" in name or "triton" in name]

@@ -74,8 +74,8 @@ def test_another_process_goes_on_with_a_memory(tmp_path):
         save_memory(read(model, tokens[:, :8]), folder / "memory", model)
         expected.append(model.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist())
     command = [sys.executable, "-W", "ignore", "-c", ANOTHER_PROCESS, " ".join(map(str, tokens[0].tolist())), *folders]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [list(map(int, line.split())) for line in said.splitlines()] == expected
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [list(map(int, line.split())) for line in printed.splitlines()] == expected
 
 
 @pytest.fixture
@@ -263,10 +263,10 @@ def test_a_conversation_goes_on_from_its_cache(case):
     company = Request(random_tokens(9, seed=2), 4)
     steps = [s for s in generate_stream(model, [company, Request(first, NEW, keep_cache=True)]) if s.request == 1]
     assert [s.cache is None for s in steps] == (NEW - 1) * [True] + [False]
-    said = torch.tensor([s.token for s in steps])
-    more = torch.cat([said[-1:], second])  # the last token was chosen, but not read
+    answer = torch.tensor([s.token for s in steps])
+    more = torch.cat([answer[-1:], second])  # the last token was chosen, but not read
     answers = collect(model, 2 * [Request(more, NEW, cache=steps[-1].cache)])
-    text = torch.cat([first, said, second])[None]
+    text = torch.cat([first, answer, second])[None]
     real = torch.ones_like(text)  # generate takes tokens for padding that look like it
     expected = model.generate(text, attention_mask=real, max_new_tokens=NEW, do_sample=False)
     assert answers == 2 * [expected[0, text.shape[1] :].tolist()]  # and the cache stays as it is

@@ -30,13 +30,13 @@ def rows(file):
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 @pytest.mark.parametrize("prompts", [(), ("w7", "w8 w9")])
 def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, template, prompts):
-    model, tokenizer, said = make_teacher(), make_tokenizer(), []
+    model, tokenizer, reports = make_teacher(), make_tokenizer(), []
     tokenizer.chat_template = template
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     how = {"prompts": prompts, "seed": 3}
-    whole = write_text(tmp_path / "a", model, tokenizer, 100, **how, report=said.append)
+    whole = write_text(tmp_path / "a", model, tokenizer, 100, **how, report=reports.append)
     assert len(read_tokens([whole], tokenizer)) >= 100
-    assert said[-1] == Progress("the teacher writes", 100, 100, 1)
+    assert reports[-1] == Progress("the teacher writes", 100, 100, 1)
     assert len(rows(whole)) == len(set(rows(whole)))
     if prompts:
         start = "w4 {} w2 w5 " if template else "{}"

@@ -132,8 +132,8 @@ def miras(mixer, hidden_states, q, k, v, head):
     for t in range(len(q)):
         if t % 4 == 0:
             A = [w.detach().requires_grad_() for w in weights_of(kept)]
-        said = f(k[t], A)
-        gradients = torch.autograd.grad(said, A, by_answer(said - v[t], delta[t]).detach())
+        recalled = f(k[t], A)
+        gradients = torch.autograd.grad(recalled, A, by_answer(recalled - v[t], delta[t]).detach())
         before = [x.log_softmax(0) for x in kept] if rule == "memora" else kept
         kept = [a[t] * x - lr[t] * g for x, g in zip(before, gradients)]
         outputs.append(f(q[t], weights_of(kept)))
@@ -208,10 +208,10 @@ def test_a_memory_is_its_papers_equations(rule, equations):
     """A token at a time in float64, from the mixer's own queries, keys and values, with parameters that have moved."""
     options = {**AS_PUBLISHED, "variant": "lmm", "memory_rule": rule, "memory_window": 3}
     mixer = make_model(TITANS[0], **options).model.layers[0].mixer.double()
-    x, said = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    x, gate_inputs = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
     for parameter in mixer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
-    mixer.output_gate.register_forward_pre_hook(lambda _, inputs: said.append(inputs[0]))
+    mixer.output_gate.register_forward_pre_hook(lambda _, inputs: gate_inputs.append(inputs[0]))
     mixer(x)
     q, k, v, _ = mixer.project(x, Context(None, None, None, {}))
     if mixer.unit_keys:
@@ -219,4 +219,4 @@ def test_a_memory_is_its_papers_equations(rule, equations):
     for head in range(4):
         rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
         expected = equations(mixer, x, *(row.detach() for row in rows), head)
-        torch.testing.assert_close(said[0][0, :, head], expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(gate_inputs[0][0, :, head], expected, rtol=1e-9, atol=1e-10)

@@ -44,11 +44,11 @@ def pairs(rule: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     x = torch.einsum("trd,rde->tre", random(PAIRS, ROWS, D), random(ROWS, D, D) * D**-0.5)
     x = F.layer_norm(x, (D,))
     if rule == "matrix":
-        said = torch.einsum("trd,rde->tre", x, random(ROWS, D, D))
+        hidden_output = torch.einsum("trd,rde->tre", x, random(ROWS, D, D))
     else:
         hidden = F.gelu(torch.einsum("trd,rde->tre", x, random(ROWS, D, 2 * D)))
-        said = torch.einsum("trd,rde->tre", hidden, random(ROWS, 2 * D, D))
-    return x[None], (x + F.layer_norm(said, (D,)))[None]
+        hidden_output = torch.einsum("trd,rde->tre", hidden, random(ROWS, 2 * D, D))
+    return x[None], (x + F.layer_norm(hidden_output, (D,)))[None]
 
 
 def start(depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ def errors(depth: int, step: int, keys: Tensor, values: Tensor, rate: float, gen
     """Between the EDGES."""
     norm = torch.ones(ROWS, D), torch.zeros(ROWS, D)
     asked = torch.cat([keys[:, 1:], keys[:, :1]], 1)  # a token asks what comes next
-    said, _ = neural_memory(
+    recalled, _ = neural_memory(
         asked,
         keys,
         values,
@@ -75,7 +75,7 @@ def errors(depth: int, step: int, keys: Tensor, values: Tensor, rate: float, gen
         norm=norm,
         activation="gelu_tanh",
     )
-    error = (said - torch.cat([values[:, 1:], values[:, :1]], 1))[:, :-1].square().sum((0, 2, 3))
+    error = (recalled - torch.cat([values[:, 1:], values[:, :1]], 1))[:, :-1].square().sum((0, 2, 3))
     most = (values - keys)[:, 1:].square().sum((0, 2, 3))
     return [(error[low:high].sum() / most[low:high].sum()).item() for low, high in zip(EDGES, EDGES[1:])]
 
@@ -136,13 +136,13 @@ def verdict(rows: Rows) -> tuple[str, str]:
     found = {(r, m): runs_of(rows, r, m) for r in RULES for m in MEMORIES}
     last = {x: mean(row["errors"][-1] for row in runs) for x, runs in found.items()}
     gain = {x: mean(row["errors"][-3] - row["errors"][-1] for row in runs) for x, runs in found.items()}
-    said = f"error of the last {PAIRS - EDGES[-2]:,} of {PAIRS:,} pairs: " + "; ".join(
+    figures = f"error of the last {PAIRS - EDGES[-2]:,} of {PAIRS:,} pairs: " + "; ".join(
         f"where the rule is a {r}, " + ", ".join(f"{m} {last[r, m]:.3f}" for m in MEMORIES) for r in RULES
     )
     linear, one, two = MEMORIES
     more = [gain[r, m] > gain[r, linear] and last[r, m] < last[r, linear] for r in RULES for m in (one, two)]
     holds = [all(more), last["network", two] < last["network", one]]
-    return ("reproduced" if all(holds) else "differently" if any(more) else "not reproduced"), said
+    return ("reproduced" if all(holds) else "differently" if any(more) else "not reproduced"), figures
 
 
 CLAIM = Claim("context", "Longer contexts", __doc__, 2, plan, measure, table, draw, verdict)

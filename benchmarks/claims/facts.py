@@ -111,8 +111,8 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Whether slots know more than what costs as much."""
     known = {model: [row["accuracy"] for row in runs] for model, runs in runs_of(rows).items() if runs}
     dense, slots = (known[model] for model in DECISIVE)
-    said = f"of {FACTS:,} facts " + ", ".join(f"{model} {mean(x):.2f}" for model, x in known.items())
-    return ("reproduced" if min(slots) > max(dense) else "not reproduced"), said
+    figures = f"of {FACTS:,} facts " + ", ".join(f"{model} {mean(x):.2f}" for model, x in known.items())
+    return ("reproduced" if min(slots) > max(dense) else "not reproduced"), figures
 
 
 CLAIM = Claim("facts", "Facts", __doc__, 3, plan, measure, table, draw, verdict, DECISIVE)

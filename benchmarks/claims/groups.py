@@ -155,13 +155,13 @@ def verdict(rows: Rows) -> tuple[str, str]:
             follow.setdefault((group, model), []).append(longer)
         elif longer > 1 / len(GROUPS[group]) + 0.1:
             others[group, model] = max(longer, others.get((group, model), 0.0))
-    said = "seeds with 0.95 at 64 elements: " + ", ".join(
+    figures = "seeds with 0.95 at 64 elements: " + ", ".join(
         f"{group} {sum(x >= 0.95 for x in runs)} of {len(runs)} of {model.split(',')[0]} (best {max(runs):.2f})"
         for (group, model), runs in follow.items()
     )
-    said += "".join(f"; {group} {x:.2f} of {model}" for (group, model), x in others.items())
-    said += "" if others else "; all others at chance"
-    return ("differently" if others or min(map(min, follow.values())) < 0.95 else "reproduced"), said
+    figures += "".join(f"; {group} {x:.2f} of {model}" for (group, model), x in others.items())
+    figures += "" if others else "; all others at chance"
+    return ("differently" if others or min(map(min, follow.values())) < 0.95 else "reproduced"), figures
 
 
 CLAIM = Claim("groups", "Groups", __doc__, 14, plan, measure, table, draw, verdict)

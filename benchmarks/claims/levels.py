@@ -79,11 +79,11 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Which base gains by levels."""
     found = {model: by_pairs(runs, ASKED) for model, runs in best_runs(rows).items()}
     gains = {base: {n: found[base + WITH][n] - found[base][n] for n in ASKED if n >= 16} for base in BASES}
-    said = "gain by levels: " + "; ".join(
+    figures = "gain by levels: " + "; ".join(
         f"{base} " + ", ".join(f"{x:+.2f} of {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
     )
     better = [min(gain.values()) > 0 for gain in gains.values()]
-    return ("reproduced" if all(better) else "differently" if any(better) else "not reproduced"), said
+    return ("reproduced" if all(better) else "differently" if any(better) else "not reproduced"), figures
 
 
 CLAIM = Claim(

@@ -163,9 +163,9 @@ def verdict(rows: Rows) -> tuple[str, str]:
         off.append("bigbird sees more than its blocks")
     words = ("sliding", "strided", "xl", "compressive", *DRAWN)
     by_layers = {word: " / ".join(f"{mean(numbers(rows, word, n)):.0f}" for n in LAYERS) for word in words}
-    said = f"{len(EXACT) * len(LAYERS)} numbers are the papers'; of {T} tokens reach the last in 1 / 2 / 3 layers: "
-    said += ", ".join(f"{word} {x}" for word, x in by_layers.items())
-    return ("differently", "; ".join(off)) if off else ("reproduced", said)
+    figures = f"{len(EXACT) * len(LAYERS)} numbers are the papers'; of {T} tokens reach the last in 1 / 2 / 3 layers: "
+    figures += ", ".join(f"{word} {x}" for word, x in by_layers.items())
+    return ("differently", "; ".join(off)) if off else ("reproduced", figures)
 
 
 CLAIM = Claim("reach", "Reach of patterns", __doc__, 1, plan, measure, table, draw, verdict)

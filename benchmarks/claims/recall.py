@@ -169,10 +169,10 @@ def verdict(rows: Rows) -> tuple[str, str]:
     found = best_runs(rows)
     low = {m: min(row["accuracy"] for row in found[m]) for m in NAMED}
     beyond = by_pairs(found["linear attention"])[64]
-    said = "16 pairs, worst of three seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in low.items())
-    said += f"; 64 pairs, twice the key size: linear attention {beyond:.2f}"
-    said += f", DeltaNet {by_pairs(found['DeltaNet'])[64]:.2f}"
-    return ("differently" if min(low.values()) < 0.99 or beyond > 0.5 else "reproduced"), said
+    figures = "16 pairs, worst of three seeds: " + ", ".join(f"{m} {x:.3f}" for m, x in low.items())
+    figures += f"; 64 pairs, twice the key size: linear attention {beyond:.2f}"
+    figures += f", DeltaNet {by_pairs(found['DeltaNet'])[64]:.2f}"
+    return ("differently" if min(low.values()) < 0.99 or beyond > 0.5 else "reproduced"), figures
 
 
 CLAIM = Claim("recall", "Associative recall", __doc__, 30, plan, measure, table, draw, verdict, DECISIVE)
