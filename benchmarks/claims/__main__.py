@@ -16,7 +16,9 @@ import groups
 import interference
 import length
 import levels
+import mosaics
 import parity
+import pasts
 import positions
 import reach
 import recall
@@ -34,12 +36,14 @@ CLAIMS = {
         parity,
         groups,
         recall,
+        mosaics,
         levels,
         context,
         facts,
         swaps,
         length,
         positions,
+        pasts,
         ablation,
     )
 }

@@ -1,0 +1,193 @@
+"""What is remembered by the bytes that a cache has, for each kind of past.
+
+**Claim.** Of a long text with a window, more is known if segments see the one before (Dai et al.,
+https://arxiv.org/abs/1901.02860), more yet at equal memory if what is older is compressed (Rae et al.,
+https://arxiv.org/abs/1911.05507), if a store of it is searched (Wu et al., https://arxiv.org/abs/2203.08913), or a
+datastore of hidden states beside a model that has a short window (Khandelwal et al., https://arxiv.org/abs/1911.00172).
+First tokens beside a window keep a model stable, and remember nothing more (Xiao et al.,
+https://arxiv.org/abs/2309.17453).
+
+**Setting.** 16 passages of 8 random tokens of 256, none of which comes twice; then the same passages in another order,
+whose tokens but the first are asked: ln 256 = 5.5 nats for who knows nothing. One layer of attention of width 64
+without positions, behind the convolution of [associative recall](#associative-recall). 200 steps of 2,048 tokens, of
+one to four passages in the first two fifths and then of up to 16; learning rate 0.01, three seeds. Segments have 32
+tokens; a slot stands for four tokens, whose mean it is. Memorizing reads the best eight. kNN-LM has the model whose
+window is 32 tokens, and a datastore that it made of the first half, of what its attention reads at each token (eight
+neighbours; weight and temperature tuned on another text). Bytes are those of the layer's cache, and of the datastore's
+keys in 16 bits and tokens.
+
+**Expected.** Loss falls as a window grows. At equal memory (that of a window of 128 tokens) compression knows more than
+the window and than segments, which know more than one segment alone does; the store and the datastore that hold all
+know nearly all, with the datastore in fewer bytes than a window of the same reach.
+
+**Where it falls short.** Compressed slots are worth nothing here. Random tokens are the text that can be compressed
+least, the mean of four keys answers to each a quarter as well, and there are fewer tokens left that are whole. A window
+knows more than segments of equal memory, since these see all of it only where a segment ends. Who does not see what is
+asked guesses among what it sees, which costs more than ln 256.
+"""
+
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from claim import Claim, Rows, spread
+from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
+from hf_memory.decoding import NearestNeighbours, build_datastore, tune
+from hf_memory.evaluation import cache_bytes
+from learning import IGNORED, in_turn, learn
+from pictures import COLORS, plain_ticks
+from recall import WithTheTokenBefore
+
+VOCABULARY, PASSAGE, PASSAGES, SEEDS, STEPS, TOKENS, TEXTS, NEIGHBOURS = 256, 8, 16, 3, 200, 2048, 16, 8
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "initializer_range": 64**-0.5,
+    "position": "none",
+    "segment_length": 32,
+    "compression": "mean",
+    "compression_rate": 4,
+    "memory_top_k": 8,
+    "num_block_shifts": 1,
+    "num_global_tokens": 4,
+}
+WINDOWS = {f"window of {n}": {"pattern": "sliding", "pattern_size": n} for n in (32, 64, 128, 256)}
+DATASTORE, KEYS = "kNN-LM", "model.layers.0.mixer"  # beside the first of these; what its attention reads
+MODELS = {
+    **WINDOWS,
+    "one segment alone": {"pattern": "blockwise", "pattern_size": 32},
+    "segments, 96 before": {"past": "xl", "past_window": 96},
+    "compressive, 48 slots": {"past": "compressive", "past_window": 32, "compressed_length": 48},
+    "memorizing, store of 96": {"past": "memorizing", "past_window": 32, "memory_size": 96},
+    "memorizing, store of 224": {"past": "memorizing", "past_window": 32, "memory_size": 224},
+    "4 first tokens and window of 124": {"past": "infinite", "past_window": 124},
+}
+
+
+def texts(
+    passages: int, tokens: int, generator: torch.Generator, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor]:
+    """Passages, then these in another order; rows of so many tokens in all, and targets in the second half."""
+    rows = tokens // (2 * passages * PASSAGE)
+    known = torch.rand(rows, vocabulary, generator=generator).argsort(1)[:, : passages * PASSAGE]
+    order = torch.rand(rows, passages, generator=generator).argsort(1)
+    again = known.unflatten(1, (passages, PASSAGE)).gather(1, order[..., None].expand(-1, -1, PASSAGE))
+    text = torch.cat([known, again.flatten(1)], 1)
+    targets = torch.cat([text[:, 1:], text[:, :1]], 1)
+    targets[:, PASSAGE - 1 :: PASSAGE] = IGNORED  # what begins a passage
+    targets[:, : passages * PASSAGE] = IGNORED
+    return text, targets
+
+
+def kinds(steps: int, seed: int):
+    """Rows of every step: short ones alone in the first two fifths."""
+    choose = Random(seed).choice
+    return (partial(texts, choose((1, 2, 4) if 5 * i < 2 * steps else (2, 4, 8, PASSAGES))) for i in range(steps))
+
+
+def plan(rows: Rows):
+    """Every past once before any has a second seed."""
+    return ({"model": model, "seed": seed, "steps": STEPS} for seed in range(SEEDS) for model in MODELS)
+
+
+def measure(*, model: str, seed: int, steps: int) -> dict:
+    """Train one, then ask; of the smallest window also beside a datastore."""
+    torch.manual_seed(seed)
+    learner = MemoryTransformerForCausalLM(MemoryTransformerConfig(**SIZES, **MODELS[model]))
+    learner.set_input_embeddings(WithTheTokenBefore(learner.get_input_embeddings()))
+    found = learn(learner, in_turn(kinds(steps, seed)), lr=1e-2, steps=steps, rows=TOKENS, seed=seed, solved=2)
+    length = 2 * PASSAGES * PASSAGE
+    text, targets = texts(PASSAGES, (TEXTS + 1) * length, torch.Generator().manual_seed(10_000))
+    found |= {"nats": nats(learner.eval(), text[:TEXTS], targets[:TEXTS]), "bytes": cache_bytes(learner.config, length)}
+    return found | beside_a_datastore(learner, text, targets) if model == next(iter(WINDOWS)) else found
+
+
+@torch.no_grad()
+def nats(model, text: Tensor, targets: Tensor) -> float:
+    """Of each token that is asked."""
+    return F.cross_entropy(model(text, use_cache=False).logits.mT, targets, ignore_index=IGNORED).item()
+
+
+def beside_a_datastore(model, text: Tensor, targets: Tensor) -> dict:
+    """Nats of the second halves of all texts but the last, which the mixture is tuned on; and bytes."""
+    half, losses = text.shape[1] // 2, []
+    with TemporaryDirectory() as folder:
+        stores = [
+            build_datastore(model, row[: half + 1], Path(folder, str(i)), module=KEYS) for i, row in enumerate(text)
+        ]
+        mixture = tune(model, stores[-1], text[-1, half:], k=NEIGHBOURS)
+        for row, target, store in zip(text[:-1], targets, stores):
+            with NearestNeighbours(model, store, k=NEIGHBOURS, **mixture):
+                losses.append(nats(model, row[None, half:], target[None, half:]))
+    keys, tokens = stores[0].keys, stores[0].tokens
+    size = keys.numel() * keys.itemsize + tokens.numel() * tokens.itemsize
+    return {"beside": mean(losses), "datastore": size, **mixture}
+
+
+def found_by(rows: Rows) -> dict[str, tuple[int, list[float]]]:
+    """Bytes, and nats of all seeds, by past."""
+    found = {}
+    for model in MODELS:
+        if runs := [row for row in rows if row["model"] == model]:
+            found[model] = runs[0]["bytes"], [row["nats"] for row in runs]
+    if runs := [row for row in rows if "beside" in row]:
+        found[DATASTORE] = runs[0]["bytes"] + runs[0]["datastore"], [row["beside"] for row in runs]
+    return found
+
+
+def table(rows: Rows) -> Rows:
+    """By bytes."""
+    return [
+        {
+            "past": model,
+            "kB of cache": f"{size / 1000:.0f}",
+            "nats": spread([{"nats": x} for x in seeds], "nats"),
+            "seeds": len(seeds),
+        }
+        for model, (size, seeds) in sorted(found_by(rows).items(), key=lambda item: item[1][0])
+    ]
+
+
+def draw(rows: Rows, figure) -> None:
+    """Nats over bytes; windows are a line."""
+    figure.set_size_inches(9, 4)
+    axes, found = figure.subplots(), found_by(rows)
+    windows = [found[model] for model in WINDOWS if model in found]
+    axes.plot([size for size, _ in windows], [mean(x) for _, x in windows], "o-", color="gray", label="windows")
+    for i, (model, (size, seeds)) in enumerate(x for x in found.items() if x[0] not in WINDOWS):
+        axes.plot([size] * len(seeds), seeds, "os^v<>D"[i], color=COLORS[i], label=model)
+    sizes = [size for size, _ in windows]
+    plain_ticks(axes, sizes, [f"{x / 1000:.0f}" for x in sizes])
+    axes.set(xlabel="kB of cache, and of datastore", ylabel="nats a token", ylim=(0, None))
+    figure.legend(loc="outside right center")
+
+
+def verdict(rows: Rows) -> tuple[str, str]:
+    """Each of the claims by itself."""
+    found = found_by(rows)
+    loss = {model: mean(seeds) for model, (_, seeds) in found.items()}
+    windows = [loss[model] for model in WINDOWS]
+    equal, alone, segments, slots, few, many, _ = (loss[x] for x in (list(WINDOWS)[2], *list(MODELS)[4:]))
+    holds = [
+        windows == sorted(windows, reverse=True),
+        segments < alone,
+        slots < min(equal, segments),
+        many < few,
+        loss[DATASTORE] < equal and found[DATASTORE][0] < found["window of 256"][0],
+    ]
+    said = "nats a token, by kB: " + ", ".join(
+        f"{model} {loss[model]:.2f} ({size / 1000:.0f})" for model, (size, _) in found.items()
+    )
+    return ("reproduced" if all(holds) else "differently" if any(holds[1:]) else "not reproduced"), said
+
+
+CLAIM = Claim("pasts", "Kinds of past by their bytes", __doc__, 6, plan, measure, table, draw, verdict)
