@@ -180,7 +180,7 @@ CASES = (
     Case(
         "transformer-xl",
         "hf_memory_transformer",
-        {**PATTERN, "position": "xl", "pattern": ["strided", "bigbird"], "num_random_blocks": 1},
+        {**PATTERN, "position": "xl", "pattern": ["strided_by_head", "bigbird"], "num_random_blocks": 1},
     ),
     Case(
         "transformer-shaw",
@@ -190,7 +190,7 @@ CASES = (
     Case(
         "transformer-alibi",
         "hf_memory_transformer",
-        {**PATTERN, "position": "alibi", "pattern": ["linformer", "fixed"]},
+        {**PATTERN, "position": "alibi", "pattern": ["linformer", "fixed_by_head"]},
     ),
     Case(
         "transformer-learned",
@@ -212,7 +212,11 @@ CASES = (
         "hf_memory_transformer",
         {"pattern": ["routing", "reformer"], "num_key_value_heads": 4, "num_buckets": 4, "num_hashes": 2},
     ),
-    Case("transformer-segments", "hf_memory_transformer", {**PAST, "past": "xl"}),
+    Case(
+        "transformer-segments",
+        "hf_memory_transformer",
+        {**PAST, "past": ["xl", "memorizing"], "memory_join": "softmax"},
+    ),
     Case(
         "transformer-universal",
         "hf_memory_transformer",

@@ -62,7 +62,9 @@ def sees(pattern, h, i, j):
         "sliding": d < 4,
         "block_local": ask - asked <= 1,
         "strided": d <= 4 or d % 4 == 0,
+        "strided_by_head": (d <= 4, d % 4 == 0)[h % 2],
         "fixed": ask == asked or j % 4 >= 2,
+        "fixed_by_head": (ask == asked, i == j or j % 4 >= 2)[h % 2],
         "dilated": d < 12 and d % 3 == 0,
         "longformer": d < 4 or j < 2,
         "bigbird": ask - asked <= 1 or asked == 0 or asked in drawn(ask),
@@ -82,11 +84,18 @@ def drawn(block):
 
 
 def remembered(mixer, h, i, q, k, v):
-    """Of one query [T, D] of all tokens, from the store of keys and values [T, D]."""
+    """Scores and values for one of the queries [T, D], from the store of keys and values [T, D]."""
     cosines = {j: torch.cosine_similarity(q[i], k[j], 0) for j in range(i + 1) if 5 <= i - j < 11}
     best = sorted(cosines, key=cosines.get)[-2:]
-    weights = (mixer.memory_scale[h] * torch.stack([cosines[j] for j in best])).softmax(0)
-    return sum(weight * v[j] for weight, j in zip(weights, best))
+    return mixer.memory_scale[h] * torch.stack([cosines[j] for j in best]), v[best]
+
+
+def joined(mixer, h, scores, values, more, found):
+    """The window and the store, in one softmax or by a gate."""
+    if mixer.config.memory_join == "softmax":
+        return torch.cat([scores, more]).softmax(0) @ torch.cat([values, found])
+    gate = mixer.memory_gate[h]
+    return (1 - gate) * (scores.softmax(0) @ values) + gate * (more.softmax(0) @ found)
 
 
 def compressed(compression, block):
@@ -139,14 +148,16 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                     pairs.append((key, value, i - end - 1))
                 queries = [q[i, h]] * len(pairs)
             scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
-            for (_, value, d), weight in zip(pairs, torch.stack(scores).softmax(0)):
-                if position == "relative":
-                    value = value + mixer.relation.values.weight[min(d, 4)]
-                outputs[i, h] += weight * value
+            values = [
+                value + mixer.relation.values.weight[min(d, 4)] if position == "relative" else value
+                for _, value, d in pairs
+            ]
+            scores, values = torch.stack(scores), torch.stack(values)
             if past == "memorizing" and i >= 5:
-                gate = mixer.memory_gate[h]
                 found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
-                outputs[i, h] = (1 - gate) * outputs[i, h] + gate * found
+                outputs[i, h] = joined(mixer, h, scores, values, *found)
+            else:
+                outputs[i, h] = scores.softmax(0) @ values
     return mixer.o_proj(outputs.flatten(1))
 
 
@@ -158,6 +169,7 @@ WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
 WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
+WORDS += [{"past": "memorizing", "memory_join": "softmax"}]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
 
@@ -262,6 +274,7 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"past": "forever"}, "past"),
         ({"past": "xl", "pattern": "sliding"}, "pattern"),
         ({"memory_top_k": 0}, "memory_top_k"),
+        ({"memory_join": "sum"}, "memory_join"),
         ({"compression": "sum"}, "compression"),
         ({"past": "compressive", "compression_rate": 3}, "compression_rate"),
         ({"pattern": "reformer", "num_buckets": 3}, "num_buckets"),

@@ -200,8 +200,8 @@ def full_attention(
         o [B, T, HQ, V], anything at padding.
     """
     if is_whole and window is None and softcap is None and relation is None:
-        each = (x.transpose(1, 2) for x in (q, past.keys, past.values))
-        return F.scaled_dot_product_attention(*each, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, past.keys, past.values))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
     parts, others = [], [] if first is None else [first]
     before = past.keys.shape[1] - q.shape[1]
     for i in range(0, q.shape[1], LONG_BLOCK):

@@ -12,7 +12,7 @@ from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wi
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, joined_softmax
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.transformer import TransformerMixer
+from hf_memory.mixers.transformer import Attended, TransformerMixer
 from hf_memory.mixers.window_attention import (
     after,
     columns,
@@ -256,29 +256,37 @@ def slots_of(config) -> int:
     return config.compressed_length + (config.past_window + config.segment_length) // config.compression_rate
 
 
+JOINS = ("gate", "softmax")
+
+
 class MemorizingMixer(RowsMixer):
     """Attention to the last tokens, and to the nearest in a store of what was before. https://arxiv.org/abs/2203.08913.
 
         o = local + gate (remembered - local)
         remembered = sum over the memory_top_k best of softmax(scale cos(q, k)) v
 
+    or both in one softmax, over the scores of the window and those of the best.
     The store is exact and first in, first out. It has keys as they were before rotation, and no gradient goes into it.
     The gate of a head is a number: at 0 the mixer is attention over a window, and learns from there.
     """
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.memory_gate = nn.Parameter(torch.empty(config.num_attention_heads))
+        self.has_gate = config.memory_join == "gate"
+        if self.has_gate:
+            self.memory_gate = nn.Parameter(torch.empty(config.num_attention_heads))
         self.memory_scale = nn.Parameter(torch.empty(config.num_attention_heads))
 
     def init_own_parameters(self) -> None:
         """Half open; sharp enough for one key of unit length among many."""
-        init.constant_(self.memory_gate, 0.5)
+        if self.has_gate:
+            init.constant_(self.memory_gate, 0.5)
         init.constant_(self.memory_scale, 20.0)
 
     def start_open(self, half_life: int) -> None:
         """The gate is closed, so that the mixer is attention over its window."""
-        self.memory_gate.zero_()
+        if self.has_gate:
+            self.memory_gate.zero_()
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -298,7 +306,7 @@ class MemorizingMixer(RowsMixer):
         asking, keys = self.rotate(q, k, context.positions)
         near = [after(states.get(name), x, W - 1) for name, x in (("keys", keys), ("values", v))]
         new = {name: last(x, lengths, W - 1) for name, x in zip(("keys", "values"), near)}
-        local, _ = self.softmax_near(
+        local = self.softmax_near(
             asking, tokens, columns(tokens, states.get("seen"), near[0], near[1], causal & window(W))
         )
         stored = {"memory_keys": unit_length(k).detach(), "memory_values": v.detach()}
@@ -306,22 +314,24 @@ class MemorizingMixer(RowsMixer):
         new |= {name: last(x, lengths, N) for name, x in stored.items()}
         sees = older(W) & window(N + 1)
         seen = columns(tokens, states.get("seen"), stored["memory_keys"], stored["memory_values"], sees)
-        remembered, has_any = self._remembered(unit_length(q), tokens, seen)
-        share = (self.memory_gate.to(local.dtype) * has_any)[..., None]
-        return local + share * (remembered - local), new
+        remembered = self._remembered(unit_length(q), tokens, seen)
+        if not self.has_gate:
+            return joined_softmax(local, remembered)[0], new
+        gate = self.memory_gate.to(v.dtype) * remembered[1].isfinite()
+        return torch.lerp(local[0], remembered[0], gate[..., None]), new
 
-    def _remembered(self, q: Tensor, tokens: Tokens, seen: Columns) -> tuple[Tensor, Tensor]:
-        """o [B, T, HQ, V] of the best in the store, and whether there was any [B, T, 1]."""
+    def _remembered(self, q: Tensor, tokens: Tokens, seen: Columns) -> Attended:
+        """What `softmax_and_mass` would return of the best in the store, [B, T, HQ, ...]."""
         T, parts = q.shape[1], []
         W, M, before = self.config.past_window, self.config.memory_size, seen.keys.shape[1] - q.shape[1]
         for i in range(0, T, BLOCK):
             here = slice(i, i + BLOCK)
             first, end = max(0, before + i - W - M + 1), max(1, before + min(i + BLOCK, T) - W)
             parts.append(self._best(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
-        o, has_any = (torch.cat(x, 1) for x in zip(*parts))
-        return o, has_any
+        o, mass = (torch.cat(x, 1) for x in zip(*parts))
+        return o, mass
 
-    def _best(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    def _best(self, blocks: Blocks) -> Attended:
         q, k, v, visible = blocks[:4]
         C, H = q.shape[1], k.shape[2]
         q = q.unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, H, G * C, K]
@@ -329,8 +339,9 @@ class MemorizingMixer(RowsMixer):
         best, places = scores.topk(min(self.config.memory_top_k, scores.shape[-1]))  # [B, H, G, C, k]
         is_any = best.isfinite()
         best = best.where(is_any, 0) * self.memory_scale.to(best.dtype).view(H, -1, 1, 1)
-        weights = best.masked_fill(~is_any, torch.finfo(best.dtype).min).softmax(-1) * is_any
+        best = best.masked_fill(~is_any, torch.finfo(best.dtype).min)
+        weights, mass = best.softmax(-1) * is_any, best.logsumexp(-1).where(is_any.any(-1), -torch.inf)
         index = places.flatten(2)[..., None].expand(-1, -1, -1, v.shape[-1])
         values = v.transpose(1, 2).gather(2, index).unflatten(2, places.shape[2:])
         o = (weights[..., None].to(v.dtype) * values).sum(-2)  # [B, H, G, C, V]
-        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), visible.any(-1).transpose(1, 2)
+        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass.permute(0, 3, 1, 2).flatten(2)

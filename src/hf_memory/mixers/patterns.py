@@ -1,6 +1,7 @@
 """Attention patterns: a mask that says which tokens a token sees, and how far back it reaches."""
 
 from collections.abc import Callable
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -8,13 +9,14 @@ import torch
 from hf_memory.ops.masks import (
     Mask,
     bigbird,
+    block_ends,
     block_local,
     blockwise,
+    by_head,
     dilated,
-    fixed,
+    multiples,
     own_block,
     sinks,
-    strided,
     window,
 )
 
@@ -33,6 +35,18 @@ def _shifts(config) -> torch.Tensor:
     return (torch.arange(config.num_attention_heads) % config.num_block_shifts)[:, None, None]
 
 
+def _strided(config) -> tuple[Mask, Mask]:
+    return window(config.pattern_size + 1), multiples(config.pattern_size)
+
+
+def _fixed(config) -> tuple[Mask, Mask]:
+    return own_block(config.pattern_size), block_ends(config.pattern_size, config.num_summary_tokens)
+
+
+def _in_turn(config) -> torch.Tensor:
+    return torch.arange(config.num_attention_heads) % 2
+
+
 LOCAL: dict[str, Callable[..., Pattern]] = {  # by name, from a config; caches drop all tokens that are not seen
     "sliding": lambda c: Pattern(window(c.pattern_size), c.pattern_size),
     "block_local": lambda c: Pattern(block_local(c.pattern_size), 2 * c.pattern_size),
@@ -45,8 +59,10 @@ LOCAL: dict[str, Callable[..., Pattern]] = {  # by name, from a config; caches d
     ),
 }
 SPARSE: dict[str, Callable[..., Pattern]] = {
-    "strided": lambda c: Pattern(strided(c.pattern_size), c.pattern_size + 1),
-    "fixed": lambda c: Pattern(fixed(c.pattern_size, c.num_summary_tokens), c.pattern_size),
+    "strided": lambda c: Pattern(or_(*_strided(c)), c.pattern_size + 1),
+    "strided_by_head": lambda c: Pattern(by_head(_in_turn(c), *_strided(c)), c.pattern_size + 1, has_gaps=True),
+    "fixed": lambda c: Pattern(or_(*_fixed(c)), c.pattern_size),
+    "fixed_by_head": lambda c: Pattern(by_head(_in_turn(c), *_fixed(c)), c.pattern_size, has_gaps=True),
     "bigbird": lambda c: Pattern(bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size),
     "linformer": lambda c: Pattern(own_block(c.pattern_size), c.pattern_size),  # summaries are separate
 }

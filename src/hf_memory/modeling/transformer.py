@@ -11,7 +11,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.buckets import ReformerMixer, RoutingMixer
-from hf_memory.mixers.pasts import COMPRESSIONS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
+from hf_memory.mixers.pasts import COMPRESSIONS, JOINS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
@@ -32,6 +32,8 @@ PATTERNS: dict[str, type[TransformerMixer]] = {
     "adaptive_span": AdaptiveSpanMixer,
     "strided": StridedMixer,
     "fixed": FixedMixer,
+    "strided_by_head": StridedMixer,
+    "fixed_by_head": FixedMixer,
     "bigbird": BigBirdMixer,
     "linformer": LinformerMixer,
     "reformer": ReformerMixer,
@@ -108,6 +110,8 @@ class MemoryTransformerConfig(MemoryConfig):
         compression_loss_weight (`float`, defaults to 1.0): weight of the loss that trains the compression.
         memory_size (`int`, defaults to 8192): with `"memorizing"`, number of tokens in the store.
         memory_top_k (`int`, defaults to 32): number of these tokens that a head reads.
+        memory_join (`str`, defaults to `"gate"`): how what was read joins the attention to the window: by a learned
+            `"gate"` for each head, or in one `"softmax"`.
         depth (`str`, defaults to `"fixed"`): how tokens pass through the layers: `"fixed"`: one layer after the other;
             `"universal"`: one layer that runs `num_hidden_layers` times; `"reversible"`: layers whose inputs are
             recomputed from their outputs in training, so that no activations are stored.
@@ -161,6 +165,7 @@ class MemoryTransformerConfig(MemoryConfig):
     compression_loss_weight: float = 1.0
     memory_size: int = 8192
     memory_top_k: int = 32
+    memory_join: str = "gate"
     depth: str = "fixed"
     adaptive_computation: bool = False
     halting_epsilon: float = 0.01
@@ -199,6 +204,8 @@ class MemoryTransformerConfig(MemoryConfig):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
             return length if length <= self.max_span + 1 else None
+        if past == "memorizing" and self.memory_join == "softmax":
+            return length if length <= self.past_window else None
         if past == "memorizing" or self.patterns[layer_idx] == "sliding":  # the gate starts closed
             return min(length, self.past_window if past == "memorizing" else self.pattern_size)
         seen = length if pattern is None else pattern.reach + pattern.first
@@ -210,6 +217,7 @@ class MemoryTransformerConfig(MemoryConfig):
         """Check position and depth."""
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
+        check_word("memory_join", self.memory_join, JOINS)
         if self.attention_window is not None:
             raise ValueError(f"attention_window must be None for {self.model_type}, got {self.attention_window}")
         if self.position in RELATIONS and set(self.mixer_types) != {"memory"}:
@@ -238,7 +246,7 @@ class MemoryTransformerConfig(MemoryConfig):
                 f"span_limits must have one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
                 f"got {self.span_limits}"
             )
-        if {"fixed", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
+        if {"fixed", "fixed_by_head", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
             raise ValueError(
                 f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
             )

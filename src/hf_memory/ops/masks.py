@@ -78,14 +78,20 @@ def slots_before(length: int, before: int, reach: int) -> Mask:
     return Mask(lambda q, k: (k < q // length * length - before) & (k >= q // length * length - before - reach))
 
 
-def strided(stride: int) -> Mask:
-    """The last `stride` tokens, and tokens at a distance that is a multiple of it. https://arxiv.org/abs/1904.10509."""
-    return Mask(lambda q, k: (q - k <= stride) | ((q - k) % stride == 0))
+def multiples(stride: int) -> Mask:
+    """Tokens at a distance that is a multiple of the stride, including the token itself."""
+    return Mask(lambda q, k: (q - k) % stride == 0)
 
 
-def fixed(stride: int, summary: int) -> Mask:
-    """The token's block, and the last `summary` tokens of all earlier blocks. https://arxiv.org/abs/1904.10509."""
-    return Mask(lambda q, k: (q // stride == k // stride) | (k % stride >= stride - summary))
+def block_ends(size: int, tokens: int) -> Mask:
+    """The last `tokens` tokens of all blocks of `size`, and the token itself."""
+    return Mask(lambda q, k: (k % size >= size - tokens) | (q == k))
+
+
+def by_head(kinds: Tensor, zeroth: Mask, first: Mask) -> Mask:
+    """The zeroth mask for heads of kind 0, and the first for those of kind 1, with `kinds` [HQ]."""
+    is_first = kinds.bool()[:, None, None]
+    return Mask(lambda q, k: torch.where(is_first.to(q.device), first.sees(q, k), zeroth.sees(q, k)))
 
 
 def dilated(tokens: int, step: int) -> Mask:
