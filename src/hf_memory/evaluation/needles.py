@@ -1,4 +1,4 @@
-"""Needles in a haystack: whether a model finds something that stands once in a long text, by its place and the length.
+"""Needles in a haystack: whether a model finds a number that occurs once in a long text, by depth and length.
 
 The first tasks of RULER (https://arxiv.org/abs/2404.06654), with their words and a haystack of the user's text, and the
 passkey of landmark attention (https://arxiv.org/abs/2305.16300). They are read as plain text, without a chat template.
@@ -20,7 +20,7 @@ from hf_memory.evaluation.writing import greedy
 ADJECTIVES = ("quiet", "golden", "broken", "ancient", "hollow", "gentle", "distant", "frozen", "crooked", "humble")
 NOUNS = ("river", "lantern", "orchard", "falcon", "harbor", "violin", "meadow", "compass", "anchor", "garden")
 KEYS = [" ".join(pair) for pair in product(ADJECTIVES, NOUNS)]
-ROOM = 16  # tokens that an answer may have beside the number
+ROOM = 16  # tokens that an answer may have in addition to the number
 RIGHT = "digits right"
 
 
@@ -28,12 +28,12 @@ class Hunt(NamedTuple):
     """A kind of needle.
 
     Args:
-        opening: how the prompt begins.
-        needle: what is hidden, of a key and its number.
-        question: about one key, up to where the number follows.
-        digits: how many digits a number has.
-        keys: how many needles there are, of which one is asked for.
-        hay: the sentence that is repeated around them; None: the user's text.
+        opening: the beginning of the prompt.
+        needle: template of the hidden sentence, with a key and its number.
+        question: template of the question about one key, up to where the number follows.
+        digits: number of digits of a number.
+        keys: number of needles, one of which is asked for.
+        hay: filler sentence that is repeated around the needles; None: the user's text.
     """
 
     opening: str
@@ -63,22 +63,22 @@ PASSKEY = Hunt(
 
 
 class Words(NamedTuple):
-    """What a text says beside its hay, in tokens."""
+    """The parts of a prompt except the filler text, in tokens."""
 
     opening: list[int]
-    needles: list[list[int]]  # the one that is asked for first
+    needles: list[list[int]]  # first the one that is asked for
     question: list[int]
-    answer: list[int]  # what should follow
+    answer: list[int]  # the expected answer
     number: str
 
     @property
     def length(self) -> int:
-        """Of all together."""
+        """Number of tokens of all parts."""
         return sum(map(len, (self.opening, *self.needles, self.question, self.answer)))
 
 
 class Sample(NamedTuple):
-    """A text with something hidden in it, and what should follow."""
+    """A prompt with hidden needles, and its parts."""
 
     prompt: list[int]
     words: Words
@@ -121,15 +121,15 @@ def hunt(
 
 
 def shortest(tokenizer, kind: Hunt) -> int:
-    """Tokens of a text of which half is hay."""
+    """Number of tokens of a prompt of which half is filler text."""
     return 2 * _words(tokenizer, kind, random.Random(0)).length
 
 
 def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice: random.Random) -> Sample:
-    """One sample; other needles than the one that is asked for are anywhere.
+    """Make a sample with the needle at a depth; other needles are at random places.
 
     Raises:
-        ValueError: if there is no room for needles and question.
+        ValueError: if needles and question do not fit.
     """
     words = _words(tokenizer, kind, dice)
     room = length - words.length - ROOM
@@ -149,7 +149,7 @@ def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
     asked = "\n" + kind.question.format(key=keys[0])
     question = _ids(tokenizer, asked)
     answer = _ids(tokenizer, f"{asked} {numbers[0]}")[len(question) :]
-    opening = tokenizer(kind.opening)["input_ids"]  # with the token that begins a text, if there is one
+    opening = tokenizer(kind.opening)["input_ids"]  # with the beginning-of-text token, if there is one
     return Words(opening, [_ids(tokenizer, needle) for needle in needles], question, answer, numbers[0])
 
 
@@ -158,20 +158,20 @@ def _ids(tokenizer, text: str) -> list[int]:
 
 
 def _part(tokens: Tensor, length: int, dice: random.Random) -> list[int]:
-    """Some tokens from a random place of a text, continued at its beginning."""
+    """Tokens from a random place of a text, which is continued at its beginning."""
     return tokens[(dice.randrange(len(tokens)) + torch.arange(length)) % len(tokens)].tolist()
 
 
 @torch.no_grad()
 def _look(model: PreTrainedModel, tokenizer, sample: Sample) -> tuple[float, float, float]:
-    """Whether the number is generated, how much of it is right, and its log-probability."""
+    """Whether the number is generated, the fraction of its tokens that are right, and its log-probability."""
     answer = sample.words.answer
     read = torch.tensor([sample.prompt + answer], device=model.device)
     logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
     expected = read[0, -len(answer) :]
     losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
     digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
-    written = bool(right.all())  # then it is what is most likely, token by token
+    written = bool(right.all())  # then greedy decoding gives it
     if not written:
         after = greedy(model, tokenizer, torch.tensor([sample.prompt]), len(answer) + ROOM)
         written = sample.words.number in after

@@ -286,7 +286,7 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
             )
         if self.head_dim * self.num_attention_heads != self.hidden_size and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads unless head_dim says otherwise, "
+                f"hidden_size must be a multiple of num_attention_heads unless head_dim is set, "
                 f"got {self.hidden_size} and {self.num_attention_heads}"
             )
         if self.head_dim % 2:

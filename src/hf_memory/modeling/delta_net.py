@@ -43,12 +43,12 @@ class DeltaNetConfig(LevelsConfig):
         super().__post_init__(**kwargs)
 
     def validate_gate(self):
-        """Check the words of this family."""
+        """Check the options of this family."""
         check_word("gate", self.gate, GATES)
 
 
 class DeltaNetPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: DeltaNetConfig
 
@@ -60,15 +60,15 @@ class DeltaNetModel(MemoryModel):
 
 
 class DeltaNetForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """DeltaNet that predicts the next token."""
+    """DeltaNet with a head that predicts the next token."""
 
     config: DeltaNetConfig
     model_class = DeltaNetModel
 
 
 class DeltaNetForSequenceClassification(GenericForSequenceClassification, DeltaNetPreTrainedModel):
-    """DeltaNet that puts a label on a sequence."""
+    """DeltaNet with a head that classifies sequences."""
 
 
 class DeltaNetForTokenClassification(GenericForTokenClassification, DeltaNetPreTrainedModel):
-    """DeltaNet that puts a label on each token."""
+    """DeltaNet with a head that classifies tokens."""

@@ -61,7 +61,7 @@ class DeltaFormerConfig(MemoryConfig):
         return min(length, self.sliding_window or length) if is_sliding else length
 
     def validate_kernels(self):
-        """Check the words of this family."""
+        """Check the options of this family."""
         check_word("write_kernel", self.write_kernel, KERNELS)
         check_word("read_kernel", self.read_kernel, KERNELS)
         check_word("beta_mode", self.beta_mode, BETA_MODES)
@@ -69,7 +69,7 @@ class DeltaFormerConfig(MemoryConfig):
 
 
 class DeltaFormerPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: DeltaFormerConfig
     _supports_flex_attn = False  # the write must know what is padding, which a mask of blocks does not say
@@ -80,14 +80,14 @@ class DeltaFormerModel(DeltaFormerPreTrainedModel, MemoryModel):
 
 
 class DeltaFormerForCausalLM(DeltaFormerPreTrainedModel, MemoryForCausalLM, GenerationMixin):
-    """DeltaFormer that predicts the next token."""
+    """DeltaFormer with a head that predicts the next token."""
 
     model_class = DeltaFormerModel
 
 
 class DeltaFormerForSequenceClassification(GenericForSequenceClassification, DeltaFormerPreTrainedModel):
-    """DeltaFormer that puts a label on a sequence."""
+    """DeltaFormer with a head that classifies sequences."""
 
 
 class DeltaFormerForTokenClassification(GenericForTokenClassification, DeltaFormerPreTrainedModel):
-    """DeltaFormer that puts a label on each token."""
+    """DeltaFormer with a head that classifies tokens."""

@@ -47,7 +47,7 @@ class GatedLinearAttentionConfig(LevelsConfig):
 
     @property
     def mixers(self) -> dict:
-        """The class of each layer type."""
+        """The mixer class of each layer type."""
         return {**LevelsConfig.mixers, "memory": MIXERS[self.gate]}
 
     def __post_init__(self, **kwargs):
@@ -73,7 +73,7 @@ class GatedLinearAttentionConfig(LevelsConfig):
         super().__post_init__(**kwargs)
 
     def validate_gate(self):
-        """Check the words of this family."""
+        """Check the options of this family."""
         check_word("gate", self.gate, tuple(MIXERS))
         if self.gate == "mamba" and self.memory_heads[:3] != (1, 1, 1):
             raise ValueError(
@@ -83,7 +83,7 @@ class GatedLinearAttentionConfig(LevelsConfig):
 
 
 class GatedLinearAttentionPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: GatedLinearAttentionConfig
 
@@ -95,7 +95,7 @@ class GatedLinearAttentionModel(MemoryModel):
 
 
 class GatedLinearAttentionForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """Gated linear attention that predicts the next token."""
+    """Gated linear attention with a head that predicts the next token."""
 
     config: GatedLinearAttentionConfig
     model_class = GatedLinearAttentionModel
@@ -104,8 +104,8 @@ class GatedLinearAttentionForCausalLM(MemoryForCausalLM, GenerationMixin):
 class GatedLinearAttentionForSequenceClassification(
     GenericForSequenceClassification, GatedLinearAttentionPreTrainedModel
 ):
-    """Gated linear attention that puts a label on a sequence."""
+    """Gated linear attention with a head that classifies sequences."""
 
 
 class GatedLinearAttentionForTokenClassification(GenericForTokenClassification, GatedLinearAttentionPreTrainedModel):
-    """Gated linear attention that puts a label on each token."""
+    """Gated linear attention with a head that classifies tokens."""

@@ -42,7 +42,7 @@ class LinearTransformerConfig(MemoryConfig):
     output_norm: bool = False
 
     def validate_feature_map(self):
-        """Check the words of this family."""
+        """Check the options of this family."""
         check_word("feature_map", self.feature_map, FEATURE_MAPS)
         if self.feature_map in RANDOM_FEATURE_MAPS and not self.feature_dim:
             raise ValueError(
@@ -51,7 +51,7 @@ class LinearTransformerConfig(MemoryConfig):
 
 
 class LinearTransformerPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: LinearTransformerConfig
 
@@ -63,15 +63,15 @@ class LinearTransformerModel(MemoryModel):
 
 
 class LinearTransformerForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """The Linear Transformer that predicts the next token."""
+    """The Linear Transformer with a head that predicts the next token."""
 
     config: LinearTransformerConfig
     model_class = LinearTransformerModel
 
 
 class LinearTransformerForSequenceClassification(GenericForSequenceClassification, LinearTransformerPreTrainedModel):
-    """The Linear Transformer that puts a label on a sequence."""
+    """The Linear Transformer with a head that classifies sequences."""
 
 
 class LinearTransformerForTokenClassification(GenericForTokenClassification, LinearTransformerPreTrainedModel):
-    """The Linear Transformer that puts a label on each token."""
+    """The Linear Transformer with a head that classifies tokens."""

@@ -1,4 +1,4 @@
-"""Config fields of families whose memory has other heads than attention has. The names are transformers' own."""
+"""Config fields of families whose memory may have other heads than attention. Names are as in transformers."""
 
 from huggingface_hub.dataclasses import strict
 
@@ -57,14 +57,14 @@ class MemoryHeadsConfig(MemoryConfig):
 
     @property
     def memory_heads(self) -> tuple[int, int, int, int, int]:
-        """Heads of queries, keys and values, channels of a key and of a value."""
+        """Numbers of query, key and value heads, and of channels of a key and of a value, in memory layers."""
         query_heads = self.linear_num_key_heads or self.num_attention_heads
         key_heads = self.linear_num_key_heads or self.num_key_value_heads
         value_heads = self.linear_num_value_heads or key_heads
         return query_heads, key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim
 
     def validate_memory_heads(self):
-        """Check what heads and channels of the memory must have in common."""
+        """Check that heads and channels of the memory fit together."""
         query_heads, _, value_heads, key_dim, _ = self.memory_heads
         if max(query_heads, value_heads) % min(query_heads, value_heads):
             raise ValueError(
@@ -95,7 +95,7 @@ class LevelsConfig(MemoryHeadsConfig):
 
     @property
     def num_levels(self) -> int:
-        """Blocks of the past that have a memory, at most."""
+        """Largest number of blocks of the past that have a memory."""
         return max(1, (self.max_position_embeddings - 1).bit_length())
 
     def validate_levels(self):

@@ -37,7 +37,7 @@ class MemoryMosaicConfig(WholeLayersConfig):
 
 
 class MemoryMosaicPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: MemoryMosaicConfig
 
@@ -49,15 +49,15 @@ class MemoryMosaicModel(MemoryModel):
 
 
 class MemoryMosaicForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """A Memory Mosaic that predicts the next token."""
+    """A Memory Mosaic with a head that predicts the next token."""
 
     config: MemoryMosaicConfig
     model_class = MemoryMosaicModel
 
 
 class MemoryMosaicForSequenceClassification(GenericForSequenceClassification, MemoryMosaicPreTrainedModel):
-    """A Memory Mosaic that puts a label on a sequence."""
+    """A Memory Mosaic with a head that classifies sequences."""
 
 
 class MemoryMosaicForTokenClassification(GenericForTokenClassification, MemoryMosaicPreTrainedModel):
-    """A Memory Mosaic that puts a label on each token."""
+    """A Memory Mosaic with a head that classifies tokens."""

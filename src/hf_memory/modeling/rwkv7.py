@@ -71,10 +71,10 @@ class Rwkv7Config(WholeLayersConfig):
 
 
 class Rwkv7DecoderLayer(MemoryDecoderLayer):
-    """A layer that gets and gives the values of the first memory layer [B, T, H * V] beside the hidden states."""
+    """A layer that passes on the values of the first memory layer [B, T, H * V] together with the hidden states."""
 
     def forward(self, hidden_states: Tensor, first_values: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-        """Those of attention pass them on."""
+        """Run the layer; attention layers only pass the values on."""
         if not isinstance(self.mixer, Rwkv7Mixer):
             return super().forward(hidden_states, **kwargs), first_values
         width = hidden_states.shape[-1]
@@ -83,7 +83,7 @@ class Rwkv7DecoderLayer(MemoryDecoderLayer):
 
 
 class Rwkv7PreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: Rwkv7Config
 
@@ -102,7 +102,7 @@ class Rwkv7Model(MemoryModel):
         self.post_init()
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """[B, T, hidden_size] through each layer with its mask."""
+        """Run each layer with its mask on [B, T, hidden_size]."""
         hidden_states = self.embed_norm(hidden_states)
         heads, *_, V = self.config.memory_heads
         first_values = hidden_states.new_zeros(*hidden_states.shape[:2], heads * V)
@@ -112,7 +112,7 @@ class Rwkv7Model(MemoryModel):
 
 
 class Rwkv7ForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """RWKV-7 that predicts the next token."""
+    """RWKV-7 with a head that predicts the next token."""
 
     config: Rwkv7Config
     model_class = Rwkv7Model
@@ -120,8 +120,8 @@ class Rwkv7ForCausalLM(MemoryForCausalLM, GenerationMixin):
 
 
 class Rwkv7ForSequenceClassification(GenericForSequenceClassification, Rwkv7PreTrainedModel):
-    """RWKV-7 that puts a label on a sequence."""
+    """RWKV-7 with a head that classifies sequences."""
 
 
 class Rwkv7ForTokenClassification(GenericForTokenClassification, Rwkv7PreTrainedModel):
-    """RWKV-7 that puts a label on each token."""
+    """RWKV-7 with a head that classifies tokens."""

@@ -15,7 +15,7 @@ from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTra
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
-VARIANTS = {  # around the memory; "lmm" is the memory alone
+VARIANTS = {  # mixers with attention; "lmm" is the memory alone
     "mac": MemoryAsContextMixer,
     "mag": MemoryAsGateMixer,
     "mal": MemoryAsLayerMixer,
@@ -28,7 +28,7 @@ MEMORIES = {
     "atlas": AtlasMixer,
     "lact": LargeChunkMixer,
 }
-ONE_GRADIENT = ("titans", "ttt_linear", "ttt_mlp")  # rules whose memory is a sum of one gradient for each token
+ONE_GRADIENT = ("titans", "ttt_linear", "ttt_mlp")  # rules with one gradient for each token
 TITANS = {
     "variant": "mag",
     "memory_gate": "multiply",
@@ -61,7 +61,7 @@ MIRAS = {
     "memory_residual": True,
     "num_persistent_tokens": 0,
 }
-PRESETS = {  # by `memory_rule`: what the fields are that a config leaves open
+PRESETS = {  # defaults of fields that a config does not set, by `memory_rule`
     "titans": TITANS,
     "ttt_linear": {**TTT, "memory_depth": 1, "memory_max_lr": 1.0},
     "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
@@ -112,10 +112,10 @@ class TitansConfig(MemoryHeadsConfig):
         memory_window (`int`, defaults to 8): number of last tokens that the memory of ATLAS learns at each token.
         memory_max_lr (`float`, defaults to 1.0): largest inner learning rate of a chunk, reached if its gate is open;
             with ATLAS and LaCT the learning rate of Muon's steps.
-        memory_max_grad_norm (`float`, *optional*): largest length of a token's inner gradient; a longer one is cut to
-            it, so that the memory's steps cannot grow from chunk to chunk until they overflow. 0 leaves all as they
-            are. Default: the square root of a head's value channels, which is an error of one in each, for Titans'
-            memory of more than two matrices, else 0. No kernel has it yet.
+        memory_max_grad_norm (`float`, *optional*): largest norm of a token's inner gradient; larger ones are clipped,
+            so that the memory's steps cannot grow from chunk to chunk until they overflow. 0: no clipping. Default: for
+            Titans' memory with more than two matrices the square root of a head's value channels, which is an error of
+            one in each channel, else 0. Kernels do not support it yet.
         memory_gate (`str`, defaults to `"multiply"`): how MAG combines memory and attention: `"multiply"` or `"add"`,
             which is the default of `"lact"`.
         segment_length (`int`, defaults to 128): tokens of each segment of MAC.
@@ -144,13 +144,13 @@ class TitansConfig(MemoryHeadsConfig):
 
     @property
     def mixers(self) -> dict:
-        """The class of each layer type."""
+        """The mixer class of each layer type."""
         memories = {"lmm": self.neural_memory, **VARIANTS}
         return {**MemoryHeadsConfig.mixers, "memory": memories[self.variant]}
 
     @property
     def neural_memory(self) -> type[NeuralMemoryMixer]:
-        """The memory of this rule."""
+        """The memory class for `memory_rule`."""
         return MEMORIES[self.memory_rule]
 
     def __post_init__(self, **kwargs):
@@ -172,14 +172,14 @@ class TitansConfig(MemoryHeadsConfig):
         super().__post_init__(**kwargs)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
-        """MAL and an adding MAG start as attention over their window: a conversion closes their gate."""
+        """See `MemoryConfig.attends`: students with MAL, or with MAG and an added memory, start with closed gates."""
         is_closed = self.variant == "mal" or (self.variant == "mag" and self.memory_gate == "add")
         if not is_closed or self.num_persistent_tokens or self.attention_window is not None:
             return super().attends(layer_idx, length)
         return min(length, self.sliding_window or length)
 
     def validate_variant(self):
-        """Check the words and sizes of this family."""
+        """Check the options of Titans."""
         check_word("memory_rule", self.memory_rule, tuple(PRESETS))
         contextless = [name for name in VARIANTS if name != "mac"]
         check_word("variant", self.variant, ("lmm", *(VARIANTS if self.memory_rule == "titans" else contextless)))
@@ -203,7 +203,7 @@ class TitansConfig(MemoryHeadsConfig):
 
 
 class TitansPreTrainedModel(MemoryPreTrainedModel):
-    """What transformers must know of this family."""
+    """Base class of the models, with the class attributes that transformers needs."""
 
     config: TitansConfig
 
@@ -215,15 +215,15 @@ class TitansModel(MemoryModel):
 
 
 class TitansForCausalLM(MemoryForCausalLM, GenerationMixin):
-    """Titans that predict the next token."""
+    """Titans with a head that predicts the next token."""
 
     config: TitansConfig
     model_class = TitansModel
 
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
-    """Titans that put a label on a sequence."""
+    """Titans with a head that classifies sequences."""
 
 
 class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
-    """Titans that put a label on each token."""
+    """Titans with a head that classifies tokens."""

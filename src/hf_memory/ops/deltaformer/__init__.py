@@ -187,7 +187,7 @@ def _check_read(q: Tensor, k: Tensor, u: Tensor, heads: int) -> None:
 def _kernel_refuses(
     k: Tensor, v: Tensor, past: DeltaFormerState, mask: Tensor | None, kernel: str, window: int | None
 ) -> str | None:
-    """Why there is no kernel for a write; None if there is."""
+    """The reason why no kernel supports a write; None if one does."""
     if kernel != "softmax" or window is not None or mask is not None or past.k.shape[1]:
         return "it writes with softmax, without a state, a mask or a window"
     if max(k.shape[-1], v.shape[-1]) > 128 or k.dtype == torch.float64:
@@ -201,7 +201,7 @@ def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
 
 
 def _full_mask(mask: Tensor | None, S: int, q: Tensor) -> Tensor | None:
-    """[B, S + T]; a mask of the present tokens alone says that all of the past is real."""
+    """The mask [B, S + T]; a given mask [B, T] means that all tokens of the past are real."""
     if mask is None:
         return None
     B, T = q.shape[:2]

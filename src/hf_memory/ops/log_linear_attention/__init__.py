@@ -91,7 +91,7 @@ def log_linear_attention(
 
 
 def _initial_state(state: LogLinearState | None, dims: Dims, L: int, q: Tensor) -> LogLinearState:
-    """The state as given, or empty; float32 unless q is float64."""
+    """The given state, or an empty one; float64 if q is, else float32."""
     shape = (dims.N, L, dims.HV, dims.K, dims.V)
     if state is None:
         levels = q.new_zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32))

@@ -4,13 +4,14 @@ A chunk of the op without levels is linear in its values and in the state before
 
     O = W V + Q S,   S <- e^b S - K^T (E S) + K^T V         (no E without beta)
 
-With levels a weight of W is multiplied by that of the level between its two tokens. There is an S for each level, and a
-token reads each as being at the level that it has by then. For a block of level l after n tokens, at position t >= n:
+With levels, an entry of W is multiplied by the weight of the level between its two tokens. There is an S for each
+level, and a token reads each S at the level that the block has for this token. A block of level l after n tokens has,
+at position t >= n, the level
 
     max(l, level_between(t, n))
 
-Where all rows begin with nothing and have no padding, the levels that hold anything are known without asking a tensor,
-and there are half as many.
+If all rows start with an empty memory and have no padding, it is known without reading a tensor which levels hold a
+block, and there are half as many.
 """
 
 from typing import NamedTuple
@@ -29,15 +30,15 @@ CHUNK = 64
 
 
 class Past(NamedTuple):
-    """The levels that may hold anything."""
+    """The levels that may hold a block."""
 
-    S: Tensor  # [B * H, number of them, K, V]
+    S: Tensor  # [B * H, number of such levels, K, V]
     held: list[int]
-    num_tokens: int | None  # of every row, where that is known
+    num_tokens: int | None  # number of tokens of every row, if it is known
 
 
 class Chunks(NamedTuple):
-    """The letters of the module's docstring for each chunk [NC, B * H, C, ...]."""
+    """The matrices of the module's docstring for each chunk, [NC, B * H, C, ...]."""
 
     W: Tensor  # [..., C, C]
     q: Tensor
@@ -60,7 +61,7 @@ def log_linear_attention(
     scale: float,
     is_empty: bool = False,
 ) -> tuple[Tensor, LogLinearState]:
-    """Same function as the reference, for an `initial_state` that `is_empty` or not."""
+    """Same function as the reference; `is_empty` says whether the initial state is known to be empty."""
     (B, T, H), L = v.shape[:3], level_weights.shape[-1] - 1
     q, k = repeat_heads(q, H), repeat_heads(k, H)
     known = 0 if is_empty and counted is None else None
@@ -79,7 +80,7 @@ def log_linear_attention(
 
 
 def _held(num_tokens: int | None, L: int) -> list[int]:
-    """Levels 1 to L that hold any of so many tokens."""
+    """The levels from 1 to L that hold a block after `num_tokens` tokens."""
     if num_tokens is None:
         return list(range(1, L + 1))
     return [level for level in range(1, L) if num_tokens >> level - 1 & 1] + [L] * (num_tokens >> L - 1 > 0)
@@ -103,7 +104,7 @@ def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale:
 
 
 def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int) -> Past:
-    """Blocks and tokens of a chunk at the levels that they have after it: position [B, C], after [B, 1]."""
+    """The blocks after a chunk, including its tokens, at their new levels; position [B, C], after [B, 1]."""
     before, later = past.num_tokens, None
     held = written = _held(None, L)
     if before is not None:
@@ -124,7 +125,7 @@ def _additive(q: Tensor, k: Tensor, g: Tensor | None) -> Chunks:
 
 
 def _delta(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None) -> Chunks:
-    """With X = M (V - K S) of the delta rule's chunk form: what is recalled goes where values do."""
+    """W and E of the delta rule, by X = M (V - K S) of its chunk form: errors take the place of values."""
     P, A, q_in, k_in, k_out, decay = decayed_delta(q, k, g)
     M = unit_lower_inverse(beta * A) * beta.mT
     W = P @ M
@@ -132,19 +133,19 @@ def _delta(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None) -> Chunks:
 
 
 def _at_levels(weights: Tensor, levels: Tensor) -> Tensor:
-    """Of weights [..., B * H, C, L + 1] those at levels [..., B, C, n]."""
+    """The entries of weights [..., B * H, C, L + 1] at levels [..., B, C, n]."""
     B, H = levels.shape[-3], weights.shape[-3] // levels.shape[-3]
     index = levels[..., None, :, :].expand(*levels.shape[:-2], H, *levels.shape[-2:])
     return weights.unflatten(-3, (B, H)).gather(-1, index).flatten(-4, -3)
 
 
 def _wide(x: Tensor, weights: Tensor) -> Tensor:
-    """[..., C, K] -> [..., C, n * K], once for each of the weights [..., C, n]."""
+    """x [..., C, K] times each of the weights [..., C, n], concatenated: [..., C, n * K]."""
     return (weights[..., None] * x[..., None, :]).flatten(-2)
 
 
 def _passed(chunk: Chunks, S: Tensor) -> Tensor:
-    """What a chunk leaves of each level [B * H, held, K, V]."""
+    """The decayed and erased states after a chunk, without its writes, for each level [B * H, held, K, V]."""
     if chunk.erase is not None:
         eye = torch.eye(S.shape[-2], dtype=S.dtype, device=S.device)
         kept = (eye if chunk.decay is None else chunk.decay * eye) - chunk.k.mT @ chunk.erase
@@ -157,6 +158,6 @@ def _levels(held: list[int], like: Tensor) -> Tensor:
 
 
 def _one_hot(levels: Tensor, held: list[int], v: Tensor) -> Tensor:
-    """Which of those held each of the levels [B, n] is, for all heads: [B * H, n, held]."""
+    """The index of each of the levels [B, n] among the held ones as one-hot vectors [B * H, n, held], for all heads."""
     found = levels[..., None] == _levels(held, levels)
     return found.to(v.dtype).repeat_interleave(len(v) // len(levels), dim=0)

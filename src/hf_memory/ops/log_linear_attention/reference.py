@@ -10,14 +10,14 @@ from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
 
 class LogLinearState(NamedTuple):
-    """A memory for each block of tokens, blocks being as long as the ones in their number written in base two."""
+    """A memory for each block of tokens; there is a block for each one in the binary form of the number of tokens."""
 
-    levels: Tensor  # [N, L, HV, K, V]: at l - 1 the block of level l, 2^(l - 1) tokens, or nothing
+    levels: Tensor  # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
     num_tokens: Tensor  # [N] int64
 
 
 def level_between(a: Tensor, b: Tensor, L: int) -> Tensor:
-    """The level at which the token of position a reads that of b: bits up to the highest that differs, at most L."""
+    """The level at which token a reads token b: the number of bits up to the highest one that differs, at most L."""
     return torch.bucketize((a ^ b).contiguous(), 2 ** torch.arange(L, device=a.device), right=True)
 
 
@@ -34,7 +34,7 @@ def log_linear_attention(
     initial_state: LogLinearState,
     scale: float,
 ) -> tuple[Tensor, LogLinearState]:
-    """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then blocks join."""
+    """S_l <- (I - beta k k^T) e^g S_l;   S_0 = beta k v^T;   o = scale sum_l lambda_l S_l^T q;   then merge blocks."""
     S, n = initial_state  # [B, L, HV, K, V], [B]
     q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     outputs = []
@@ -55,7 +55,7 @@ def log_linear_attention(
 
 
 def _joined(S: Tensor, level: Tensor) -> Tensor:
-    """Levels 1 to L, with all up to `level` [B] in it, as a binary counter carries; padding joins nothing."""
+    """Merge all levels up to `level` [B] into it, like the carry of a binary counter; padding merges nothing."""
     level = level.view(-1, *(1 for _ in S.shape[1:]))
     levels = torch.arange(S.shape[1], device=S.device).view(1, -1, *(1 for _ in S.shape[2:]))
     joined = S.where(levels <= level, 0).sum(1, keepdim=True)
@@ -93,6 +93,6 @@ def example(
         shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
         arguments["g"] = F.logsigmoid(random(*shape) + 1).to(wide)
     arguments = {name: x.to(device) for name, x in arguments.items()}
-    num_tokens = 13 - 7 * torch.arange(B, device=device) % 16  # of each row its own
+    num_tokens = 13 - 7 * torch.arange(B, device=device) % 16  # another number for each row
     state = LogLinearState(random(B, levels, HV, K, V).to(device, wide), num_tokens)
     return {**arguments, "initial_state": state}

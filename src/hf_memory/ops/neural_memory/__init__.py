@@ -55,10 +55,10 @@ class Learning(TypedDict, total=False):
         forget_to: what the weights decay to: "initial" weights or "zero". Default: zero for one matrix, else initial,
             since a deeper network at zero has no gradient. With "anchor" only the steps of the present chunk decay:
             decays tau_i / tau_(i-1) and rates tau_i lr give TTT's rates tau_i lr_j for position i in a chunk.
-        max_grad_norm: the largest length of a token's gradient, over all matrices of a head: a longer one is cut to it
-            before it is given its rate. Without it the steps of a chunk, which are taken at the same weights, may
-            overshoot, each chunk's more than the last, until they overflow. Only with loss="squared", retention="all",
-            one pair a token, and without Muon.
+        max_grad_norm: largest norm of a token's gradient, over all matrices of a head; larger gradients are clipped
+            before they are multiplied by the learning rate. Without it the steps of a chunk, whose gradients are taken
+            at the same weights, may overshoot, more in every chunk, until they overflow. Only with loss="squared",
+            retention="all", one pair for each token, and without Muon.
         loss: the inner loss of the error e = M(k_t; A) - v_t: "squared" (default), with the gradient e; "cubed", sum
             |e|^3, with the gradient 3 sign(e) e^2; or "huber", with the gradient e where |e| <= threshold_t, else
             threshold_t sign(e). The sign is approximated by tanh(10 e).
@@ -114,7 +114,7 @@ def neural_memory(
         chunk_size: tokens whose gradients are taken at the same weights.
         threshold: [B, T, HV], > 0, only with loss="huber": the error from which on the gradient is bounded.
         muon_lr: [B, T, HV], >= 0: W becomes a_t W + muon_lr_t NS(S), where NS are the five Newton-Schulz steps of Muon;
-            with momentum alone.
+            only with momentum.
         earlier_k: keys [B, T, H, c, K] of further pairs that a token learns; in ATLAS those of the c tokens before it.
         earlier_v: values [B, T, HV, c, V] of these pairs.
         earlier_lr: inner learning rates [B, T, HV, c] of these pairs.

@@ -1,6 +1,6 @@
-"""What runs a neural memory: the reference, the chunks or the kernels; in a graph of any length, all of it as one node.
+"""Implementations of the neural memory: reference, chunks or kernels. In graphs of variable length it is one node.
 
-A graph has no number of chunks by which a loop over them could be unrolled.
+The number of chunks is not known there, so that a loop over them cannot be unrolled.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from hf_memory.ops.neural_memory.network import NeuralMemoryState, Rule
 
 
 def form(backend: str, *, fresh: bool) -> Callable:
-    """Of a backend that has been chosen; `fresh` memories have read nothing."""
+    """The implementation for a chosen backend; `fresh` means that the memory has read nothing."""
     if backend == "reference":
         return reference.neural_memory
     if backend == "chunk":
@@ -25,7 +25,7 @@ def form(backend: str, *, fresh: bool) -> Callable:
 
 
 def node(backend: str, *, fresh: bool) -> Callable:
-    """The same function of the same arguments, which torch.export does not look into; it has no gradients."""
+    """The same function as one node, into which torch.export does not trace; it has no gradients."""
 
     def neural_memory(*rows: Tensor | None, initial_state: NeuralMemoryState, weights, norm, rule: Rule):
         o, *state = _node(*rows, list(initial_state), list(weights), list(norm or ()), *rule, backend, fresh)
@@ -71,7 +71,7 @@ def _node(
         norm=tuple(norm) or None,
         rule=Rule(chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, muon, window),
     )
-    return [o, *layers, phase.clone()]  # which may be the one that was given
+    return [o, *layers, phase.clone()]  # a node may not return its input
 
 
 @_node.register_fake

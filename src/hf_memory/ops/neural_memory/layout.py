@@ -1,4 +1,4 @@
-"""Where tokens go so that the chunks of all rows begin together, whatever phase each row begins at."""
+"""Arranges tokens so that the chunks of all rows are aligned, whatever phase each row starts with."""
 
 from typing import NamedTuple
 
@@ -8,21 +8,21 @@ from torch.nn import functional as F
 
 
 class Layout(NamedTuple):
-    """Where the tokens of each row go, so that chunks of all rows begin at multiples of C."""
+    """An arrangement of the tokens of each row in which chunks of all rows begin at multiples of C."""
 
     C: int
-    source: Tensor | None  # [B, NC * C]: the token at a place, T for none; None: tokens stay, and the end is filled
+    source: Tensor | None  # [B, NC * C]: the token at each place, T if there is none; None: tokens keep their places
     place: Tensor | None  # [B, T]: the inverse
-    closed: list  # NC + 1 times: whether a chunk of the memory begins at chunk n: a bool, or one for each row [B]
-    phase: Tensor  # [B], after the last token
+    closed: list  # for NC + 1 chunks: whether a chunk of the memory begins there, a bool or [B]
+    phase: Tensor  # [B], the phase after the last token
 
 
 def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool) -> Layout:
-    """Tokens stay where they are if no chunk of the memory ends before the last of them, or all end together."""
+    """The layout. Tokens keep their places if no chunk of the memory ends before the last one, or all end together."""
     after = phase + (T if mask is None else mask.sum(1))
     if fresh and mask is None:
         return Layout(min(b, T), None, None, [True] * -(-T // b) + [bool(T % b == 0)], after % b)
-    many = T + b - 1 if torch.compiler.is_compiling() else 0  # a graph cannot ask how many places the fullest row has
+    many = T + b - 1 if torch.compiler.is_compiling() else 0  # a graph cannot depend on the longest row
     places = 1 if T == 1 else many or int(after.max())
     if places <= b:
         return Layout(T, None, None, [phase == 0, after == b], after % b)
@@ -34,7 +34,7 @@ def layout_of(phase: Tensor, mask: Tensor | None, T: int, b: int, fresh: bool) -
 
 
 def real_places(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tensor) -> Tensor | None:
-    """1 at places with a token and 0 at others [NC, B, C]; None if there are no others."""
+    """[NC, B, C], 1 at places with a token and 0 at others; None if all have a token."""
     if mask is None and layout.source is None and T % layout.C == 0:
         return None
     ones = like.new_ones(B, T) if mask is None else mask.to(like)

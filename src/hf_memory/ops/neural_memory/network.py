@@ -1,7 +1,7 @@
-"""The memory's network, which both forms share: activations with their derivatives, the norm, the error, the state.
+"""The network of a memory: activations with their derivatives, norm, error and state.
 
 A memory of depth L maps a row x to x_L, plus x itself with `residual`, where x_0 = x, x_l = s(x_{l-1} W_l) and the last
-layer has no s but an optional layer norm. With `bias` every matrix has one more row, which a constant 1 reads.
+layer has no s but an optional layer norm. With `bias` every matrix has one more row, for a constant input of 1.
 """
 
 from collections.abc import Callable
@@ -14,38 +14,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NORM_EPS = 1e-6
-STEEPNESS = 10.0  # of the tanh that stands for a sign
+STEEPNESS = 10.0  # factor in the tanh that approximates the sign
 Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
 
 
 class Rule(NamedTuple):
-    """What kind of memory it is; a part of the function, and constant over a call."""
+    """The options of a memory that are constant over a call."""
 
     chunk_size: int = 1
     activation: str = "silu"
     residual: bool = False
     bias: bool = False
-    forget_to: str = "initial"  # where forgetting leads: "initial", "anchor" or "zero"
+    forget_to: str = "initial"  # what weights decay to: "initial", "anchor" or "zero"
     max_grad_norm: float | None = None  # of a token's gradient
     loss: str = "squared"  # "squared", "cubed" or "huber"
-    retention: str = "all"  # what weights are of what is kept: "all", "norm" or "softmax"
+    retention: str = "all"  # function R of the stored weights: "all", "norm" or "softmax"
 
-    muon: bool = False  # steps are made orthogonal
-    window: int = 1  # pairs that each token learns
+    muon: bool = False  # whether steps are orthogonalised
+    window: int = 1  # number of pairs that each token learns
 
     @property
     def is_linear(self) -> bool:
-        """Whether weights are sums of one gradient for each token, of the squared error."""
+        """Whether weights are linear in the gradients of the squared error, with one pair for each token."""
         return self[-4:] == ("squared", "all", False, 1)
 
 
 class NeuralMemoryState(NamedTuple):
-    """Where a memory stands. All zeros is a memory that has read nothing; P is the number of weights of a head."""
+    """The state of a memory; all zeros if it has read nothing. P is the number of weights of a head."""
 
-    weights: Tensor  # [N, H, P]: how far the weights are from the initial ones
+    weights: Tensor  # [N, H, P]: weights minus initial weights
     momentum: Tensor  # [N, H, P], or [N, H, 0] without momentum
-    anchor: Tensor  # [N, H, P]: the weights where gradients are taken, as `weights`; [N, H, 0] if chunk_size is 1
-    phase: Tensor  # [N] int64: tokens read since the chunk began
+    anchor: Tensor  # [N, H, P]: weights at which gradients are taken, in the same form; [N, H, 0] if chunk_size is 1
+    phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
 
 
 def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
@@ -54,7 +54,7 @@ def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
 
 
 def normalize(z: Tensor, norm: Norm | None) -> Tensor:
-    """Layer norm over channels, or z."""
+    """Layer norm over channels, or z itself without a norm."""
     return z if norm is None else F.layer_norm(z, z.shape[-1:], eps=NORM_EPS) * norm[0] + norm[1]
 
 
@@ -70,12 +70,12 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def output(z: Tensor, x: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
-    """From the last layer's rows z and the network's input x to what the memory says."""
+    """The output of the memory, from the last layer's rows z and the network's input x."""
     return normalize(z, norm) + x if rule.residual else normalize(z, norm)
 
 
 def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | None) -> Tensor:
-    """What the memory says to rows x [..., n, K]; weights [..., d_in, d_out]."""
+    """The output of the memory for rows x [..., n, K], with weights [..., d_in, d_out]."""
     z = lift(x, rule) @ weights[0]
     for W in weights[1:]:
         z = lift(ACTIVATIONS[rule.activation].value(z), rule) @ W
@@ -83,14 +83,14 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
 
 
 def retained(kept: Tensor, rule: Rule) -> Tensor:
-    """The weights [..., d_in, d_out] of a layer, of what the memory keeps of it."""
+    """The weights R(W) [..., d_in, d_out] of a layer for the stored W."""
     if rule.retention == "norm":
         return kept / ((kept**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt()
     return kept.softmax(-2) if rule.retention == "softmax" else kept
 
 
 def pull(e: Tensor, threshold: Tensor | None, rule: Rule) -> Tensor:
-    """Gradient of the loss with respect to what the memory says, from its error e [..., V] and thresholds [...]."""
+    """Gradient of the loss with respect to the memory's output, from its error e [..., V] and thresholds [...]."""
     sign = torch.tanh(STEEPNESS * e)
     if rule.loss == "cubed":
         return 3 * sign * (e.square() + NORM_EPS)
@@ -112,7 +112,7 @@ def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, thresh
 
 
 class Activation(NamedTuple):
-    """s, and what its derivatives are needed for."""
+    """An activation s with its derivatives."""
 
     value: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]  # g, x -> g s'(x)
@@ -120,18 +120,18 @@ class Activation(NamedTuple):
 
 
 def _silu_second(x: Tensor) -> Tensor:
-    """Of x sigmoid(x)."""
+    """Second derivative of x sigmoid(x)."""
     s = x.sigmoid()
     return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
 def _gelu_second(x: Tensor) -> Tensor:
-    """Of x Phi(x)."""
+    """Second derivative of x Phi(x)."""
     return (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
 
 
 def _gelu_tanh_second(x: Tensor) -> Tensor:
-    """Of the approximation of gelu by tanh."""
+    """Second derivative of the tanh approximation of gelu."""
     c, a = sqrt(2 / pi), 0.044715
     t = torch.tanh(c * (x + a * x**3))
     du, ddu = c * (1 + 3 * a * x.square()), c * 6 * a * x
@@ -143,7 +143,7 @@ aten = torch.ops.aten
 
 
 def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
-    """PyTorch's own has no derivative."""
+    """The backward of silu; PyTorch's own cannot be differentiated."""
     if not torch.is_grad_enabled():
         return aten.silu_backward(g, x)
     s = x.sigmoid()
@@ -160,7 +160,7 @@ ACTIVATIONS = {
 
 
 def unpack(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """[N, H, P] -> [N, H, d_in, d_out] for each layer of `like`; nothing for [N, H, 0]."""
+    """[N, H, P] -> [N, H, d_in, d_out] for each layer of `like`; an empty tuple for [N, H, 0]."""
     if packed.shape[-1] == 0:
         return ()
     parts = packed.split([W.shape[-2] * W.shape[-1] for W in like], dim=-1)

@@ -1,7 +1,7 @@
-"""One chunk of the dual form: what is read and written, and the gradients of that, written out.
+"""One chunk of the dual form: reads and writes, with explicit gradients.
 
-Names of rows as in `dual`. Rows go through matrices that stand on top of each other, each with a scale of its own, in
-one product: [r_1 x, r_2 x] [M_1; M_2] = r_1 x M_1 + r_2 x M_2. That is a Term.
+The names of rows are those of `dual`. Products with stacked matrices, each with its own scale, are computed as one:
+[r_1 x, r_2 x] [M_1; M_2] = r_1 x M_1 + r_2 x M_2. This is a `Term`.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ from torch import Tensor
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, output
 
 Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
-Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) it below them
+Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
 
 
 class Rows(NamedTuple):
-    """What a chunk is given [N, C, ...], or all chunks [NC, N, C, ...]."""
+    """The inputs of a chunk [N, C, ...], or of all chunks [NC, N, C, ...]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     P: Tensor
     enters: Any  # [..., C, R]: beta and c; None if both are constant
-    rest: Tensor | None  # [..., C, 1]: 1 - beta, where forgetting leads somewhere
+    rest: Tensor | None  # [..., C, 1]: 1 - beta, if weights decay to initial weights
     leaves: Tensor  # [..., C, R]: last row of P, and m
     H: Any  # [..., 1, 1], or None
 
@@ -51,7 +51,7 @@ def squares(x: Tensor) -> Tensor:
 
 
 def spread(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x [N, C, d] times each column of scale [N, C, R], side by side [N, C, R d]; None is one column of ones."""
+    """x [N, C, d] times each column of scale [N, C, R], concatenated [N, C, R d]; None means one column of ones."""
     if scale is None or scale.shape[-1] == 1:
         return x if scale is None else scale * x
     return (scale[..., None] * x[:, :, None]).flatten(-2)
@@ -68,7 +68,7 @@ def spread_backward(x: Tensor, scale: Tensor | None, g: Tensor) -> tuple[Tensor,
 
 
 class Term:
-    """Rows, spread by a scale, times matrices; and the gradients of both, gathered from every use."""
+    """Rows, multiplied by scales, times stacked matrices; gradients are accumulated over all uses."""
 
     def __init__(self, matrices: Layers, scale: Tensor | None):
         """Args: matrices [N, R d_in, d_out] of each layer; scale [N, C, R] or None."""
@@ -78,11 +78,11 @@ class Term:
         self.d_scale: Any = None
 
     def apply(self, x: Tensor, layer: int) -> Tensor:
-        """Rows through a layer's matrix."""
+        """Multiply rows by a layer's matrix."""
         return torch.bmm(spread(x, self.scale), self.matrices[layer])
 
     def apply_transposed(self, x: Tensor, layer: int) -> Tensor:
-        """Rows back through a layer's matrix, if there is one alone."""
+        """Multiply rows by the transpose of a layer's matrix; only without stacking."""
         return spread(torch.bmm(x, self.matrices[layer].mT), self.scale)
 
     def backward(self, x: Tensor, g: Tensor, layer: int) -> Tensor:
@@ -108,10 +108,10 @@ class Term:
 
 
 class Chunk:
-    """One chunk from stacks M, the anchor A and initial weights I."""
+    """The computations of a chunk, given stacks M, the anchor A and initial weights I."""
 
     def __init__(self, rule: Rule, rows: Rows, norm: Norm | None, M: Stacks, A: Layers, I: Layers):
-        """Learns: X, Z, F and D are known then, and with max_grad_norm the `whole` that D is cut from."""
+        """Compute the inner gradients: X, Z, F and D, and with max_grad_norm also `whole`, D before clipping."""
         self.rule, self.rows, self.norm = rule, rows, norm
         self.L, self.R, self.act = len(M), rows.leaves.shape[-1], ACTIVATIONS[rule.activation]
         self.stack = Term(M, rows.enters)
@@ -134,13 +134,13 @@ class Chunk:
             self.F[layer] = self._drop(self.anchor.apply_transposed(self.D[layer], layer))
             self.D[layer - 1] = self.act.backward(self.F[layer], self.Z[layer - 1])
         self.whole, limit = self.D, self.rule.max_grad_norm
-        if limit is not None:  # of a token, in one layer the gradient is x d^T, whose length is |x| |d|
+        if limit is not None:  # a token's gradient in a layer is x d^T, of norm |x| |d|
             size = total(squares(x) * squares(self.D[layer]) for layer, x in enumerate(self.X))
             self.shorter = (limit**2 / size.clamp(min=limit**2)).sqrt()
             self.D = {layer: self.shorter * d for layer, d in self.whole.items()}
 
     def read(self) -> Tensor:
-        """O [N, C, V]; keeps Y, U and the scores Y X^T."""
+        """Compute O [N, C, V]; Y, U and the scores Y X^T are kept for the backward pass."""
         self.Y, self.U, self.scores = [lift(self.rows.q, self.rule)], [], []
         for layer in range(self.L):
             self.scores.append(torch.bmm(self.Y[layer], self.X[layer].mT))
@@ -151,7 +151,7 @@ class Chunk:
         return output(self.U[-1], self.rows.q, self.rule, self.norm)
 
     def write(self, M: Stacks) -> None:
-        """Turn M, the stacks before the chunk, into those after it, in place."""
+        """Update M, the stacks before the chunk, to those after it, in place."""
         for layer, m in enumerate(M):
             W, *S = m.chunk(self.R, dim=1)
             self._forget(W, layer)
@@ -161,18 +161,18 @@ class Chunk:
             m.baddbmm_(spread(self.X[layer], self.rows.leaves).mT, self.D[layer], alpha=-1)
 
     def anchor_after(self) -> Layers:
-        """The anchor, if it goes on: weights are written in place."""
+        """The anchor after the chunk; a copy if it is the weights, which are updated in place."""
         return tuple(x.clone() for x in self.anchor.matrices)
 
     def _forget(self, W: Tensor, layer: int) -> None:
-        """Take from weights, in place, what is forgotten over the chunk."""
+        """Decay weights over the chunk, in place."""
         if self._back is not None:
             W.lerp_(self.reads[1].matrices[layer], self._back)
         elif self._last:
             W.mul_(self._last[0])
 
     def backward(self, do: Tensor, dM: list, dA: list, dI: list, d_norm: list):
-        """Gradients of rows, M and A before the chunk from those after it; dI and d_norm are added to in place."""
+        """Gradients of rows, M and A before the chunk from those after it; dI and d_norm are accumulated in place."""
         self.dX: dict = {}
         self.dD: dict = {}
         self.dP, self.d_norm = torch.zeros_like(self.rows.P), d_norm
@@ -203,7 +203,7 @@ class Chunk:
         return add(dU, direct)
 
     def _backward_write(self, dM: list) -> tuple[Tensor, Any]:
-        """Through the stacks after the chunk: the gradients of `leaves` and H."""
+        """The backward of `write`: gradients of `leaves` and H."""
         d_leaves, dH = torch.zeros_like(self.rows.leaves), None
         for layer, d in enumerate(dM):
             X, D, leaves = self.X[layer], self.D[layer], self.rows.leaves
@@ -221,7 +221,7 @@ class Chunk:
         return d_leaves, dH
 
     def _backward_forget(self, g: Tensor, W: Tensor, layer: int) -> Tensor:
-        """The gradient of W from g, that of what `_forget` left of it."""
+        """The backward of `_forget`: the gradient of W from g, that of the decayed W."""
         if not self._last:
             return g
         self.stack.d_scale[:, -1:, :1] += inner(g, W)
@@ -231,13 +231,13 @@ class Chunk:
         return self._last[0] * g
 
     def _backward_anchor(self, dA: list) -> None:
-        """Through the anchor after the chunk, None if it did not go on."""
+        """The backward of `anchor_after`."""
         for layer, g in enumerate(dA):
             if g is not None:
                 self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
 
     def _backward_shorter(self, limit: float) -> None:
-        """From gradients of D that is at most as long as the limit to those of D as it was, and of X."""
+        """The backward of clipping: from gradients of the clipped D to those of the unclipped one, and of X."""
         s = self.shorter
         both = total((self.dD[layer] * d).sum(-1, keepdim=True) for layer, d in self.whole.items())
         slope = torch.where(s < 1, -both * s**3 / limit**2, 0.0)
@@ -246,7 +246,7 @@ class Chunk:
             self.dD[layer] = s * self.dD[layer] + slope * squares(self.X[layer]) * d
 
     def _backward_learn(self) -> tuple[Tensor, Tensor]:
-        """The gradients of k and v: up through D, then down through Z."""
+        """The gradients of k and v, first through D and then through Z."""
         dZ: dict = {}
         for layer in range(1, self.L):
             Z = self.Z[layer - 1]
@@ -266,8 +266,8 @@ class Chunk:
         return x[..., :-1] if self.rule.bias else x
 
     def _through_norm(self, function, g: Tensor, *inputs: Tensor) -> tuple:
-        """Gradients of the inputs of `output` or `error`, None for zero: they act on rows alone."""
-        if self.norm is None:  # both are sums then
+        """Gradients of the inputs of `output` or `error`, None for zero; both functions act on each row separately."""
+        if self.norm is None:  # then both functions are sums
             return g, g if self.rule.residual else None, *(-g for _ in inputs[2:])
         n = len(inputs)
         pull: Any = torch.func.vjp(lambda *x: function(*x[:n], self.rule, x[n:]), *inputs, *self.norm)[1]

@@ -1,4 +1,4 @@
-"""The definition of the neural memory, one token at a time, with gradients of the memory's loss by autograd.
+"""The definition of the neural memory, one token at a time, with gradients of the inner loss by autograd.
 
 Every other backend is tested against it.
 """
@@ -75,12 +75,12 @@ def neural_memory(
 
 
 def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule: Rule, norm: Norm | None) -> Layers:
-    """Of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], times their rates lr [B, H, n], and summed.
+    """The gradient of the losses of n pairs, k [B, H, n, K], v [B, H, n, V], summed with learning rates lr [B, H, n].
 
-    With a largest length, which one pair alone can have, a longer gradient is cut to it before it is given its rate.
+    With `max_grad_norm`, which requires n = 1, the gradient is clipped before it is multiplied by the rate.
     """
     error = network(k, weights, rule, norm) - v
-    by_answer = pull(error, threshold, rule)  # which need not be a gradient of anything itself
+    by_answer = pull(error, threshold, rule)  # not always the gradient of a function
 
     def linear_loss(weights: Layers, rates: Tensor) -> Tensor:
         return (rates[..., None] * by_answer * network(k, weights, rule, norm)).sum()
@@ -135,7 +135,7 @@ def example(
     sizes = [K, *[expansion * K] * (depth - 1), V]
     shapes = [(d_in + bias, d_out) for d_in, d_out in zip(sizes, sizes[1:])]
     P = sum(d_in * d_out for d_in, d_out in shapes)
-    rate = (0.1 if depth > 1 else 0.5) / (10 if options.get("loss") == "cubed" else 1)  # its gradients are longer
+    rate = (0.1 if depth > 1 else 0.5) / (10 if options.get("loss") == "cubed" else 1)  # since its gradients are larger
     arguments: dict = {
         "q": random(B, T, H, K).to(dtype),
         "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),

@@ -1,9 +1,9 @@
 """The selective scan in PyTorch, a chunk of tokens at a time: the CPU path.
 
-Decays that differ in every number of the state make no matrix of a chunk. So decays, writes and reads of all its tokens
-are computed at once, and between them its states one after the other, by a multiplication and an addition each: nothing
-is divided by a decay, and the work is linear in T. Only the states between chunks outlive a chunk. The backward pass
-makes the others again, and walks them from the end, with dS_t the gradient of all that comes after S_t:
+Since every number of the state has its own decay, a chunk cannot be written as matrix products. So decays, writes and
+reads of all tokens of a chunk are computed at once, but its states one after the other, with a multiplication and an
+addition each. Nothing is divided by a decay, and the work is linear in T. Only the states between chunks are saved. The
+backward pass recomputes the others and goes through them from the end, where dS_t is the gradient of S_t:
 
     dS_t = q_t do_t^T + e^(rate g_{t+1}) dS_{t+1},   E_t = dS_t e^(rate g_t) S_{t-1}
     dq_t = S_t do_t,   dk_t = dS_t v_t,   dv_t = dS_t^T k_t,   dg_t = sum_k rate E_t,   drate = sum_t g_t E_t
@@ -28,7 +28,7 @@ def selective_scan(
 
 
 class _Scan(torch.autograd.Function):
-    """Over tokens first: q and k [T, B, H, K], v and g [T, B, H, V]."""
+    """The scan, with tokens in the first dimension: q and k [T, B, H, K], v and g [T, B, H, V]."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, rate, S):
@@ -37,7 +37,7 @@ class _Scan(torch.autograd.Function):
             before.append(S)
             _, states = _walk(S, *write, rate)
             outputs.append(_times(states.mT, q_n))
-            S = states[-1].clone()  # a view would keep all states of the chunk alive
+            S = states[-1].clone()  # a view would keep all states of the chunk in memory
         ctx.save_for_backward(q, k, v, g, rate, torch.stack(before))
         return torch.cat(outputs), S
 
@@ -61,7 +61,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _walk(S: Tensor, k: Tensor, v: Tensor, g: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """The decays before and the states after each token of a chunk, [C, B, H, K, V] each."""
+    """The decay before each token of a chunk and the state after it, [C, B, H, K, V] each."""
     decay = (rate * g[..., None, :]).exp_()
     states = k[..., None] * v[..., None, :]
     for decay_t, state in zip(decay.unbind(), states.unbind()):
@@ -74,7 +74,7 @@ def _times(matrices: Tensor, x: Tensor) -> Tensor:
 
 
 def _walk_back(dS: Tensor, q: Tensor, do: Tensor, decay: Tensor) -> Tensor:
-    """The gradients [C, B, H, K, V] of states, given that of the last, `dS`, from what comes after the chunk."""
+    """The gradients [C, B, H, K, V] of the states of a chunk, given that of the last state, `dS`, by later chunks."""
     dstates = q[..., None] * do[..., None, :]
     last = dstates[-1].add_(dS)
     for state, decay_after in zip(reversed(dstates[:-1].unbind()), reversed(decay[1:].unbind())):

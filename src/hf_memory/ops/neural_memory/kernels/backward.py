@@ -1,4 +1,4 @@
-"""Backward: all chunks are read again at once, then written from the last to the first; letters as in launch.py."""
+"""Backward: reads of all chunks in parallel, then writes from last to first chunk; for letters see launch.py."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 def _back_through(
     x, g, state, initial, at, inside, beta, c, SIZE, RETURNS: tl.constexpr, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Gradients of one tile of `_read(x)` from g: of x, beta and c."""
+    """Gradients of x, beta and c from g, the gradient of one tile of `read(x)`."""
     W = load(state + at, inside)
     if RETURNS:
         W -= load(initial + at, inside)
@@ -75,7 +75,7 @@ def read_backward_kernel(
     ANCHOR: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Program (n, i, r) reads the r-th rows of chunk i of head n again, and makes what needs no other rows."""
+    """Program (n, i, r): the part of the backward of reads that needs only the r-th rows of chunk i of head n."""
     n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
     i_k, i_v, cols = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
@@ -100,7 +100,7 @@ def read_backward_kernel(
         at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
         x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
-        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, so that it is not held meanwhile
+        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, to save registers
         u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
         y_t, slope, _ = activate(u - dot(scores_1, d, DTYPE, BC // 16), ACTIVATION)
         scores_2 += dot(y_t, tl.trans(x), DTYPE)
@@ -140,7 +140,7 @@ def read_backward_kernel(
         dq_c, dbeta_c, dc_c = dq_c + dq_t, dbeta_c + dbeta_t, dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(P + at * C * C, rows, C, cols, C)  # loaded a second time, so that it is not held meanwhile
+    P_c = load_tile(P + at * C * C, rows, C, cols, C)  # loaded a second time, to save registers
     dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), DTYPE)
     if RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)
@@ -155,7 +155,7 @@ def read_backward_kernel(
 def _put_back(
     x, g, before, after, at, inside, beta, c, beta_n, c_n, H, SIZE, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Put one tile of the gradient of the state before, from that of the state after and g, that of `_read(x)`."""
+    """Store a tile of the gradient of the state before, from that of the state after and g, that of `read(x)`."""
     dW = load(after + at, inside)
     tl.store(before + at, beta_n * dW + dot(tl.trans(x), beta * g, DTYPE), mask=inside)
     if MOMENTUM:
@@ -174,7 +174,7 @@ def _back_through_write(k, d, x, e, dd, dx, de, after, at_1, in_1, at_2, in_2, w
 
 @triton.jit
 def _add_anchor(before, after, dA, at, inside, is_closed, OFFSET, ANCHOR: tl.constexpr):
-    """The gradient of the anchor: of the weights where it became them, else of the anchor before."""
+    """Add the anchor's gradient to that of the weights if they became the anchor, else to that of the old anchor."""
     G = load(before + at, inside)
     if ANCHOR:
         dA += load(after + OFFSET + at, inside)
@@ -224,7 +224,7 @@ def write_backward_kernel(
     ANCHOR: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Program n walks the chunks of head n backwards."""
+    """Program n loops over the chunks of head n backwards."""
     n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
     PARTS, OFFSET = 1 + MOMENTUM + ANCHOR, (MOMENTUM + ANCHOR) * SIZE
     i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
@@ -265,7 +265,7 @@ def write_backward_kernel(
             )  # fmt: skip
             dw_s += dw_t
             if MOMENTUM:
-                tl.debug_barrier()  # loads of before are not held over it
+                tl.debug_barrier()  # frees the registers of earlier loads
                 dd_t, dx_t, de_s, dm_t = _back_through_write(
                     load_tile(k_c, rows, C, i_k, K), d, x, load_tile(e_c, rows, C, i_v, V), dd_t, dx_t, de_s,
                     after + SIZE, at_1, in_1, at_2, in_2, m_c, DTYPE,

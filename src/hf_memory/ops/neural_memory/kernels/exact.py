@@ -1,10 +1,10 @@
-"""The pass of `exact` over the chunks in Triton: a program holds a tile of value channels of weights and momentum.
+"""The loop of `exact` over the chunks in Triton: a program holds a tile of value channels of weights and momentum.
 
-What does not meet the state stays as `exact` makes it, for all chunks at once. With M = (W, S) on top of each other:
+All that does not need the state is computed in `exact`, for all chunks at once. With M = (W, S) stacked:
 
     U = values - keys M,   O = reads U + asks M,   M <- through M + leaves^T U (+ back)
 
-Backward, a kernel walks backwards with dM, the gradient of what a chunk leaves; products of all chunks give the rest:
+Backward, a kernel loops backwards with dM, the gradient of M after a chunk; products over all chunks give the rest:
 
     dU = reads^T dO + leaves dM,   dM <- through^T dM + asks^T dO - keys^T dU
 """
@@ -18,7 +18,7 @@ from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
 from hf_memory.ops.triton.variants import Variant, variant
 
-TILE = 1024  # numbers of the weights that one program holds
+TILE = 1024  # size of the part of the weights that a program holds
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _constants(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> dict:
 
 
 class _Pass(torch.autograd.Function):
-    """All chunks, arguments as those of `exact._pass`."""
+    """The loop over all chunks; the arguments are those of `exact._pass`."""
 
     @staticmethod
     def forward(ctx, dtype, reads, asks, values, keys, leaves, through, back, M):
@@ -178,7 +178,7 @@ def walk(reads, asks, values, keys, leaves, through, back, M: Tensor, *, dtype: 
 
 
 def variants() -> list[Variant]:
-    """Both kernels with momentum, decay and no return to the initial weights, at the usual sizes of a head."""
+    """Both kernels with momentum and decay to zero, at usual head sizes."""
     return [
         variant(
             f"exact{kernel.__name__} {D} {str(dtype)[6:]}",

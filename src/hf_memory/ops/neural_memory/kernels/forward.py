@@ -1,4 +1,4 @@
-"""Forward: all chunks of a head are written one after the other, then read at once; letters as in launch.py."""
+"""Forward: writes of a head's chunks one after the other, then reads of all in parallel; for letters see launch.py."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 def read(
     x, state, initial, at, inside, beta, c, SIZE, RETURNS: tl.constexpr, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """x through the weights that the chunk began with, decayed, and its momentum."""
+    """x times the weights before the chunk, decayed, and times the momentum."""
     W = load(state + at, inside)
     if RETURNS:
         I = load(initial + at, inside)
@@ -80,7 +80,7 @@ def write_kernel(
     ANCHOR: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Program n writes all chunks of head n: Z, F, E and the states."""
+    """Program n computes the writes of all chunks of head n: Z, F, E and the states."""
     n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
     PARTS, OFFSET = 1 + MOMENTUM + ANCHOR, (MOMENTUM + ANCHOR) * SIZE
     i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
@@ -108,13 +108,13 @@ def write_kernel(
                 tl.store(after + OFFSET + at_1, A_1, mask=in_1)
                 tl.store(after + OFFSET + at_2, A_2, mask=in_2)
         store_tile(e_c, error, rows, C, i_v, V)
-        tl.debug_barrier()  # what threads have written others read
+        tl.debug_barrier()  # threads read what others have written
         w_c, m_c, beta_n, c_n, H_n = of_write(P, beta, c, m, H, at, rows, C, DECAY, MOMENTUM)
         for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
             j = tile + tl.arange(0, BH)
             at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
             x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), ACTIVATION)
-            e_t = load_tile(e_c, rows, C, i_v, V)  # loaded in every tile, so that it is not held meanwhile
+            e_t = load_tile(e_c, rows, C, i_v, V)  # loaded for every tile, to save registers
             f_t = dot(e_t, tl.trans(load(anchor + at_2, in_2)), DTYPE)
             store_tile(f_c, f_t, rows, C, j, HIDDEN)
             write(x, e_t, state, after, initial, at_2, in_2, w_c, m_c, beta_n, c_n, H_n, SIZE, RETURNS, MOMENTUM, DTYPE)
@@ -174,7 +174,7 @@ def read_kernel(
         at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
         x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
-        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, so that it is not held meanwhile
+        q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, to save registers
         u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
         y, _, _ = activate(u - dot(scores, d, DTYPE), ACTIVATION)
         output += read(y, state, initial, at_2, in_2, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)

@@ -1,15 +1,15 @@
-"""The dual form of two matrices in Triton: programs see weights of any width a tile of hidden channels at a time.
+"""The dual form of two matrices in Triton: programs process weights of any width by tiles of hidden channels.
 
-The letters are those of `dual`, with rows K, X and Q, Y that enter the two layers, D and E what leaves them:
+The letters are those of `dual`; rows K, X (written) and Q, Y (read) enter the two layers, D and E are their gradients:
 
     Z = K A_1,   X = s(Z),   E = X A_2 - V,   F = E A_2^T,   D = F .* s'(Z)
     U = beta .* Q W_1 + c .* Q S_1 - (P .* Q K^T) D,   Y = s(U)
     O = beta .* Y W_2 + c .* Y S_2 - (P .* Y X^T) E
 
-Only to write is to wait for the chunk before: one program for each row and head walks the chunks, and leaves all states
-in global memory. Then all chunks are read at once, BR rows in a program. Backward they are read at once first, and then
-written, from the last to the first; products of all chunks give the rest. It goes over groups of chunks, as in `dual`:
-the state before each is kept, and it is written again.
+Only writes depend on the previous chunk: one program for each row and head loops over the chunks, and stores all states
+in global memory. Then all chunks are read in parallel, with BR rows for each program. Backward, reads come first, in
+parallel, and then writes from the last chunk to the first; products over all chunks give the rest. As in `dual`, the
+state before each group of chunks is saved, and the group is recomputed.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, 
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 TILE = 16  # hidden channels; with more, registers spill
-ROWS = 16  # that one program reads
+ROWS = 16  # rows that a program reads
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -46,7 +46,7 @@ def _constants(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dty
 
 
 def _launch(kernel, grid: tuple, given: dict) -> None:
-    """Run a kernel on those of the given arguments that it has."""
+    """Run a kernel with those of the given arguments that it takes."""
     kernel[grid](**{name: given[name] for name in (*kernel.arg_names, "num_warps", "num_stages")})
 
 
@@ -54,7 +54,7 @@ _ROWS = ("q", "k", "v", "P", "beta", "c", "m", "H")
 
 
 def _write_group(constants: dict, rows: dict, closed, initial, states: Tensor) -> dict:
-    """Write the chunks of `rows` and `closed` into states, and return what the kernels to come are given."""
+    """Compute the states of the chunks of `rows` and `closed`, and return the arguments of further kernels."""
     chunks, N, C = rows["q"].shape[:3]
     z, f = rows["q"].new_empty(2, chunks, N, C, constants["HIDDEN"])
     made = {"closed": closed, "initial": initial, "states": states, "z": z, "f": f, "e": torch.empty_like(rows["v"])}
@@ -64,14 +64,14 @@ def _write_group(constants: dict, rows: dict, closed, initial, states: Tensor) -
 
 
 def _grid(given: dict) -> tuple[int, int, int]:
-    """Of kernels that read."""
+    """The grid of kernels that read."""
     return given["N"], given["chunks"], triton.cdiv(given["C"], given["BR"])
 
 
 def _backward_group(given: dict, do: Tensor, d_states: Tensor) -> tuple[dict, Tensor | None]:
     """Gradients of the rows of a group and of the initial weights.
 
-    d_states [chunks + 1, N, PARTS, SIZE], of which the last is given, is written.
+    d_states [chunks + 1, N, PARTS, SIZE] is filled; only its last entry is given.
     """
     chunks, N, C = do.shape[:3]
     y, du, dz = do.new_empty(3, chunks, N, C, given["HIDDEN"])
@@ -89,7 +89,7 @@ def _backward_group(given: dict, do: Tensor, d_states: Tensor) -> tuple[dict, Te
 
 
 def _of_keys(given: dict) -> Tensor:
-    """Gradient of the keys that are written: of Z, and of the layer that they enter."""
+    """Gradient of the keys: through Z, and through the update of the first layer."""
     states, after = given["states"][:-1], given["d_states"][1:]
     A = states[:, :, 0]
     if given["ANCHOR"]:
@@ -108,7 +108,7 @@ def _first(flat: Tensor, given: dict) -> Tensor:
 
 
 def _last(given: dict, grads: dict) -> Tensor | None:
-    """Add what a chunk leaves to the gradients of beta, c and H; return that of the initial weights, or None."""
+    """Add what the states after chunks give to gradients of beta, c and H; return that of the initial weights."""
     after = given["d_states"][1:]
     W, dW, d_initial = given["states"][:-1, :, 0], after[:, :, 0], None
     if given["RETURNS"]:
@@ -130,7 +130,7 @@ def _over_chunks(x: Tensor, g: Tensor) -> Tensor:
 
 
 class _Walk(torch.autograd.Function):
-    """All chunks, from `start` [N, PARTS, SIZE]."""
+    """The loop over all chunks, from the state `start` [N, PARTS, SIZE]."""
 
     @staticmethod
     def forward(ctx, constants: dict, closed, start, initial, *rows):
@@ -173,7 +173,7 @@ def _part(part: slice, rows, closed) -> tuple[dict, Tensor | None]:
 
 
 def neural_memory(q, k, v, *others: Tensor | None, **kwargs) -> tuple[Tensor, NeuralMemoryState]:
-    """Same function as the reference, for a matrix that learns at every token and for what `run` takes."""
+    """Same function as the reference, for a matrix with chunk_size=1 and for the memories that `run` supports."""
     walk = partial(exact_kernels.walk, dtype=q.dtype)
     forms = partial(exact.run, walk=walk), partial(run, dtype=q.dtype)
     return chunk.neural_memory(q, k, v, *others, forms=forms, **kwargs)
@@ -213,7 +213,7 @@ def _layers(flat: Tensor, like) -> tuple[Tensor, ...]:
 
 
 def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
-    """[N] int32."""
+    """`closed` as a tensor [N] int32."""
     N = like.shape[1]
     if isinstance(closed, bool):
         return torch.full((N,), int(closed), dtype=torch.int32, device=like.device)
@@ -221,7 +221,7 @@ def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: all kernels at the usual sizes of a memory, and at the largest that they take."""
+    """The specialisations to compile ahead of time: all kernels at usual sizes of a memory, and at the largest ones."""
     both = [(16, 64, hidden, dtype) for hidden in (128, 256) for dtype in POINTERS]
     largest = [(16, 128, 256, torch.bfloat16), (64, 64, 128, torch.bfloat16), (32, 16, 32, torch.float32)]
     return [variant for size in both + largest for variant in _case(*size)] + exact_kernels.variants()

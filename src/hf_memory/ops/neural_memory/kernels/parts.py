@@ -1,4 +1,4 @@
-"""What the kernels of a neural memory share: tiles of matrices, the activation, the coefficients of a chunk."""
+"""Functions that the kernels of the neural memory share: loads and stores, activations, coefficients of a chunk."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from hf_memory.ops.triton.tiles import split_dot
 
 @triton.jit
 def load(x, inside):
-    """Numbers of a tile, zero outside; by `where`, so that they are rounded before they are laid out for a product."""
+    """Load a tile, zero outside; by `where`, so that numbers are rounded before the layout for a product."""
     return tl.where(inside, tl.load(x, mask=inside), 0.0)
 
 
@@ -20,7 +20,7 @@ def load_tile(x, i, R, j, D):
 
 @triton.jit
 def store_tile(x, value, i, R, j, D):
-    """Put a tile where `load_tile` finds it."""
+    """The inverse of `load_tile`."""
     tl.store(x + i[:, None] * D + j[None, :], value, mask=(i[:, None] < R) & (j[None, :] < D))
 
 
@@ -59,7 +59,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def places(i_k, j, i_v, K: tl.constexpr, HIDDEN: tl.constexpr, V: tl.constexpr):
-    """Where the tiles of both layers lie among a head's weights, and which numbers of them there are."""
+    """Offsets of the tiles of both layers among a head's weights, and the masks of those that exist."""
     in_h = j < HIDDEN
     first, second = i_k[:, None] * HIDDEN + j[None, :], K * HIDDEN + j[:, None] * V + i_v[None, :]
     return first, (i_k[:, None] < K) & in_h[None, :], second, in_h[:, None] & (i_v[None, :] < V)
@@ -67,7 +67,7 @@ def places(i_k, j, i_v, K: tl.constexpr, HIDDEN: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def column(x, at, rows, C, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
-    """x [C] as a column [C, 1], or the default where there is no x."""
+    """x [C] as a column [C, 1], or the default if there is no x."""
     column = tl.full([rows.shape[0], 1], DEFAULT, tl.float32)
     if GIVEN:
         column = tl.load(x + at + rows, mask=rows < C, other=0.0)[:, None]
@@ -76,7 +76,7 @@ def column(x, at, rows, C, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
 
 @triton.jit
 def of_write(P, beta, c, m, H, at, rows, C, DECAY: tl.constexpr, MOMENTUM: tl.constexpr):
-    """Columns w and m, then what becomes of W and S: beta_n, c_n and H."""
+    """The coefficients of a write: columns w and m, and the scalars beta_n, c_n and H."""
     w_c, m_c = column(P, at * C * C + (C - 1) * C, rows, C, True, 0.0), 0.0
     beta_n, c_n, H_n = 1.0, 0.0, 0.0
     if DECAY:
