@@ -1,4 +1,4 @@
-"""ATLAS' memory, which learns windows of tokens with Muon's steps. https://arxiv.org/abs/2505.23735."""
+"""The memory of ATLAS, which learns windows of tokens with steps of Muon. https://arxiv.org/abs/2505.23735."""
 
 from typing import Any
 
@@ -14,46 +14,46 @@ from hf_memory.ops.feature_maps import taylor
 
 
 class AtlasMixer(NeuralMemoryMixer):
-    """A memory f(x; W) = gelu(phi(x) W_1) W_2 that learns the last c tokens again at each token: the Omega rule.
+    """A memory f(x; W) = gelu(phi(x) W_1) W_2 that learns the last c tokens at each token: the Omega rule.
 
         S_t = eta_t S_{t-1} - sum_{i = t-c+1 .. t} gamma_i grad 1/2 |f(k_i; W) - v_i|^2
         W_t = a_t W_{t-1} + lr_t NS(S_t),   o_t = f(q_t; W_t)
 
-    with gradients by the weights W at the start of a chunk, and NS the five Newton-Schulz steps of Muon, which leave of
-    a matrix what is orthogonal in it. phi(x) is all products of at most two channels of x, those of degree i times a
-    learned number that starts at 1 / sqrt(i!): phi(q)^T phi(k) is a Taylor series of exp(q^T k). The paper adds the
-    input to what f says, which features cannot be; its letters for eta and lr are the other way round. Source:
+    with gradients at the weights W at the start of a chunk, and the five Newton-Schulz steps NS of Muon, which
+    orthogonalise a matrix. phi(x) has all products of at most two channels of x; those of degree i are multiplied by a
+    learned number that starts at 1 / sqrt(i!), so that phi(q)^T phi(k) is a Taylor series of exp(q^T k). The paper adds
+    the input to the output of f, which is not possible with features, and exchanges the letters of eta and lr. Source:
     https://arxiv.org/abs/2505.23735.
     """
 
-    unit_keys = False  # their features are not
+    unit_keys = False  # the features of unit keys do not have unit length
 
     @staticmethod
     def input_size(head_dim: int) -> int:
-        """The features."""
+        """Number of features of a head."""
         return 1 + head_dim + head_dim * (head_dim + 1) // 2
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """With what the next tokens learn again."""
+        """The states of the memory, and the last tokens, which the next ones also learn."""
         query_heads, _, value_heads, K, V = config.memory_heads
         heads = max(query_heads, value_heads)
         size = query_heads * cls.input_size(K) + heads * (V + 1)
         return super().state_spec(config, layer_idx) | {"earlier": State((config.memory_window - 1, size))}
 
     def make_gates(self, width: int, heads: int) -> None:
-        """Those of Titans, how much a token counts, and what degrees of features do."""
+        """Create the gates of Titans, the rate gamma, and the factors of the features' degrees."""
         super().make_gates(width, heads)
         self.token_proj = Gate(width, heads, 0.0)
         self.degrees = nn.Parameter(torch.empty(3))
 
     def init_own_parameters(self) -> None:
-        """The Taylor series."""
+        """Factors start as in the Taylor series."""
         super().init_own_parameters()
         init.ones_(self.degrees)
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
-        """With features of unit queries and keys."""
+        """See `MemoryMixer.project`; queries and keys become features of unit vectors."""
         q, k, v, new_states = super().project(hidden_states, context)
         D = self.head_dim
         sizes = torch.tensor([1, D, D * (D + 1) // 2], device=q.device)
@@ -61,7 +61,7 @@ class AtlasMixer(NeuralMemoryMixer):
         return taylor(unit_length(q)) * by_degree, taylor(unit_length(k)) * by_degree, v, new_states
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """gamma is the rate of gradients, lr that of Muon's steps."""
+        """Arguments of the op: gamma is the rate of gradients, lr that of Muon's steps."""
         gamma = wide(self.token_proj(hidden_states)).sigmoid()
         return {
             **super().learning(hidden_states, context),
@@ -71,7 +71,7 @@ class AtlasMixer(NeuralMemoryMixer):
         }
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
-        """With the tokens before each."""
+        """See `NeuralMemoryMixer.learn`; each token also learns the tokens before it."""
         parts = [wide(x.flatten(2)) for x in (k, v, learning["lr"])]
         tokens, state = last_tokens(
             torch.cat(parts, -1),

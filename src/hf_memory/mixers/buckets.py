@@ -1,4 +1,4 @@
-"""Attention to tokens of the same bucket, which what they say decides: queries are keys, hashed or near a centroid."""
+"""Attention to tokens of the same bucket, found by hashing queries (Reformer) or by the nearest centroid (Routing)."""
 
 from functools import reduce
 from typing import Any
@@ -15,14 +15,14 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.transformer import Attended, TransformerMixer, grown
 from hf_memory.ops.masks import Tokens, earlier
 
-ITSELF = -5e4  # a token's score of itself: it is seen only where nothing else is
+ITSELF = -5e4  # score of a token with itself, which matters only if it sees no other token
 
 
 class BucketMixer(TransformerMixer):
-    """o_i = sum_j softmax_j(q_i k_j / sqrt(D)) v_j over earlier j of a bucket of i's in any round, k_j = q_j / |q_j|.
+    """o_i = sum_j softmax_j(q_i k_j / sqrt(D)) v_j over earlier j in the same bucket in some round, k_j = q_j / |q_j|.
 
-    All tokens of all buckets count, however full: sorted by bucket, a token sees no further back than the largest
-    bucket is long. What is in several buckets with it counts once.
+    Buckets have no capacity limit: a token sees all earlier tokens of its buckets. A token that shares several buckets
+    counts once.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -36,11 +36,11 @@ class BucketMixer(TransformerMixer):
         return super().state_spec(config, layer_idx) | {"buckets": rounds}
 
     def buckets(self, x: Tensor) -> Tensor:
-        """[B, T, H, D] of unit length -> [B, T, H, rounds] int32."""
+        """Buckets [B, T, H, rounds] int32 of keys [B, T, H, D] of unit length."""
         raise NotImplementedError
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of a `TransformerMixer`, and `buckets` [B, tokens, H, rounds]."""
+        """The states are those of a `TransformerMixer`, and `buckets` [B, tokens, H, rounds]."""
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
         q, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
@@ -56,7 +56,7 @@ class BucketMixer(TransformerMixer):
         return self.o_proj(joined_softmax(seen, itself)[0].flatten(2)), states
 
     def _all_pairs(self, q: Tensor, position: Tensor, asked: Tensor, past: States) -> Attended:
-        """Of few queries with all tokens, a block at a time."""
+        """Attention of few queries, compared with all tokens, one block at a time."""
         parts, columns = [], Columns(Tokens(past["positions"].long()), past["keys"], past["values"], earlier)
         for i in range(0, q.shape[1], BLOCK):
             here = slice(i, i + BLOCK)
@@ -68,7 +68,7 @@ class BucketMixer(TransformerMixer):
         return o, mass
 
     def _sorted(self, q: Tensor, past: States) -> Attended:
-        """Of the last tokens with all, a round after the other."""
+        """Attention of the last tokens to all tokens, with tokens sorted by bucket, one round after the other."""
         is_token = (past["positions"] >= 0)[..., None, None]
         each = self.scaling * q, past["keys"], past["values"], past["buckets"].masked_fill(~is_token, -1)
         q, k, v, buckets = (x.transpose(1, 2).flatten(0, 1) for x in each)  # [B * H, T or S, ...]
@@ -78,19 +78,19 @@ class BucketMixer(TransformerMixer):
 
 
 def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> Attended:
-    """Softmax attention to earlier tokens of the same last bucket, of which no other is the same.
+    """Softmax attention to earlier tokens with the same last bucket, of which no earlier bucket is the same.
 
-    Tokens are sorted by bucket. Each block of queries meets only the blocks of keys that have what it sees, so that
-    the cost is that of the buckets as they are, however unequal.
+    Tokens are sorted by bucket. Each block of queries is compared only with the blocks of keys that it sees something
+    of, so that the cost follows the actual sizes of the buckets.
 
     Args:
-        q: [N, T, D] of the last tokens, with the scaling.
-        k: [N, S, D] of all.
-        v: [N, S, V].
+        q: queries [N, T, D] of the last tokens, scaled.
+        k: keys [N, S, D] of all tokens.
+        v: values [N, S, V].
         buckets: [N, S, rounds], -1 at padding.
 
     Returns:
-        What `softmax_and_mass` gives, [N, T, V] and [N, T].
+        The results of `softmax_and_mass`, [N, T, V] and [N, T].
     """
     (N, T, _), C = q.shape, min(q.shape[1], BLOCK)
     order, asking, starts, ends = _sorted_by(buckets[..., -1], T)
@@ -98,7 +98,7 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
     k, v = (_in_blocks(x, order, C) for x in (k, v))
     first = starts[:, 0] // C
     number = ((ends.amax(1) + C - 1) // C - first).clamp(min=0)
-    asks = torch.arange(len(q), device=q.device).repeat_interleave(number)  # of each pair of blocks, that of queries
+    asks = torch.arange(len(q), device=q.device).repeat_interleave(number)  # block of queries of each pair
     nth = first[asks] + torch.arange(len(asks), device=q.device) - (number.cumsum(0) - number)[asks]
     asked = asks // (len(q) // N) * (len(k) // N) + nth
     places = (C * nth[:, None] + torch.arange(C, device=q.device)).int()[:, None]
@@ -113,7 +113,7 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
 
 
 def _sorted_by(bucket: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The order of tokens [N, S], that of the last T, and of each of these the places that it sees: from, and up to."""
+    """The order of all tokens [N, S] and of the last T, and the range of places that each of these sees."""
     order = bucket.argsort(dim=1, stable=True)
     place, mine = order.argsort(1)[:, -T:], bucket[:, -T:].contiguous()
     starts = torch.searchsorted(bucket.gather(1, order), mine)
@@ -121,14 +121,14 @@ def _sorted_by(bucket: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _in_blocks(x: Tensor, order: Tensor, C: int) -> Tensor:
-    """[N, T, ...] in an order [N, T] -> [N * blocks, C, ...], zero at what is missing."""
+    """x [N, T, ...] in the order [N, T], cut into blocks [N * blocks, C, ...] and padded with zeros."""
     rows = order + order.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     x = x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, order.shape)
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % C)).unflatten(1, (-1, C)).flatten(0, 1)
 
 
 def _softmax_of_parts(scores: Tensor, v: Tensor, part_of: Tensor, number: int) -> Attended:
-    """Scores [P, C, S] of values [P, S, V]; parts of the same one of `number` blocks share a softmax."""
+    """Softmax over scores [P, C, S] of values [P, S, V], where parts of the same of `number` blocks share a softmax."""
     each = scores.detach().amax(-1)
     most = each.new_full((number, each.shape[1]), torch.finfo(each.dtype).min)
     most = most.scatter_reduce(0, part_of[:, None].expand_as(each), each, "amax")
@@ -142,7 +142,7 @@ def _softmax_of_parts(scores: Tensor, v: Tensor, part_of: Tensor, number: int) -
 
 
 class ReformerMixer(BucketMixer):
-    """Buckets are hashes: the random direction, of either sign, that is nearest. https://arxiv.org/abs/2001.04451."""
+    """A bucket is a hash: the nearest of random directions and their negatives. https://arxiv.org/abs/2001.04451."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -150,7 +150,7 @@ class ReformerMixer(BucketMixer):
         self.projection = nn.Buffer(torch.empty(shape))
 
     def init_own_parameters(self) -> None:
-        """Drawn once and saved with the model."""
+        """Random directions are drawn once, and saved with the model."""
         init.normal_(self.projection)
 
     def buckets(self, x: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ class ReformerMixer(BucketMixer):
 class RoutingMixer(BucketMixer):
     """A bucket is the nearest centroid, as in k-means. https://arxiv.org/abs/2003.05997.
 
-    Each token goes to one, since the best of all tokens for each centroid would be chosen by later tokens, too.
-    Centroids learn from a loss of their own, 1 - cos(q, centroid), where the paper has a moving average.
+    Each token chooses a centroid; if centroids chose their best tokens, later tokens would have an influence. Centroids
+    are trained by a separate loss, 1 - cos(q, centroid); the paper has a moving average.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -174,11 +174,11 @@ class RoutingMixer(BucketMixer):
         self.centroids = nn.Parameter(torch.empty(config.num_attention_heads * config.num_buckets, config.head_dim))
 
     def init_own_parameters(self) -> None:
-        """In all directions."""
+        """Centroids start in random directions."""
         init.normal_(self.centroids)
 
     def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs) -> Any:
-        """As the others'; in training centroids come to the tokens."""
+        """See `MemoryMixer.forward`; in training, the loss of the centroids is added to the losses."""
         if own_losses is not None and self.training:
             x = unit_length(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
             own_losses.append(1 - self._cosines(x.detach()).amax(-1).mean())
@@ -194,5 +194,5 @@ class RoutingMixer(BucketMixer):
 
 
 def rounds_of(config, layer_idx: int) -> int:
-    """How many buckets a token is in."""
+    """The number of buckets of a token."""
     return config.num_hashes if config.patterns[layer_idx] == "reformer" else 1

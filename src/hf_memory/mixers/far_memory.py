@@ -1,4 +1,4 @@
-"""Memories of what has left a window of attention: what they say, and how much of one common softmax it is."""
+"""Memories of tokens that have left a window of attention, which take part in its softmax with a mass."""
 
 from typing import NamedTuple
 
@@ -13,22 +13,22 @@ from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.contract import repeat_heads
 
-NOTHING = 1e-30  # mass of an empty memory or slot: more would take a share from the window
-LEAST = 1e-12  # of a weight, else zero: products of less are denormal, which CPUs multiply a hundred times slower
-SHARPNESS = 8  # of slots at their start, over the mean square of how far a key is from its centroid
+NOTHING = 1e-30  # mass of an empty memory or slot, so small that it takes no share from the window
+LEAST = 1e-12  # smaller weights become zero: denormal products are a hundred times slower on CPUs
+SHARPNESS = 8  # initial sharpness of slots, relative to the mean squared distance of keys from their centroids
 
 
 class Leaving(NamedTuple):
-    """The token that leaves the window at each step."""
+    """The tokens that leave the window at each step."""
 
     keys: Tensor  # [B, T, H, D], not rotated
     values: Tensor  # [B, T, H, V]
     gates: Tensor  # [B, T, H, num_gates] float32, see `SlotMemory.gates`
-    exists: Tensor  # [1 or B, T] bool: whether there is one, and it is to be written
+    exists: Tensor  # [1 or B, T] bool: whether there is a token to write
 
 
 class HeadProjection(nn.Module):
-    """An affine map of each head's own: [B, T, H, D] -> [B, T, H, features], float32."""
+    """A separate affine map for each head: [B, T, H, D] -> [B, T, H, features], in float32."""
 
     def __init__(self, heads: int, dim: int, features: int):
         super().__init__()
@@ -37,7 +37,7 @@ class HeadProjection(nn.Module):
         self.bias = nn.Parameter(torch.empty(heads * features))
 
     def init_own_parameters(self) -> None:
-        """Random, of unit size for channels of unit size."""
+        """Random weights that keep the scale of their inputs."""
         init.normal_(self.weight, std=self.dim**-0.5)
         init.zeros_(self.bias)
 
@@ -50,18 +50,18 @@ class HeadProjection(nn.Module):
 
 
 class SlotMemory(nn.Module):
-    """Keys are put into slots, softly, and a query sees a slot's mean value with the weight of all that is in it.
+    """Keys are assigned softly to slots; a query sees the mean value of a slot, weighted by the slot's content.
 
         phi(k) = softmax(A k + a)     S <- S + phi(k) v^T     n <- n + phi(k)
         w = exp(B q + b)              o = S^T w / n^T w,      with the mass n^T w in the softmax
 
-    With A, a = beta (c, -|c|^2 / 2) for centroids c of the keys and B = scaling c, attention sees each key where its
-    centroid is, as in Transformer-VQ (https://arxiv.org/abs/2309.16354), but softly and learned; with a slot at each
-    key it is attention. Queries and keys are not rotated: a memory of rotated keys breaks beyond the length it has
-    learned at.
+    With A, a = beta (c, -|c|^2 / 2) for centroids c of the keys and B = scaling c, attention sees each key as its
+    centroid, as in Transformer-VQ (https://arxiv.org/abs/2309.16354), but with soft and learned assignment. With a slot
+    for each key it equals attention. Queries and keys are not rotated, since a memory of rotated keys does not work
+    beyond the trained length.
     """
 
-    num_gates = 0  # numbers that say how a head writes a token
+    num_gates = 0  # gate values for each head and token
 
     def __init__(self, config, heads: int):
         super().__init__()
@@ -73,23 +73,23 @@ class SlotMemory(nn.Module):
 
     @classmethod
     def state_spec(cls, config, heads: int) -> Spec:
-        """Values of the slots, and what they are divided by."""
+        """The values of the slots, and their denominators."""
         return {"slot_values": State((heads, config.num_memory_slots, config.head_dim + 1))}
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """How tokens [B, T, hidden_size] are to be written when they leave the window, [B, T, H, num_gates] float32."""
+        """Gates for the writes of tokens [B, T, hidden_size] that leave the window, [B, T, H, num_gates] float32."""
         return hidden_states.new_zeros(*hidden_states.shape[:2], self.heads, 0)
 
     def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
-        """Write a token at each step, and answer the query of another.
+        """Write the token that leaves the window at each step, and read with the current query.
 
         Args:
-            q: [B, T, HQ, D], not rotated.
-            leaving: the token that leaves the window at each step.
-            context: the states `slot_values`, [B, H, slots, V + 1] here.
+            q: queries [B, T, HQ, D], not rotated.
+            leaving: the tokens that leave the window.
+            context: the context, with the state `slot_values` [B, H, slots, V + 1].
 
         Returns:
-            The answers [B, T, HQ, V], the logarithm of their mass [B, T, HQ] in float32, and the states.
+            The outputs [B, T, HQ, V], the logarithm of their mass [B, T, HQ] in float32, and the states.
         """
         asked = self.q_slots(q)
         most = asked.detach().amax(-1, keepdim=True)
@@ -99,7 +99,7 @@ class SlotMemory(nn.Module):
         return (o[..., :-1] / mass).to(values.dtype), (most + mass.log())[..., 0], states
 
     def _slots_of(self, leaving: Leaving) -> Tensor:
-        """How much of each slot a key is in, [B, T, H, slots] float32."""
+        """The assignment of keys to slots, [B, T, H, slots] float32."""
         return torch.where(leaving.exists[..., None, None], _no_less(self.k_slots(leaving.keys).softmax(-1)), 0)
 
     def _recall(self, op, q, slots, v, leaving: Leaving, context: Context) -> tuple[Tensor, States]:
@@ -120,12 +120,12 @@ class SlotMemory(nn.Module):
 
     @torch.no_grad()
     def start_near(self, q: Tensor, k: Tensor, rotation: Tensor) -> None:
-        """Slots at centroids of a text's keys: near attention before any training.
+        """Initialise the slots with centroids of a text's keys, so that reads are close to attention.
 
         Args:
-            q: [tokens, HQ, D], not rotated.
-            k: [tokens, H, D], not rotated.
-            rotation: [D, D] that keys have, k @ rotation, as queries far behind them see them on average.
+            q: queries [tokens, HQ, D], not rotated.
+            k: keys [tokens, H, D], not rotated.
+            rotation: [D, D], the mean rotation of keys relative to queries far behind them: k @ rotation.
         """
         groups = q.shape[1] // k.shape[1]
         learned = self.k_slots.weight, self.k_slots.bias, self.q_slots.weight
@@ -135,7 +135,7 @@ class SlotMemory(nn.Module):
         self.q_slots.bias.zero_()
 
     def _start_head(self, weights: tuple[Tensor, ...], q: Tensor, k: Tensor, rotation: Tensor) -> None:
-        """Keys are near each other where queries see little difference between them."""
+        """Initialise one head. Keys count as close if queries see little difference between them."""
         k_weight, k_bias, q_weight = weights
         size, vectors = torch.linalg.eigh(q.mT @ q / len(q))
         seen = rotation @ (vectors * (self.scaling * size.clamp(min=1e-4 * size.mean()).sqrt())) @ vectors.mT
@@ -149,7 +149,7 @@ class SlotMemory(nn.Module):
 
 
 class DecayedSlots(SlotMemory):
-    """The same, but what is in the slots decays, by head: n <- e^g n + phi(k), S <- e^g S + phi(k) v^T."""
+    """The same with a decay for each head: n <- e^g n + phi(k), S <- e^g S + phi(k) v^T."""
 
     num_gates = 1
 
@@ -158,12 +158,12 @@ class DecayedSlots(SlotMemory):
         self.decay = SigmoidDecay(config.hidden_size, heads, None, 0, config.gate_logit_normalizer)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """The logarithm of the decay."""
+        """The logarithm of the decay, as a gate."""
         return self.decay(hidden_states)[..., None]
 
 
 class DeltaSlots(SlotMemory):
-    """The same, but a token's value replaces part of what its slots say, by the delta rule.
+    """The same with the delta rule: a token's value replaces part of what its slots hold.
 
     S <- S + beta phi(k) (v - S^T phi(k))^T,   n <- n + phi(k),   w = n exp(B q + b),   o = S^T w / sum w, of mass sum w
     """
@@ -176,20 +176,20 @@ class DeltaSlots(SlotMemory):
 
     @classmethod
     def state_spec(cls, config, heads: int) -> Spec:
-        """Values of the slots, and what was put into them."""
+        """The values of the slots, and the sum of assignments to each slot."""
         counts = State((heads, config.num_memory_slots))
         return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
 
     def init_own_parameters(self) -> None:
-        """Tokens are written with a quarter of their strength."""
+        """The write strength starts at one quarter."""
         init.constant_(self.b_proj.bias, -1.0)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """The strength of writing."""
+        """The write strength, as a gate."""
         return self.b_proj(hidden_states).float().sigmoid()[..., None]
 
     def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
-        """As that of slots, with the states `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
+        """See `SlotMemory.forward`; the states are `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""
         slots = self._slots_of(leaving)
         counts, states = self._counts(slots, context)
         weights = self.q_slots(q) + repeat_heads((counts + NOTHING).log(), q.shape[2])
@@ -198,7 +198,7 @@ class DeltaSlots(SlotMemory):
         return o, mass[..., 0], states | new
 
     def _counts(self, slots: Tensor, context: Context) -> tuple[Tensor, States]:
-        """[B, T, H, slots]: what was put into each slot until then, in the same sequence."""
+        """[B, T, H, slots], the sum of earlier assignments to each slot in the same sequence."""
         counts = slots.cumsum(1)
         if context.cu_seqlens is not None:
             starts = context.cu_seqlens.long()
@@ -210,12 +210,12 @@ class DeltaSlots(SlotMemory):
 
 
 def _no_less(weights: Tensor) -> Tensor:
-    """Zeros in place of the least weights."""
+    """Set the smallest weights to zero."""
     return F.threshold(weights, LEAST, 0.0)
 
 
 def centroids(points: Tensor, number: int, *, rounds: int = 8) -> tuple[Tensor, Tensor]:
-    """k-means of points [N, D]: centres [number, D], and the centre of each point; one of nothing starts again."""
+    """k-means of points [N, D]: centres [number, D], and each point's centre by index; empty centres are redrawn."""
     generator = torch.Generator(points.device).manual_seed(0)
 
     def drawn() -> Tensor:

@@ -1,4 +1,4 @@
-"""LaCT: a memory that learns large chunks at once, with Muon's steps. https://arxiv.org/abs/2505.23884."""
+"""LaCT: a memory that learns large chunks at once, with steps of Muon. https://arxiv.org/abs/2505.23884."""
 
 import torch
 from torch import Tensor
@@ -11,55 +11,55 @@ from hf_memory.mixers.base import Context, convolution_spec
 from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
 from hf_memory.ops import LargeChunkState, large_chunk_memory
 
-FIRST_RATE = -6.9  # softplus of it is 0.001
+FIRST_RATE = -6.9  # softplus(FIRST_RATE) = 0.001
 
 
 class LargeChunkMixer(NeuralMemoryMixer):
-    """A memory f(x; W) = (silu(x W_1) * x W_2) W_3 that learns to agree with values, a chunk of b tokens at once.
+    """A memory f(x; W) = (silu(x W_1) * x W_2) W_3, trained on a chunk of b tokens at once.
 
         o_t = f(q_t; W)                                                           for tokens t of a chunk, then
         S <- mean(eta) S + sum_t lr_t grad <f(k_t; W), v_t>,   W <- W + r NS(S)
 
-    with gradients by the weights W before the chunk, r = memory_max_lr, NS the five Newton-Schulz steps of Muon, and
-    every column of W brought back to the length that it had at first. eta = sigmoid(w x), lr = softplus(w x + c). A
-    token reads chunks that are complete, so the memory stands beside attention over a window, and is added to it:
-    variant="mag" with memory_gate="add". The authors' queries, keys and values are those of attention, scaled and
-    shifted by channel, and each matrix has a rate of its own; here the memory has projections of its own, and one rate.
-    Source: https://arxiv.org/abs/2505.23884.
+    with gradients at the weights W before the chunk, r = memory_max_lr, the five Newton-Schulz steps NS of Muon, and
+    every column of W scaled to its initial length. eta = sigmoid(w x), lr = softplus(w x + c). A token reads complete
+    chunks only, so the memory is combined with attention over a window, to which it is added: variant="mag" with
+    memory_gate="add". In the authors' model the memory shares queries, keys and values with attention, scaled and
+    shifted for each channel, and each matrix has its own learning rate; here the memory has its own projections, and
+    one learning rate. Source: https://arxiv.org/abs/2505.23884.
     """
 
     @classmethod
     def layer_shapes(cls, config) -> list[tuple[int, int]]:
-        """Of W_1, W_2 and W_3."""
+        """The shapes of W_1, W_2 and W_3."""
         *_, K, V = config.memory_heads
         width = config.memory_expansion * K
         return [(K, width), (K, width), (width, V)]
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Weights of each head, the last chunk's sum, that of the open chunk, and how many tokens this has."""
+        """Weights of each head, the last chunk's S, the sum of the incomplete chunk, and its number of tokens."""
         query_heads, _, value_heads, *_ = config.memory_heads
         size = sum(d_in * d_out for d_in, d_out in cls.layer_shapes(config))
         spec = dict.fromkeys(LargeChunkState._fields[:3], State((max(query_heads, value_heads), size)))
         return convolution_spec(config) | spec | {"phase": State((), torch.long)}
 
     def make_gates(self, width: int, heads: int) -> None:
-        """How much a token counts, and the momentum."""
+        """Create the gates for learning rate and momentum."""
         self.lr_proj, self.momentum_proj = Gate(width, heads, FIRST_RATE), Gate(width, heads, 0.0)
 
     def init_own_parameters(self) -> None:
-        """All matrices say as much as they hear: the length of their columns stays."""
+        """Random matrices that keep the scale of their inputs, since the length of their columns never changes."""
         super().init_own_parameters()
         for weights in self.initial_weights.parameters():
             init.normal_(weights, std=weights.shape[1] ** -0.5)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Tensor]:
-        """lr and eta [B, T, HV] in float32."""
+        """The arguments lr and eta [B, T, HV] of the op, in float32."""
         lr, eta = wide(self.lr_proj(hidden_states)), wide(self.momentum_proj(hidden_states))
         return {"lr": F.softplus(lr), "momentum": eta.sigmoid()}
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
-        """o [B, T, HV, V] and the memory's states."""
+        """Outputs [B, T, HV, V] and states of the memory."""
         states = context.states
         o, state = large_chunk_memory(
             q,

@@ -1,4 +1,4 @@
-"""Titans' memory, which learns while it reads. https://arxiv.org/abs/2501.00663."""
+"""Titans' memory, a network that is trained while it reads. https://arxiv.org/abs/2501.00663."""
 
 from typing import Any
 
@@ -16,34 +16,34 @@ from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
 
 class Gate(nn.Linear):
-    """One number a head, that starts at a bias."""
+    """A projection to one number for each head, whose bias has a given initial value."""
 
     def __init__(self, hidden_size: int, heads: int, start: float):
         super().__init__(hidden_size, heads)
         self.start = start
 
     def init_own_parameters(self) -> None:
-        """The bias alone; the weight is initialised as any other."""
+        """Set the bias; the weight is initialised like any other."""
         init.constant_(self.bias, self.start)
 
 
 class InitialWeights(nn.Module):
-    """Matrices [H, d_in, d_out] of a memory that has read nothing; the last says little at first.
+    """The learned initial weights of a memory, matrices [H, d_in, d_out]; the last one starts small.
 
-    With biases, which start at zero, these are one more row.
+    A bias, which starts at zero, is one more row.
     """
 
     def __init__(self, heads: int, shapes: list[tuple[int, int]], has_bias: bool = False):
         super().__init__()
         self.depth, self.has_bias = len(shapes), has_bias
-        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in shapes)  # numbers of a head
+        self.size = sum((d_in + has_bias) * d_out for d_in, d_out in shapes)  # number of weights of a head
         for i, (d_in, d_out) in enumerate(shapes):
             self.register_parameter(f"layer_{i}", nn.Parameter(torch.empty(heads, d_in, d_out)))
             if has_bias:
                 self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(heads, 1, d_out)))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """In float32."""
+        """The weights in float32."""
         return tuple(wide(self._layer(i)) for i in range(self.depth))
 
     def _layer(self, i: int) -> Tensor:
@@ -51,7 +51,7 @@ class InitialWeights(nn.Module):
         return torch.cat([weights, self.get_parameter(f"bias_{i}")], dim=1) if self.has_bias else weights
 
     def init_own_parameters(self) -> None:
-        """Products of the size of their inputs, and of a tenth of it in the last."""
+        """Random matrices that keep the scale of their inputs; the last one reduces it to a tenth."""
         for i in range(self.depth):
             weights = self.get_parameter(f"layer_{i}")
             init.normal_(weights, std=(0.1 if i == self.depth - 1 else 1.0) * weights.shape[1] ** -0.5)
@@ -60,29 +60,29 @@ class InitialWeights(nn.Module):
 
 
 class InnerNorm(nn.Module):
-    """Weight and bias [H, V] of the layer norm inside of each head's memory."""
+    """Weight and bias [H, V] of the layer norm in each head's memory."""
 
     def __init__(self, heads: int, value_dim: int):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.empty(heads, value_dim)) for _ in range(2))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """In float32."""
+        """Weight and bias in float32."""
         return wide(self.weight), wide(self.bias)
 
     def init_own_parameters(self) -> None:
-        """The plain norm."""
+        """Weights start at one, biases at zero."""
         init.ones_(self.weight)
         init.zeros_(self.bias)
 
 
 class NeuralMemoryMixer(MemoryMixer):
-    """LMM: queries and keys of unit length, values, gates for each head, the neural memory, an output norm and gate.
+    """LMM: queries and keys of unit length, values, gates for each head, a neural memory, an output norm and gate.
 
-    The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size: steps of a chunk and of the momentum add up.
+    The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size, since steps add up over a chunk and in the momentum.
     """
 
-    unit_keys = True  # and queries
+    unit_keys = True  # whether keys and queries have unit length
     has_momentum = True
     has_bias = False
 
@@ -98,29 +98,29 @@ class NeuralMemoryMixer(MemoryMixer):
         self.output_gate = OutputGate(width, heads, self.value_dim, config)
 
     def make_gates(self, width: int, heads: int) -> None:
-        """What says how fast the memory learns and forgets."""
+        """Create the gates for learning rate, momentum and decay."""
         self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
 
     def init_own_parameters(self) -> None:
-        """Persistent tokens as small as embeddings."""
+        """Persistent tokens start like embeddings."""
         if self.num_persistent:
             init.normal_(self.persistent, std=self.config.initializer_range)
 
     @staticmethod
     def input_size(head_dim: int) -> int:
-        """Channels of a query as the memory is asked it."""
+        """Number of input channels of the memory."""
         return head_dim
 
     @classmethod
     def layer_shapes(cls, config) -> list[tuple[int, int]]:
-        """Channels that enter each matrix of the memory, and that leave it."""
+        """Input and output channels of each matrix of the memory."""
         *_, K, V = config.memory_heads
         sizes = [cls.input_size(K), *[config.memory_expansion * K] * (config.memory_depth - 1), V]
         return list(zip(sizes, sizes[1:]))
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """Weights of each head, their momentum, where the chunk began, and how many tokens the chunk has."""
+        """Weights of each head, their momentum, the anchor, and the number of tokens in the current chunk."""
         query_heads, _, value_heads, *_ = config.memory_heads
         heads = max(query_heads, value_heads)
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
@@ -129,17 +129,17 @@ class NeuralMemoryMixer(MemoryMixer):
         return convolution_spec(config) | spec | {"phase": State((), torch.long)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
-        """As any mixer; or as a part of one, with a `Context` alone, as `mix`: hooks see both ways."""
+        """Like any mixer; or, as a part of another mixer and with a `Context`, like `mix`, so that hooks run."""
         if args and isinstance(args[0], Context):
             return self.mix(hidden_states, args[0])
         return super().forward(hidden_states, *args, **kwargs)
 
     def scale_output(self, factor: Tensor) -> None:
-        """By the norm before the gate."""
+        """Scale the norm before the gate."""
         self.output_gate.scale(factor)
 
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
-        """What a memory that stays as it is, [N, HV, P] away from its start, says to [N, T, hidden_size]."""
+        """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""
         initial = self.initial_weights()
         q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
         q, _ = self.rotate(q, q, positions)
@@ -150,7 +150,7 @@ class NeuralMemoryMixer(MemoryMixer):
         return self.o_proj(self.output_gate(o, hidden_states))
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
+        """The states are weights, momentum and anchor [N, HV, ...], the phase [N], and those of the convolutions."""
         hidden_states, context, real = self._after_persistent(hidden_states, context)
         q, k, v, new_states = self.project(hidden_states, context)
         o, memory = self.learn(
@@ -164,7 +164,7 @@ class NeuralMemoryMixer(MemoryMixer):
         return (output if real is None else output[:, real]), new_states | memory
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
-        """o [B, T, HV, V] and the memory's states, of what `learning` says."""
+        """Outputs [B, T, HV, V] and states of the memory, given the arguments from `learning`."""
         o, state = neural_memory(
             q,
             k,
@@ -184,7 +184,7 @@ class NeuralMemoryMixer(MemoryMixer):
         return o, state._asdict()  # type: ignore[union-attr]
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """What else the op is told: lr, log eta and log a [B, T, HV] in float32, and options of a rule."""
+        """Further arguments of the op: lr, log eta and log a [B, T, HV] in float32, and options of the rule."""
         eta = wide(self.momentum_proj(hidden_states))
         momentum, decay = F.logsigmoid(eta), F.logsigmoid(-wide(self.decay_proj(hidden_states)))
         lr = self.inner_rate(hidden_states) * (-eta).sigmoid()
@@ -196,7 +196,7 @@ class NeuralMemoryMixer(MemoryMixer):
         return scale * wide(self.lr_proj(hidden_states)).sigmoid()
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
-        """Persistent tokens before every sequence that begins here, and where the real ones are then."""
+        """Insert persistent tokens before sequences that begin here; also returns the new places of real tokens."""
         P = self.num_persistent
         if not P or context.states:
             return hidden_states, context, None

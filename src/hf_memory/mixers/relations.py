@@ -1,4 +1,4 @@
-"""Positions as a Transformer may have them beside rotations: added to embeddings, or to the scores of attention."""
+"""Positions other than rotations: embeddings of positions, and relative positions in the scores of attention."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from hf_memory.mixers.attention_blocks import Blocks
 
 
 def _nothing(self, weights: Tensor, blocks: Blocks) -> None:
-    """See `Relation`: what is read are the values."""
+    """See `Relation`: nothing is added to the values."""
 
 
 def sinusoids(positions: Tensor, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -20,19 +20,19 @@ def sinusoids(positions: Tensor, channels: int, dtype: torch.dtype) -> tuple[Ten
 
 
 class Sinusoidal(nn.Module):
-    """Sines and cosines of a position in turn. https://arxiv.org/abs/1706.03762."""
+    """Alternating sines and cosines of a position. https://arxiv.org/abs/1706.03762."""
 
     def __init__(self, config):
         super().__init__()
         self.channels = config.hidden_size
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """[B, T] -> [B, T, hidden_size]."""
+        """Embeddings [B, T, hidden_size] of positions [B, T]."""
         return torch.stack(sinusoids(position_ids, self.channels, torch.float32), -1).flatten(-2)
 
 
 class Learned(nn.Embedding):
-    """A vector for each position up to the longest."""
+    """A learned vector for each position below `max_position_embeddings`."""
 
     def __init__(self, config):
         super().__init__(config.max_position_embeddings, config.hidden_size)
@@ -41,7 +41,7 @@ class Learned(nn.Embedding):
 class Shaw(nn.Module):
     """s_ij = q_i (k_j + P_d),   o_i = sum_j a_ij (v_j + R_d),   d = min(i - j, the largest distance).
 
-    https://arxiv.org/abs/1803.02155. No token sees later ones, so that there are no rows for those.
+    https://arxiv.org/abs/1803.02155. Since attention is causal, there are no rows for negative distances.
     """
 
     def __init__(self, config):
@@ -68,8 +68,8 @@ class Shaw(nn.Module):
 class TransformerXL(nn.Module):
     """s_ij = ((q_i + u) k_j + (q_i + v) W r_{i-j}) / sqrt(D), r_d the sines and cosines of d.
 
-    https://arxiv.org/abs/1901.02860. As sin(i - j) = sin i cos j - cos i sin j, and so on, the second part is a product
-    of something at i and something at j, and there is no matrix of distances.
+    https://arxiv.org/abs/1901.02860. By sin(i - j) = sin i cos j - cos i sin j, the second part is a product of a
+    vector at i and a vector at j, so that no matrix of distances is needed.
     """
 
     def __init__(self, config):
@@ -77,11 +77,11 @@ class TransformerXL(nn.Module):
         heads, D = config.num_attention_heads, config.head_dim
         self.content_bias = nn.Parameter(torch.empty(heads, D))
         self.distance_bias = nn.Parameter(torch.empty(heads, D))
-        self.distance_proj = nn.Parameter(torch.empty(heads * D, config.hidden_size))  # rows, which are divided
+        self.distance_proj = nn.Parameter(torch.empty(heads * D, config.hidden_size))  # tensor parallelism splits rows
         self.std = config.initializer_range
 
     def init_own_parameters(self) -> None:
-        """As small as other weights."""
+        """Initialised like other weights."""
         for x in self.parameters(recurse=False):
             init.normal_(x, std=self.std)
 
@@ -118,7 +118,7 @@ class Alibi(nn.Module):
         """See `Relation`."""
         if scores.shape[1] != self.heads:
             raise ValueError(
-                f"position must not be 'alibi' where heads are spread, got {scores.shape[1]} of {self.heads}"
+                f"position must not be 'alibi' with tensor parallelism, got {scores.shape[1]} of {self.heads} heads"
             )
         return scores - alibi_slopes(self.heads, scores)[:, None, None] * blocks.distance[:, None]
 
@@ -126,7 +126,7 @@ class Alibi(nn.Module):
 
 
 def alibi_slopes(heads: int, like: Tensor) -> Tensor:
-    """As published: 2^(-8 h / n) for the first n heads, n a power of two, and for others what is between these."""
+    """Slopes as published: 2^(-8 h / n) for the first n heads, n a power of two, and values between for others."""
     n = 2 ** (heads.bit_length() - 1)
     h = torch.arange(heads, device=like.device, dtype=like.dtype)
     return torch.exp2(-8 / n * torch.where(h < n, h + 1, h - n + 0.5))
@@ -135,8 +135,8 @@ def alibi_slopes(heads: int, like: Tensor) -> Tensor:
 class DistanceAware(nn.Module):
     """s_ij = relu(q_i k_j / sqrt(D)) f(a_h (i - j)),   f(R) = (1 + e^b_h) / (1 + e^(b_h - R)).
 
-    https://arxiv.org/abs/2010.06925. f(0) = 1; a negative a_h lets scores fall to 0 with distance, a positive one lets
-    them grow to 1 + e^b_h times as much. A score of 0 is not a hidden token.
+    https://arxiv.org/abs/2010.06925. f(0) = 1. With a negative a_h scores fall to 0 with distance; with a positive one
+    they grow by a factor of up to 1 + e^b_h. A token with a score of 0 is still seen.
     """
 
     def __init__(self, config):
@@ -146,7 +146,7 @@ class DistanceAware(nn.Module):
         self.std = config.initializer_range
 
     def init_own_parameters(self) -> None:
-        """Nearly without distances."""
+        """Scores start nearly independent of distances."""
         init.normal_(self.rate, std=self.std)
         init.zeros_(self.bound)
 

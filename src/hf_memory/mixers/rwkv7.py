@@ -14,26 +14,26 @@ from hf_memory.layers import token_before, wide
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import delta_rule
 
-STRONGEST_DECAY = math.exp(-0.5)  # of a token, as a logarithm
-MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # what is projected, and how its mix starts
+STRONGEST_DECAY = math.exp(-0.5)  # largest decay of a token, as a negative logarithm
+MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # initial exponents of the token shift
 
 
 class Start(NamedTuple):
-    """Numbers of channels before training: from one to another, and a swing about these within each head."""
+    """Initial values of channels: a curve over all channels, plus a zigzag within each head."""
 
     first: float
     last: float
-    curve: float = 1.0  # power of the place between both
+    curve: float = 1.0  # exponent of the curve
     swing: float = 0.0
 
     def of(self, channels: int, head_dim: int) -> Tensor:
-        """[channels]."""
+        """The initial values [channels]."""
         place, in_head = torch.linspace(0, 1, channels), torch.linspace(-1, 1, head_dim).repeat(channels // head_dim)
         return self.first + (self.last - self.first) * place**self.curve + self.swing * in_head * in_head.abs()
 
 
 class Rwkv7Mixer(MemoryMixer):
-    """A whole layer of RWKV-7: time mix and channel mix, each after a layer norm, which share one memory.
+    """A whole layer of RWKV-7: time mix and channel mix, each after a layer norm.
 
     With x the normed token, and m_i = x + x_i (x_before - x) for i of r, w, k, v, a and g, the time mix is
 
@@ -42,9 +42,9 @@ class Rwkv7Mixer(MemoryMixer):
         c = k_k k / |k_k k| by head,   k <- (1 + (a - 1) k_a) k
         S <- (diag(w) - n (a c) c^T) S + k v^T;   y = W_o (g (norm(S^T r) + (r^T (r_k k)) v))
 
-    with n = 1, or 2 where eigenvalues may be negative. The channel mix is W_v relu(W_k m_k)^2 of what is then normed.
-    In its input and output the first layer's values [B, T, H * V] come after the hidden states, and the output is what
-    is added to the latter; the first layer makes them, and does not if none are given.
+    with n = 1, or 2 with `allow_negative_eigenvalues`. The channel mix is W_v relu(W_k m_k)^2 of the normed result.
+    Input and output have the first layer's values [B, T, H * V] after the channels of the hidden states; the output is
+    to be added to the hidden states. The first layer computes these values.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -74,13 +74,13 @@ class Rwkv7Mixer(MemoryMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """A matrix for each head, and the token before of both mixes."""
+        """A matrix for each head, and the previous token for both mixes."""
         H, _, _, K, V = config.memory_heads
         last = State((1, config.hidden_size), None)
         return {"memory": State((H, K, V)), "time_shift": last, "channel_shift": last}
 
     def init_own_parameters(self) -> None:
-        """As published: more of the token before in early channels and layers. Matrices start as in all families."""
+        """As published: the previous token has more weight in early channels and layers."""
         width = self.config.hidden_size
         place = torch.arange(width) / width
         for name, power in MIXES.items():
@@ -90,7 +90,7 @@ class Rwkv7Mixer(MemoryMixer):
         init.constant_(self.r_k, -0.04)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: memory [N, H, K, V], time_shift and channel_shift [B, 1, hidden_size]."""
+        """The states are `memory` [N, H, K, V], `time_shift` and `channel_shift` [B, 1, hidden_size]."""
         width = self.config.hidden_size
         x, first_values = hidden_states[..., :width], hidden_states[..., width:]
         mixed, first_values, states = self.mix_time(self.input_layernorm(x), first_values, context)
@@ -98,7 +98,7 @@ class Rwkv7Mixer(MemoryMixer):
         return torch.cat([mixed + made, first_values], dim=-1)[..., : hidden_states.shape[-1]], states
 
     def mix_time(self, x: Tensor, first_values: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
-        """[B, T, hidden_size] -> the same, values of the first layer, and states."""
+        """The output of the time mix [B, T, hidden_size], the values of the first layer, and the states."""
         before, shift = token_before(x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens)
         x_r, x_w, x_k, x_v, x_a, x_g = (x + getattr(self, f"x_{name}") * (before - x) for name in MIXES)
         r, k, v = self.q_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
@@ -148,7 +148,7 @@ class ChannelMix(nn.Module):
         init.copy_(self.x_k, 1 - (torch.arange(len(self.x_k)) / len(self.x_k)) ** self.power)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """[B, T, hidden_size] -> the same, and the state: the last token."""
+        """The output [B, T, hidden_size], and the last token as the state."""
         before, shift = token_before(x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens)
         return self.down_proj(F.relu(self.up_proj(x + self.x_k * (before - x))).square()), shift
 
@@ -176,7 +176,7 @@ class LowRank(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Layer norm of each head, with a weight and a bias for each channel of all."""
+    """Layer norm of each head, with a weight and a bias for each channel of all heads."""
 
     def __init__(self, channels: int, eps: float, start: float):
         super().__init__()
@@ -185,7 +185,7 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels))
 
     def init_own_parameters(self) -> None:
-        """Weights are larger in late layers."""
+        """As published: weights are larger in late layers."""
         init.constant_(self.weight, self.start)
         init.zeros_(self.bias)
 

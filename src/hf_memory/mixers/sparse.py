@@ -1,4 +1,4 @@
-"""Attention to tokens near, and to a few far ones that differ from token to token: never all pairs."""
+"""Sparse attention: near tokens in blocks, and a few far tokens, without computing all pairs."""
 
 from abc import ABC, abstractmethod
 
@@ -26,10 +26,10 @@ from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, windo
 
 
 class WholePastMixer(TransformerMixer, ABC):
-    """A mixer whose cache has all tokens. It is given each row's tokens in order, without padding between them."""
+    """A mixer whose cache holds all tokens. Each row's tokens are in order, with padding at the end."""
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of a `TransformerMixer`."""
+        """The states are those of a `TransformerMixer`."""
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
         q, k, v = self.projected(hidden_states, context)
@@ -47,30 +47,30 @@ class WholePastMixer(TransformerMixer, ABC):
 
     @abstractmethod
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
-        """Of queries [B, T, HQ, D] that are these tokens, to those up to the last of them, each in its place."""
+        """Attention of queries [B, T, HQ, D], which are these tokens, to the past up to the last of them."""
 
 
 class SparseMixer(WholePastMixer):
-    """A pattern of near tokens, which are attended to in blocks, and of far ones."""
+    """Attention with a pattern that has near tokens, computed in blocks, and far tokens."""
 
     def near(self, tokens: Tokens, past: Columns) -> Columns:
-        """All tokens within reach of these."""
+        """All tokens within reach of the queries."""
         pattern, T = pattern_of(self.config, self.layer_idx), tokens.position.shape[1]
         places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=past.keys.device)
         return at(past, places)._replace(sees=causal & pattern.sees & window(pattern.reach))
 
     @property
     def sees_far(self) -> Mask:
-        """Of the pattern, what is out of reach."""
+        """The mask of the pattern's tokens that are out of reach."""
         pattern = pattern_of(self.config, self.layer_idx)
         return causal & pattern.sees & older(pattern.reach)
 
 
 class SummaryMixer(SparseMixer):
-    """Far tokens are the same for all queries: `num_summary_tokens` of each complete block."""
+    """All queries see the same far tokens: `num_summary_tokens` for each complete block."""
 
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
-        """A block of queries at a time, with the summaries of blocks that end before it does."""
+        """Process one block of queries at a time, with the summaries of earlier blocks."""
         near, far, parts, (B, T) = self.near(tokens, past), self.summaries(past), [], q.shape[:2]
         size, each = self.config.pattern_size, self.config.num_summary_tokens
         C, unread = min(T, BLOCK), past.keys.shape[1] - T
@@ -83,30 +83,30 @@ class SummaryMixer(SparseMixer):
 
     @abstractmethod
     def summaries(self, past: Columns) -> Columns:
-        """Columns [B, blocks * num_summary_tokens], in order."""
+        """The summaries of all blocks as columns [B, blocks * num_summary_tokens], in order."""
 
 
 class GroupMixer(SparseMixer):
-    """Far tokens are the same for groups of queries: each group is attention of its own."""
+    """Groups of queries see the same far tokens, so that each group is a small dense attention."""
 
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:
-        """Near and far tokens in one softmax."""
+        """Combine near and far tokens in one softmax."""
         near = self.softmax_near(q, tokens, self.near(tokens, past))
         return joined_softmax(near, self.far(q, tokens, past))[0]
 
     @abstractmethod
     def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
-        """What is far, [B, T, HQ, ...]."""
+        """Attention to far tokens, [B, T, HQ, ...]."""
 
     def grouped(self, q: Tensor, position: Tensor, columns: Columns, groups: int) -> Attended:
-        """Queries [B, groups * size] at positions, each group with its columns [B, groups * n]: [B * groups, size]."""
+        """Attention of queries [B, groups * size], each group to its columns [B, groups * n]: [B * groups, size]."""
         mine = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
         asking, places = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
         return self.softmax(Blocks.of(asking, Tokens(places), mine))
 
 
 class FixedMixer(SummaryMixer):
-    """The last tokens of every earlier block are its summary."""
+    """The summary of a block is its last tokens."""
 
     def summaries(self, past: Columns) -> Columns:
         """See `SummaryMixer`."""
@@ -117,9 +117,9 @@ class FixedMixer(SummaryMixer):
 
 
 class LinformerMixer(SummaryMixer):
-    """Each complete earlier block is a few weighted sums of its keys and values. https://arxiv.org/abs/2006.04768.
+    """The summary of a block is a few learned sums of its keys and values. https://arxiv.org/abs/2006.04768.
 
-    Over a whole text, as published, tokens would see later ones.
+    The paper sums over the whole text, which would let tokens see the future.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -127,12 +127,12 @@ class LinformerMixer(SummaryMixer):
         self.compress = nn.Parameter(torch.empty(config.num_summary_tokens, config.pattern_size))
 
     def init_own_parameters(self) -> None:
-        """Means at first, up to noise that tells them apart."""
+        """Sums start as means, with noise that makes them different."""
         mean = 1 / self.config.pattern_size
         init.normal_(self.compress, mean=mean, std=mean)
 
     def summaries(self, past: Columns) -> Columns:
-        """See `SummaryMixer`; a summary stands where its block ends."""
+        """See `SummaryMixer`; a summary has the position of the end of its block."""
         n, size = self.compress.shape
         starts = size * torch.arange(past.keys.shape[1] // size, device=past.keys.device)
         blocks = starts[:, None] + torch.arange(size, device=starts.device)
@@ -146,7 +146,7 @@ class LinformerMixer(SummaryMixer):
 
 
 class StridedMixer(GroupMixer):
-    """Queries that are multiples of the stride apart see the same tokens: each such group is attention of its own."""
+    """Queries at distances that are multiples of the stride see the same far tokens, and form a group."""
 
     def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
         """See `GroupMixer`."""
@@ -162,7 +162,7 @@ class StridedMixer(GroupMixer):
 
 
 class BigBirdMixer(GroupMixer):
-    """Blocks of queries, with the first block and the random ones that the blocks see which they touch."""
+    """Groups are blocks of queries, which see the first block and their random blocks."""
 
     def far(self, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
         """See `GroupMixer`."""
@@ -185,7 +185,7 @@ class BigBirdMixer(GroupMixer):
 
 
 def at(past: Columns, places: Tensor) -> Columns:
-    """The tokens at some places [B, n]; there is none at a negative one, or after the last."""
+    """The tokens at places [B, n]; none at negative places and after the last token."""
     is_place = (places >= 0) & (places < past.keys.shape[1])
     inside = places.where(is_place, 0)
     position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
@@ -193,7 +193,7 @@ def at(past: Columns, places: Tensor) -> Columns:
 
 
 def _groups(x: Tensor, groups: int, value: float) -> Tensor:
-    """[B, T, ...] -> [B, T', ...]: every `groups`-th token, beginning with each of the first ones."""
+    """[B, T, ...] -> [B, T', ...], sorted by position modulo `groups`, and padded."""
     pad = -x.shape[1] % groups
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad), value=value)
     return x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)

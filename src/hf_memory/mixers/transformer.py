@@ -1,4 +1,4 @@
-"""Attention with any positions, to all tokens or to those of a pattern that is near."""
+"""Attention with any kind of positions, to all tokens or with a local pattern."""
 
 from itertools import pairwise
 from typing import Any
@@ -21,11 +21,11 @@ from hf_memory.mixers.relations import RELATIONS
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.masks import Tokens, causal
 
-Attended = tuple[Tensor, Tensor]  # what `softmax_and_mass` gives
+Attended = tuple[Tensor, Tensor]  # the result of `softmax_and_mass`
 
 
 class TransformerMixer(MemoryMixer):
-    """o_i = sum_{j<=i} softmax_j(s_ij) v_j,   s_ij = q_i k_j / sqrt(D) as the position of i and j changes it."""
+    """o_i = sum_{j<=i} softmax_j(s_ij) v_j,   s_ij = q_i k_j / sqrt(D), changed by the positions of i and j."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -33,12 +33,12 @@ class TransformerMixer(MemoryMixer):
 
     @property
     def sees_positions(self) -> bool:
-        """Where they are rotations."""
+        """Whether positions are rotations."""
         return self.rotates
 
     @property
     def new_part(self) -> nn.Module | None:
-        """None where positions are a teacher's; else all, since they change what queries and keys mean."""
+        """None with rotary positions, as in a teacher; otherwise all, since queries and keys change their meaning."""
         return None if self.config.position == "rope" else self
 
     @classmethod
@@ -50,7 +50,7 @@ class TransformerMixer(MemoryMixer):
         return spec | {"positions": State((), torch.int32, "token", absent=-1)}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: `count` [B] tokens read; `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
+        """States: `count` [B] of tokens read, `keys` and `values` [B, tokens, H, D], and `positions` [B, tokens]."""
         q, k, v = self.projected(hidden_states, context)
         tokens, states = grown(k, v, context)
         past = Columns(Tokens(states["positions"], tokens.sequence), states["keys"], states["values"])
@@ -66,17 +66,17 @@ class TransformerMixer(MemoryMixer):
         return self.o_proj(o.flatten(2)), states
 
     def apart(self, hidden_states: Tensor, context: Context, cu_seqlens: Tensor) -> tuple[Tensor, States]:
-        """Mix each packed sequence by itself; there are no states of these."""
+        """Mix each packed sequence separately; they have no states."""
         bounds = [slice(a, b) for a, b in pairwise(cu_seqlens.tolist())]
         parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
         return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
 
     def softmax(self, blocks: Blocks) -> Attended:
-        """Of blocks, with this mixer's scores."""
+        """Attention in blocks with this mixer's scores."""
         return softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
 
     def softmax_near(self, q: Tensor, tokens: Tokens, seen: Columns) -> Attended:
-        """Of queries [B, T, HQ, D] over what is near, see `near_blocks`, by row."""
+        """Attention of queries [B, T, HQ, D] to the tokens near them (see `near_blocks`), as rows."""
         o, mass = self.softmax(near_blocks(q, tokens, seen, None))
         return rows_of(o, q), rows_of(mass, q)
 
@@ -87,7 +87,7 @@ class TransformerMixer(MemoryMixer):
 
 
 def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Tokens, States]:
-    """Which tokens the present ones are, and the states `count`, `keys`, `values`, `positions` and `more` of all."""
+    """Positions of the new tokens, and the states `count`, `keys`, `values`, `positions` and `more` of all tokens."""
     tokens, count = context.places(k)
     new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int(), **more}
     if context.states:
@@ -96,7 +96,7 @@ def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Token
 
 
 class LocalMixer(TransformerMixer):
-    """Attention to some of the last tokens, and of the first: the cache has these alone."""
+    """Attention to some of the last tokens, and possibly the first ones; the cache holds only these."""
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -111,7 +111,7 @@ class LocalMixer(TransformerMixer):
         """Tokens that T of them see, if parameters know of fewer than the pattern does."""
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: those of `window_attention`."""
+        """The states are those of `window_attention`."""
         pattern = pattern_of(self.config, self.layer_idx)
         o, states = window_attention(
             *self.projected(hidden_states, context),

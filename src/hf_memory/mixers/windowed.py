@@ -1,8 +1,8 @@
-"""A memory beside attention over a window: what leaves the window is written, so that each sees what the other lacks.
+"""A memory beside attention over a window: tokens that leave the window are written to the memory.
 
-The layer's projections are attention's. Most key-value heads see a window and the first tokens of the sequence
-(https://arxiv.org/abs/2309.17453), and share one softmax with a memory of everything between; a few may keep all keys
-and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
+The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence
+(https://arxiv.org/abs/2309.17453), in one softmax with a memory of all tokens between. Some heads can keep all keys and
+values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
 from typing import NamedTuple
@@ -23,17 +23,17 @@ KEPT = ("keys", "values", "sink_keys", "sink_values")  # states of heads with a 
 
 
 class Past(NamedTuple):
-    """What some heads can see of the tokens before and of the present ones, and the states that keep it."""
+    """The keys and values that some heads can see, and the states that hold them."""
 
     near: Columns
-    first: Columns | None  # tokens that stand elsewhere
+    first: Columns | None  # the first tokens of the sequence
     states: States
-    keys: Tensor  # [B, W + T, H, D] of the last W tokens before and of the present ones, or of all
+    keys: Tensor  # [B, W + T, H, D] of the last W tokens before and of the new ones; or of all tokens
     values: Tensor
 
 
 class WindowedMixer(MemoryMixer):
-    """Attention over a window and its first tokens, a memory of what is between, and heads that keep everything."""
+    """Attention over a window and the first tokens, a memory of the tokens between, and heads that keep everything."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -41,18 +41,18 @@ class WindowedMixer(MemoryMixer):
         self.full_heads = sorted(kept)
         self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
         order = self.near_heads + self.full_heads
-        self.places = [order.index(h) for h in range(len(order))]  # where each head is among the outputs
+        self.places = [order.index(h) for h in range(len(order))]  # place of each head among the outputs
         has_memory = config.window_memory and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
-        """Those of attention."""
+        """The heads of attention."""
         return self.config.attention_heads
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix`; heads that keep everything grow with the text, unless they have a window too."""
+        """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
         kept = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
         heads, D = config.num_key_value_heads - kept, config.head_dim
         spec = {"count": State((), torch.long)}
@@ -71,25 +71,25 @@ class WindowedMixer(MemoryMixer):
 
     @property
     def sees_positions(self) -> bool:
-        """Attention always does."""
+        """Always true, since attention sees positions."""
         return True
 
     @property
     def new_part(self) -> nn.Module | None:
-        """The memory alone: all else means what it did in attention."""
+        """Only the memory; other weights have the same meaning as in the teacher."""
         return self.far
 
     @property
     def normalizes(self) -> bool:
-        """As attention does."""
+        """Whether queries and keys have an RMS norm, as in attention layers."""
         return self.config.use_qk_norm
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: `count` [B] tokens read; `keys` and `values` [B, attention_window, H, D] of the last of them;
-        `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, and what tokens of
-        the window will tell it, `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window,
-        channels]; and of the heads that keep everything `full_keys` and `full_values` [B, tokens, heads, D] and
-        `full_positions` [B, tokens], or with a window as those of the others."""
+        """The states are `count` [B], the number of tokens read; `keys` and `values` [B, attention_window, H, D] of the
+        last tokens; `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, with
+        `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window, channels] for the writes of
+        tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
+        heads, D] and `full_positions` [B, tokens], or, if they have a window, states like those of the other heads."""
         mask, order = context.attention_mask, None
         if mask is not None:
             hidden_states, order = real_tokens_first(hidden_states, mask)
@@ -112,21 +112,21 @@ class WindowedMixer(MemoryMixer):
         return output if order is None else in_their_places(output, order), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
-        """Let the memory begin near attention to hidden states [B, T, hidden_size] at these distances."""
+        """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
         if self.far is None:
             return
         q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.projected(hidden_states)))
-        units = torch.eye(self.head_dim, device=k.device)[None, :, None]  # keys that each have one channel
+        units = torch.eye(self.head_dim, device=k.device)[None, :, None]  # keys that are unit vectors
         back = Positions(*(x.mean(1, keepdim=True).float() for x in (distances.cos, -distances.sin)))
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, HQ, D], k and v [B, T, H, D] as attention has them, but not rotated."""
+        """q [B, T, HQ, D], k and v [B, T, H, D] of attention, before rotation."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         return *self.normalize_and_rotate(q, k, None), v
 
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The key-value heads of a list [B, T, heads, D], and the query heads that read them."""
+        """The q, k and v of some key-value heads, k and v [B, T, heads, D]."""
         q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
         return q, _heads(k, heads), _heads(v, heads)
 
@@ -162,7 +162,7 @@ class WindowedMixer(MemoryMixer):
         return o, past.states
 
     def _past(self, W: int, kind: str, k, v, tokens: Tokens, lengths, context: Context) -> Past:
-        """Of heads that see W tokens and the first ones; names of their states begin with `kind`."""
+        """The past of heads that see W tokens and the first ones; the names of their states begin with `kind`."""
         S, states = self.config.num_sink_tokens, {name: context.states.get(f"{kind}{name}") for name in KEPT}
         keys, values = after(states["keys"], k, W), after(states["values"], v, W)
         near = columns(tokens, context.states.get("count"), keys, values, self.config.near(W))
@@ -173,9 +173,9 @@ class WindowedMixer(MemoryMixer):
         return Past(near, first if S else None, {f"{kind}{name}": x for name, x in new.items()}, keys, values)
 
     def _leaving(self, gates, past: Past, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
-        """What leaves the window as each token comes, and the states that say how it will be written.
+        """The tokens that leave the window when each token is read, and the states that determine their writes.
 
-        Slots are computed only then: kept with each token of the window they would take as many bytes as the memory.
+        Their slots are computed only then: stored for each token of the window, they would be as large as the memory.
         """
         W, T, states = self.config.attention_window, gates.shape[1], context.states
         gates = after(states.get("slot_gates"), gates, W)
@@ -184,18 +184,18 @@ class WindowedMixer(MemoryMixer):
             angles = context.positions.inverse().halves().expand(len(keys), -1, -1)
             angles = after(states.get("slot_angles"), angles, W)
             keys, kept["slot_angles"] = Positions.of_halves(angles[:, :T]).turn(keys), last(angles, lengths, W)
-        is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay in sight
+        is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay visible
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), kept
 
 
 def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
-    """What heads keep that see so many tokens and the first ones; see `KEPT`."""
+    """States of heads that see `tokens` tokens and the first ones; see `KEPT`."""
     sizes = (tokens, tokens, config.num_sink_tokens, config.num_sink_tokens)
     return {f"{kind}{name}": State((n, heads, config.head_dim), None) for name, n in zip(KEPT, sizes)}
 
 
 def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
-    """Of heads that keep all that was read."""
+    """The past of heads that keep everything."""
     new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()}
     if context.states:
         new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
@@ -204,7 +204,7 @@ def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:
-    """Some of [B, T, H, ...], in this order; slices, since an index would be a new tensor each time."""
+    """Some heads of x [B, T, H, ...], in this order; by slices, since an index tensor would be created each time."""
     if heads == list(range(x.shape[2])):
         return x
     return torch.cat([x[:, :, h : h + 1] for h in heads], 2)
