@@ -142,7 +142,6 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "no full head, no memory": without_memory(none),
         "no full head, window 128, no memory": with_window(128, without_memory(none)),
         "1/4 of layers": whole,
-        "1/4 of layers, 4 times the tokens": times(4, whole),
         "1/4 of layers, servable": replace(whole, options=SERVABLE["deltanet"]),
         "1/4 of layers, servable, Mamba-2": replace(whole, to="gated", options=SERVABLE["gated"]),
         "1/4 of layers, windows": quarter,
