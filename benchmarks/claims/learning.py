@@ -31,7 +31,7 @@ MODELS = {
     "Titans, linear": ("hf_memory_titans", {"variant": "lmm", "memory_depth": 1}),
     "Titans": ("hf_memory_titans", {"variant": "lmm"}),
 }
-ONLY_HERE = {"RWKV-7": ("hf_memory_rwkv7", {})}  # and not in the claim about costs
+ONLY_HERE = {"RWKV-7": ("hf_memory_rwkv7", {})}  # not in every claim
 
 
 def make(name: str, sizes: dict, **options) -> PreTrainedModel:
