@@ -200,7 +200,7 @@ CASES = (
     Case(
         "transformer-infinite",
         "hf_memory_transformer",
-        {**PAST, "past": "infinite", "use_qk_norm": True},
+        {**PAST, "past": ["infinite", "compressive"], "compression": "most_used", "use_qk_norm": True},
     ),
     Case(
         "transformer-memorizing",

@@ -98,6 +98,23 @@ def joined(mixer, h, scores, values, more, found):
     return (1 - gate) * (scores.softmax(0) @ values) + gate * (more.softmax(0) @ found)
 
 
+def slot(mixer, h, start, used, plain, k, v):
+    """Key and value of one head of the slot of two tokens."""
+    block = slice(start, start + 2)
+    if used is not None:
+        j = start + used[block, h].argmax()
+        return k[j, h], v[j, h]
+    key, value = compressed(mixer.compress_keys, plain[block, h]), compressed(mixer.compress_values, v[block, h])
+    return turned(F.pad(key[None, None], (0, 0, 0, 0, start + 1, 0)))[-1, 0], value
+
+
+def attention_got(q, k):
+    """By each token and key-value head, [T, 2], from the segments of 4 that see it and 6 tokens before them."""
+    visible = torch.tensor([[j <= i and sees("compressive", 0, i, j) for j in range(len(k))] for i in range(len(q))])
+    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)) / math.sqrt(D)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1).sum(1).unflatten(0, (2, 2)).sum(1).T
+
+
 def compressed(compression, block):
     """One slot of two keys or values [2, D]."""
     if compression.kind == "convolution":
@@ -125,6 +142,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
     q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     plain, (q, far, k) = (q, k), (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k)
     outputs = torch.zeros(T, H, D, dtype=x.dtype)
+    used = attention_got(q, k) if options.get("compression") == "most_used" else None
     for h in range(H):
         for i in range(T):
             pairs = [
@@ -140,12 +158,9 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
             if past == "infinite":
                 pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
             if past == "compressive":
-                start, of_head = i // 4 * 4 - 6, (plain[1][:, h // 2], v[:, h // 2])
-                for end in range(max(0, start - 6), start, 2):
-                    maps = zip((mixer.compress_keys, mixer.compress_values), of_head)
-                    key, value = (compressed(f, x[end : end + 2]) for f, x in maps)
-                    key = turned(F.pad(key[None, None], (0, 0, 0, 0, end + 1, 0)))[-1, 0]
-                    pairs.append((key, value, i - end - 1))
+                seen = i // 4 * 4 - 6
+                for start in range(max(0, seen - 6), seen, 2):
+                    pairs.append((*slot(mixer, h // 2, start, used, plain[1], k, v), i - start - 1))
                 queries = [q[i, h]] * len(pairs)
             scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             values = [

@@ -121,7 +121,19 @@ def softmax_and_mass(
     blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same, zero at padding, and the logarithm of what the softmax divides by [B * blocks, C, HQ] in float32."""
-    q, k, v, visible = blocks[:4]
+    v, C = blocks.values, blocks.queries.shape[1]
+    weights, logsumexp = attention_weights(blocks, scaling, softcap, relation)
+    o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
+    o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
+    return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+
+
+def attention_weights(
+    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None
+) -> tuple[Tensor, Tensor]:
+    """Weights [B * blocks, H, G, C, S] of the values for the G queries of a group, and the logarithms of their sums."""
+    q, k, _, visible = blocks[:4]
     B, C, HQ, D = q.shape
     H = k.shape[2]
     q = (scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # groups share keys
@@ -131,11 +143,7 @@ def softmax_and_mass(
     if relation is not None:
         scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
     visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (H, -1))
-    weights, logsumexp = _Softmax.apply(scores, visible)  # [B, H, G, C, S]
-    o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
-    o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-    beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
-    return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+    return _Softmax.apply(scores, visible)
 
 
 def joined_softmax(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

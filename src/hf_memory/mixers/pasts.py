@@ -186,23 +186,25 @@ class CompressiveMixer(SegmentMixer):
         [B, compression_rate - 1, H, D], not rotated."""
         attended, new = self.segment(hidden_states, tokens, lengths, context)
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        seen, new_slots = self._slots({"keys": k, "values": v}, tokens, lengths, context)
+        seen, new_slots = self.slots(q, k, v, tokens, lengths, context)
         if context.positions is not None:
             q = context.positions.turn(q) if self.rotates else q
-        parts, config, n = [], self.config, slots_of(self.config)
-        L, m, rate = config.segment_length, config.past_window, config.compression_rate
+        parts, L, rate = [], self.config.segment_length, self.config.compression_rate
         for i in range(0, q.shape[1], BLOCK):
-            first = max(0, (i - L + 1 - m) // rate - config.compressed_length + n)
-            end = max(1, (i + BLOCK - m) // rate + 2 + n)
+            first = max(0, (i - L + 1) // rate)
+            end = max(1, (i + BLOCK + L) // rate + 2 + self.config.compressed_length)
             here = slice(i, i + BLOCK)
             parts.append(self.softmax(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
         far = torch.cat([o for o, _ in parts], 1), torch.cat([mass for _, mass in parts], 1)
         return joined_softmax(attended, far)[0], new | new_slots
 
-    def _slots(self, read: dict[str, Tensor], tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
-        """All slots, and the states; new ones are of blocks whose last token is among the present ones."""
-        rate, n, (B, T) = self.config.compression_rate, slots_of(self.config), read["keys"].shape[:2]
-        states, new, slots = context.states, {}, {}
+    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+        """All slots, and the states; new ones are of blocks whose last token is among the present ones.
+
+        Queries and keys are not rotated.
+        """
+        rate, (B, T) = self.config.compression_rate, k.shape[:2]
+        states, new, slots, read = context.states, {}, {}, {"keys": k, "values": v}
         count = states.get("seen", torch.zeros(B, dtype=torch.long, device=read["keys"].device))
         numbers = count[:, None] // rate + torch.arange(-(-(T + rate - 1) // rate), device=count.device)  # [B, U]
         ends = (numbers + 1) * rate - 1 - count[:, None]  # among the present tokens
@@ -215,10 +217,26 @@ class CompressiveMixer(SegmentMixer):
             slots[name] = slots[name].detach().view(B, -1, *x.shape[2:])
         if context.positions is not None and self.rotates:
             slots["keys"] = context.positions.gather(ends.clamp(0, T - 1)).turn(slots["keys"])
+        numbers = numbers.where(ends < (T if lengths is None else lengths[:, None]), -1)
+        seen, kept = self.with_former(slots, numbers, count // rate, done, states)
+        return seen, new | kept
+
+    def with_former(
+        self, slots: dict[str, Tensor], numbers: Tensor, first: Tensor, done: Tensor, states: States
+    ) -> tuple[Columns, States]:
+        """New slots after those that states have, and the states, of which `done` [B] new ones are part.
+
+        Args:
+            slots: `keys` and `values` [B, U, H, D].
+            numbers: of their blocks [B, U], -1 where there is none.
+            first: number of the first new block [B].
+            done: how many of them will not be made again [B].
+            states: those before.
+        """
+        rate, n = self.config.compression_rate, slots_of(self.config)
         slots = {name: after(states.get(f"compressed_{name}"), x, n) for name, x in slots.items()}
-        new |= {f"compressed_{name}": last(x, done, n) for name, x in slots.items()}
-        before = numbers[:, :1] + torch.arange(-n, 0, device=count.device)
-        numbers = torch.cat([before, numbers.where(ends < (T if lengths is None else lengths[:, None]), -1)], 1)
+        new = {f"compressed_{name}": last(x, done, n) for name, x in slots.items()}
+        numbers = torch.cat([first[:, None] + torch.arange(-n, 0, device=done.device), numbers], 1)
         position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
         sees = slots_before(self.config.segment_length, self.config.past_window, self.config.compressed_length * rate)
         return Columns(Tokens(position), slots["keys"], slots["values"], sees), new
@@ -248,11 +266,13 @@ class Compression(nn.Module):
         return torch.einsum("bnrhd,rde->bnhe", blocks, self.weight.to(x.dtype))
 
 
-COMPRESSIONS = ("mean", "max", "convolution")
+COMPRESSIONS = ("mean", "max", "convolution", "most_used")
 
 
 def slots_of(config) -> int:
     """That a cache holds: those that are seen, and those that are not yet, since their tokens are."""
+    if config.compression == "most_used":  # which is known when no token sees them any more
+        return config.compressed_length
     return config.compressed_length + (config.past_window + config.segment_length) // config.compression_rate
 
 

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.buckets import ReformerMixer, RoutingMixer
+from hf_memory.mixers.most_used import MostUsedMixer
 from hf_memory.mixers.pasts import COMPRESSIONS, JOINS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
@@ -104,7 +105,8 @@ class MemoryTransformerConfig(MemoryConfig):
             `"xl"` and `"compressive"`, number of tokens seen before the current segment.
         segment_length (`int`, defaults to 512): number of tokens of a segment, with `"xl"` and `"compressive"`.
         compression (`str`, defaults to `"convolution"`): with `"compressive"`, how tokens are compressed into a slot:
-            `"mean"`, `"max"` or `"convolution"`, which is learned.
+            `"mean"`, `"max"`, `"convolution"`, which is learned, or `"most_used"`: of each head the token that got most
+            attention.
         compression_rate (`int`, defaults to 4): number of tokens that are compressed into a slot.
         compressed_length (`int`, defaults to 512): number of slots that a token sees.
         compression_loss_weight (`float`, defaults to 1.0): weight of the loss that trains the compression.
@@ -186,6 +188,8 @@ class MemoryTransformerConfig(MemoryConfig):
         if self.mixer_types[layer_idx] != "memory":
             return super().mixer_class(layer_idx)
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
+        if past == "compressive" and self.compression == "most_used":
+            return MostUsedMixer
         return PATTERNS[pattern] if past == "cache" else PASTS[past]
 
     def rotating_channels(self, layer_idx: int) -> int:

@@ -1,0 +1,69 @@
+"""Compression that keeps the tokens that were attended to most."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.mixers.attention_blocks import Columns, attention_weights, near_blocks
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import CompressiveMixer, slots_of
+from hf_memory.mixers.window_attention import after, columns, count_on, last, take
+from hf_memory.ops.masks import Tokens, causal, segments
+
+
+class MostUsedMixer(CompressiveMixer):
+    """Attention to segments and slots, where a slot is a token of its block, in each key-value head another.
+
+        u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j, and the tokens that each of them sees
+
+    It is the one with the largest u_j. Its key and value are those that the head had, so that a key stays rotated as
+    the token was. A block gets its slot when no token sees it any more, which is when its u_j are known.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super(CompressiveMixer, self).__init__(config, layer_idx)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `slots`."""
+        spec = super(CompressiveMixer, cls).state_spec(config, layer_idx)
+        W, heads, D = spec["keys"].shape
+        slots = State((slots_of(config), heads, D), None)
+        return spec | {"usage": State((W, heads)), "compressed_keys": slots, "compressed_values": slots}
+
+    @torch.no_grad()
+    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+        """States: `compressed_keys` and `compressed_values` [B, compressed_length, H, D] of the last blocks that no
+        token sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
+        L, m, rate = self.config.segment_length, self.config.past_window, self.config.compression_rate
+        W, (B, T), states = L + m - 1, k.shape[:2], context.states
+        q, k = self.rotate(q, k, context.positions)
+        read = {name: after(states.get(name), x, W) for name, x in (("keys", k), ("values", v))}
+        near = columns(tokens, states.get("seen"), read["keys"], read["values"], causal & segments(L, m))
+        usage = self._received(q, tokens, near)
+        usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
+        if states:
+            usage = usage + F.pad(states["usage"], (0, 0, 0, T))
+        count = states.get("seen", torch.zeros(B, dtype=torch.long, device=k.device))
+        first = (count // L * L - m) // rate
+        numbers = first[:, None] + torch.arange((W + T) // rate, device=k.device)
+        ends = (numbers + 1) * rate - 1 - count[:, None]  # among the present tokens
+        places = (W + 1 - rate + ends[..., None] + torch.arange(rate, device=k.device)).clamp(0, W + T - 1)
+        best = take(usage, places.flatten(1)).unflatten(1, (-1, rate)).argmax(2, keepdim=True)  # [B, U, 1, H]
+        index = places[..., None].expand(-1, -1, -1, best.shape[-1]).gather(2, best)[:, :, 0, :, None]
+        slots = {name: x.gather(1, index.expand(-1, -1, -1, x.shape[-1])) for name, x in read.items()}
+        done = (count_on(count, lengths, T) // L * L - m) // rate - first
+        numbers = numbers.where(ends < (T if lengths is None else lengths[:, None]), -1)
+        seen, new = self.with_former(slots, numbers, first, done, states)
+        return seen, new | {"usage": last(usage, lengths, W)}
+
+    def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
+        """How much attention each of the columns [B, S, H] gets from queries [B, T, HQ, D]."""
+        blocks = near_blocks(q, tokens, near, None)
+        weights, _ = attention_weights(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
+        received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
+        n, S, C = received.shape[1], received.shape[2], blocks.queries.shape[1]
+        places = C * torch.arange(n, device=q.device)[:, None] + torch.arange(S, device=q.device)
+        sums = received.new_zeros(len(q), C * (n - 1) + S, received.shape[-1])
+        return sums.index_add(1, places.flatten(), received.flatten(1, 2))[:, : near.keys.shape[1]]
