@@ -231,7 +231,7 @@ CASES = (
     ),
     Case("transformer-reversible", "hf_memory_transformer", {"depth": "reversible"}),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
-    Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}, has_kernels=False),
+    Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
     Case(
         "log-linear-mamba2",

@@ -11,10 +11,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS
-from test_ops import FORMS, assert_close, assert_equal, run, tokens_of, with_strong_gates
+from test_ops import FORMS, assert_close, assert_equal, run, with_strong_gates
 
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
-LINEAR = [form for form in FORMS if form.values[0].is_linear and form.values[1] in form.values[0].variants]
+LINEAR = [form for form in FORMS if form.values[0].is_linear]
 every_form = pytest.mark.parametrize(("op", "variant"), LINEAR)
 every_kernel = pytest.mark.parametrize(  # extreme values run through the same kernels
     ("op", "variant"), [form for form in LINEAR if "extreme" not in form.values[1].values()]
@@ -77,23 +77,11 @@ def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
 
 
 @every_kernel
-def test_segments_in_kernels_equal_the_whole(op, variant):
-    arguments = make(op, variant)
-    whole, final = op.op(**arguments, backend="triton", output_final_state=True)
-    state, parts = arguments["initial_state"], []
-    for part in (slice(0, 33), slice(33, 70)):
-        o, state = op.op(
-            **{**tokens_of(arguments, op, part), "initial_state": state}, backend="triton", output_final_state=True
-        )
-        parts.append(o)
-    assert_equal((torch.cat(parts, 1), state), (whole, final), rtol=1e-4, atol=1e-4)
-
-
-@every_kernel
 @pytest.mark.parametrize("T", [40, 64])
 def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
     """With B = 2, and with T = 64 packed sequences of two heads instead, one empty and one of one token among them."""
-    monkeypatch.setattr(kernels_of(op.name), "segment_length", lambda *sizes: 32)
+    form = "diagonal_plus_rank_one" if "erase" in variant else op.name
+    monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: 32)
     arguments, packed = make(op, variant, T=T, B=2, HV=1), {}
     if T == 64:
         packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 64], dtype=torch.int32)}
@@ -103,13 +91,16 @@ def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
 
 
 def kernels_of(name):
-    """The module of an op that launches its kernels."""
+    """The module that launches the kernels of an op, or of the delta rule's form with a and b."""
+    if name == "diagonal_plus_rank_one":
+        return import_module("hf_memory.ops.delta_rule.kernels.rank_one_launch")
     kernels = import_module(f"hf_memory.ops.{name}.kernels")
     return getattr(kernels, "launch", kernels)
 
 
 with_custom_ops = pytest.mark.parametrize(
-    "name", [op.name for op in OPS if op.kernels and hasattr(kernels_of(op.name), "_forward")]
+    "name",
+    [*(op.name for op in OPS if op.kernels and hasattr(kernels_of(op.name), "_forward")), "diagonal_plus_rank_one"],
 )
 
 
@@ -126,6 +117,9 @@ def entry(name):
         return kernels, kernels.linear_attention, (q, k, v, g, state, 0.5, None)
     if name == "delta_rule":
         return kernels, kernels.delta_rule, (q, k, v, beta, g, state, 0.5, None)
+    if name == "diagonal_plus_rank_one":
+        g, a, b = (x.detach().requires_grad_() for x in (-v, -q, k))
+        return kernels, kernels.diagonal_plus_rank_one, (q, k, v, beta, g, a, b, state, 0.5, None)
     return kernels, kernels.corrected_values, (k, v, beta, beta, 0.5)
 
 
@@ -158,7 +152,9 @@ def test_kernels_compile_ahead_of_time_without_spills():
     """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
     usual = {*filter(None, (op.kernels for op in OPS)), "16 x 64 x 128 bf"}  # the last of a network
     of_ops = [
-        [v for v in kernels_of(op.name).variants() if any(x in v.name for x in usual)] for op in OPS if op.kernels
+        [v for v in import_module(f"hf_memory.ops.{op.name}.kernels").variants() if any(x in v.name for x in usual)]
+        for op in OPS
+        if op.kernels
     ]
     lines = kernel_report("--only", *usual, "--arch", "90")
     assert {line["sm"] for line in lines} == {"90"}

@@ -14,7 +14,7 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130)
 FORMS = [
     pytest.param(op, variant, id="-".join([op.name, *(f"{k}={v}" for k, v in variant.items())]))
     for op in OPS
-    for variant in (*op.variants, *op.without_kernels)
+    for variant in op.variants
 ]
 every_form = pytest.mark.parametrize(("op", "variant"), FORMS)
 every_op = pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])
@@ -412,8 +412,7 @@ def test_packing_that_does_not_end_at_the_last_token_is_refused(op, variant):
 
 @every_form
 def test_an_explicit_backend_is_refused_where_it_cannot_run(op, variant):
-    dtype = torch.float32 if variant in op.without_kernels else torch.float64
-    arguments = op.example(T=20, dtype=dtype, **variant)
+    arguments = op.example(T=20, dtype=torch.float64, **variant)
     with pytest.raises(ValueError, match="backend='triton'"):
         op.op(**arguments, backend="triton")
 

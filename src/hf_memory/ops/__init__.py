@@ -44,7 +44,6 @@ class Op(NamedTuple):
     op: Callable
     example: Callable  # returns valid random arguments
     variants: tuple[dict, ...]  # arguments of `example` for each variant of the op, the plain one first
-    without_kernels: tuple[dict, ...] = ()  # variants without kernels
     gates: tuple[str, ...] = ()  # arguments that are logarithms of a decay
     growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; "token": no state for packed sequences
     is_linear: bool = False  # in its state: then has 16-bit products, in_place and more query heads
@@ -65,13 +64,17 @@ OPS = (
         "delta_rule",
         delta_rule,
         _delta_rule.example,
-        tuple(
-            {"decay": decay, "beta": beta} for decay in ("none", "scalar", "vector") for beta in ("random", "extreme")
+        (
+            *(
+                {"decay": decay, "beta": beta}
+                for decay in ("none", "scalar", "vector")
+                for beta in ("random", "extreme")
+            ),
+            {"decay": "vector", "erase": "own"},
         ),
-        without_kernels=({"decay": "vector", "erase": "own"},),
         gates=("g",),
         is_linear=True,
-        kernels="scalar 64 bf",
+        kernels="vector 64 bf",
     ),
     Op(
         "log_linear_attention",

@@ -158,7 +158,7 @@ class Forms(NamedTuple):
     reference: Callable
     chunk: Callable
     one_token: Callable  # may overwrite the initial state
-    kernels: Callable[[], Callable] | None = None  # imports the kernels; None if there are none
+    kernels: Callable[[], Callable]  # imports the kernels
 
     def run(
         self,
@@ -173,8 +173,7 @@ class Forms(NamedTuple):
     ) -> tuple[Tensor, Any]:
         """The output and the final state; `inputs` were checked, and start with q."""
         scale, q = dims.K**-0.5 if scale is None else scale, inputs[0]
-        refusal = "this form has none yet" if self.kernels is None else kernel_limits(q, dims)
-        backend = choose_backend(backend, q, refusal)
+        backend = choose_backend(backend, q, kernel_limits(q, dims))
         is_repeated = backend != "chunk" and q.shape[2] > dims.HV
         if is_repeated:
             inputs, initial_state = _per_query(inputs, initial_state, dims.HV)
@@ -182,7 +181,7 @@ class Forms(NamedTuple):
             states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
             own = may_overwrite(in_place, *states)
             return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
-        if backend == "triton" and self.kernels is not None:
+        if backend == "triton":
             o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)
         else:
             op = self.reference if backend == "reference" else self.chunk

@@ -24,10 +24,19 @@ def _kernels():
     return delta_rule
 
 
+def _kernels_of_rank_one():
+    from hf_memory.ops.delta_rule.kernels import diagonal_plus_rank_one
+
+    return diagonal_plus_rank_one
+
+
 FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels)
-RANK_ONE = Forms(
-    reference.diagonal_plus_rank_one, chunk.diagonal_plus_rank_one, one_token.diagonal_plus_rank_one
-)  # with a and b
+RANK_ONE = Forms(  # with a and b
+    reference.diagonal_plus_rank_one,
+    chunk.diagonal_plus_rank_one,
+    one_token.diagonal_plus_rank_one,
+    _kernels_of_rank_one,
+)
 
 
 def delta_rule(
@@ -65,7 +74,7 @@ def delta_rule(
         g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV] (Gated DeltaNet), or for each of its
             key channels [B, T, HV, K] (Kimi Delta Attention); None means no decay (DeltaNet).
         a: vectors [B, T, HV, K] that read the memory before the write, S^T a; None means the rule above.
-        b: vectors [B, T, HV, K] along which the result is added; required with a. This form has no kernels yet.
+        b: vectors [B, T, HV, K] along which the result is added; required with a.
         scale: factor of q, default K ** -0.5.
         mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
             padding.

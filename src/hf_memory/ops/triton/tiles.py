@@ -49,8 +49,10 @@ def state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K: tl.constexpr, V: tl.constexpr
 def load_gates(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
     """Gates g [C] or [C, BK] with base two, zero outside."""
     if DECAY == 2:
-        return tl.cast(load_rows(g, t, in_t, hv, HV, i_k, in_k, K), tl.float32) * LOG2E
-    return tl.cast(tl.load(g + t * HV + hv, mask=in_t, other=0.0), tl.float32) * LOG2E
+        gates = load_rows(g, t, in_t, hv, HV, i_k, in_k, K)
+    else:
+        gates = tl.load(g + t * HV + hv, mask=in_t, other=0.0)
+    return tl.cast(gates, tl.float32) * LOG2E
 
 
 @triton.jit
@@ -58,8 +60,10 @@ def decay_to_here(gates, DECAY: tl.constexpr):
     """From the start of a chunk to each of its tokens [C, 1] or [C, BK], and of the whole chunk [1, 1] or [1, BK]."""
     enter, whole = tl.exp2(tl.cumsum(gates, axis=0)), tl.exp2(tl.sum(gates, axis=0))
     if DECAY == 2:
-        return enter, whole[None, :]
-    return enter[:, None], whole + tl.zeros([1, 1], tl.float32)
+        whole = whole[None, :]
+    else:
+        enter, whole = enter[:, None], whole + tl.zeros([1, 1], tl.float32)
+    return enter, whole
 
 
 @triton.jit
@@ -69,9 +73,9 @@ def decay_from_here(following, DECAY: tl.constexpr):
     They are summed separately, since a difference of two sums would be inexact, and -inf - (-inf) is NaN.
     """
     leave = tl.exp2(tl.cumsum(following, axis=0, reverse=True))
-    if DECAY == 2:
-        return leave
-    return leave[:, None]
+    if DECAY < 2:
+        leave = leave[:, None]
+    return leave
 
 
 @triton.jit

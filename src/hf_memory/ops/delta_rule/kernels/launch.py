@@ -36,7 +36,7 @@ from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 TILE = 4096  # size of the part of the state that a program holds
 
 
-def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
+def chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of the kernel of chunks."""
     width = max(16, triton.next_power_of_2(K))
     wide = dtype == torch.float32 or width > 128
@@ -48,22 +48,22 @@ def _chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) ->
     }  # fmt: skip
 
 
-def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
+def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of the kernels that loop over chunks."""
-    chunk, width_v = _chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
+    chunk, width_v = chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
     narrow = dtype != torch.float32 and chunk["BK"] <= 128
     tile = TILE if narrow else TILE // 2
     return {**chunk, "V": V, "BV": min(width_v, max(16, tile // chunk["BK"])), "num_warps": 4 if narrow else 8}
 
 
 def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> dict:
-    return _constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
+    return walk_constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
 
 
 def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     """P, U and W of every chunk."""
     (B, T, H, K), HV = q.shape, beta.shape[2]
-    constants = _chunk_constants(H, HV, K, decay_kind(g), q.dtype)
+    constants = chunk_constants(H, HV, K, decay_kind(g), q.dtype)
     C = constants["C"]
     P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
     bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
@@ -227,7 +227,7 @@ def variants() -> list[Variant]:
 
 
 def _case(D: int, decay: int, dtype: torch.dtype) -> list[Variant]:
-    walk, chunk = _constants(8, 8, D, D, decay, dtype), _chunk_constants(8, 8, D, decay, dtype)
+    walk, chunk = walk_constants(8, 8, D, D, decay, dtype), chunk_constants(8, 8, D, decay, dtype)
     absent = {"cu_seqlens", "bounds"} | (set() if decay else {"g"})
     alone = {"own": {"q", "P", "S0", "o", "e"}, "transition": {"q", "v", "P", "S0", "o", "e"}}
     cases = (

@@ -1,0 +1,230 @@
+"""The kernels of the form with a and b; the letters are those of rank_one_launch.py. Decays are of channels."""
+
+import triton
+import triton.language as tl
+
+from hf_memory.ops.triton.launch import VECTOR
+from hf_memory.ops.triton.tiles import (
+    decay_from_here,
+    decay_to_here,
+    load_gates,
+    load_rows,
+    program,
+    read,
+    row_of,
+    scores,
+    sequence_bounds,
+    state_tile,
+    store_rows,
+    unit_lower_inverse,
+    write,
+)
+
+DECAY = tl.constexpr(VECTOR)
+
+
+@triton.jit
+def decay_to_before(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr):
+    """From the start of a chunk to the token before each of its tokens [C, BK]."""
+    has_one = (t > tl.min(t, axis=0)) & (t - 1 < end)
+    before, _ = decay_to_here(load_gates(g, t - 1, has_one, hv, HV, i_k, in_k, K, DECAY), DECAY)
+    return before
+
+
+@triton.jit
+def scores_before(a, k, gates, C: tl.constexpr):
+    """a_i k_j e^(b'_i - b_j) for j < i [C, C]: what a token that has not yet decayed reads of those before it."""
+    rows = tl.arange(0, C)
+    a, k = tl.cast(a, tl.float32), tl.cast(k, tl.float32)
+    A, sums = tl.zeros([C, C], tl.float32), tl.zeros_like(a)  # of gates between a column and the rows
+    for step in range(C):
+        j = C - 1 - step
+        here = rows == j
+        A = tl.where(here[None, :], tl.sum(a * row_of(k, here) * tl.exp2(sums), axis=1)[:, None], A)
+        sums += tl.where((rows > j)[:, None], row_of(gates, here), 0.0)
+    return tl.where(rows[:, None] > rows[None, :], A, 0.0)
+
+
+@triton.jit
+def rank_one_chunk_kernel(
+    q,  # [B, T, HV, K]
+    k,  # [B, T, HV, K]
+    g,  # [B, T, HV, K]
+    a,  # [B, T, HV, K]
+    b,  # [B, T, HV, K]
+    P,  # [B, T, HV, C]: what q finds of k
+    R,  # [B, T, HV, C]: and of b
+    U,  # [B, T, HV, C] float32
+    W,  # [B, T, HV, C] float32
+    bounds,  # [chunks + 1], or None without packed sequences
+    T,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The four matrices of one chunk and head; a row for each token."""
+    c, hv, _ = program(HV, 1)
+    if bounds is not None:
+        start, end = sequence_bounds(bounds, c, T)
+    else:
+        chunks = (T + C - 1) // C
+        start = c // chunks * T + c % chunks * C
+        end = tl.minimum(start + C, c // chunks * T + T)
+    rows, i_k = tl.arange(0, C), tl.arange(0, BK)
+    t, in_k = start + rows, i_k < K
+    in_t = t < end
+    k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
+    b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
+    gates = load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
+    q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
+    store_rows(P, scores(q_c, k_c, gates, C, DECAY, False, 1, PRECISION), t, in_t, hv, HV, rows, rows < C, C)
+    store_rows(R, scores(q_c, b_c, gates, C, DECAY, False, 1, PRECISION), t, in_t, hv, HV, rows, rows < C, C)
+    a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
+    U_c = unit_lower_inverse(-scores_before(a_c, b_c, gates, C), C)
+    store_rows(U, U_c, t, in_t, hv, HV, rows, rows < C, C)
+    W_c = tl.dot(U_c, scores_before(a_c, k_c, gates, C), input_precision=PRECISION)
+    store_rows(W, W_c, t, in_t, hv, HV, rows, rows < C, C)
+
+
+@triton.jit
+def rank_one_forward_kernel(
+    q,  # [B, T, HV, K]
+    k,  # [B, T, HV, K]
+    v,  # [B, T, HV, V]; None for zeros
+    g,  # [B, T, HV, K]
+    a,  # [B, T, HV, K]
+    b,  # [B, T, HV, K]
+    S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
+    P,  # [B, T, HV, C]
+    R,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    W,  # [B, T, HV, C] float32
+    o,  # [B, T, HV, V]; None for the state alone
+    e,  # [B, T, HV, V] float32: what a reads; likewise
+    ST,  # [N, HV, K, V]
+    cu_seqlens,  # [N + 1] or None
+    scale,
+    T,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Holds S [BK, BV] for all key channels and a tile of value channels."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
+    if S0 is not None:
+        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
+    elif v is not None:
+        S = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
+    rows = tl.arange(0, C)
+    for first in range(start, end, C):
+        t = tl.cast(first, tl.int64) + rows
+        in_t = t < end
+        a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
+        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
+        before = decay_to_before(g, t, end, hv, HV, i_k, in_k, K)
+        e_c = tl.dot(U_c, read(a_c, S, before, DECAY, PARTS, PRECISION), input_precision=PRECISION)
+        if v is not None:
+            v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
+            W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
+            e_c += tl.dot(W_c, tl.cast(v_c, tl.float32), input_precision=PRECISION)
+        x_c = tl.cast(e_c, a_c.dtype)
+        enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        if o is not None:
+            q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
+            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+            R_c = load_rows(R, t, in_t, hv, HV, rows, rows < C, C)
+            o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, v_c, input_precision=PRECISION)
+            o_c += tl.dot(R_c, x_c, input_precision=PRECISION)
+            store_rows(o, scale * o_c, t, in_t, hv, HV, i_v, in_v, V)
+            store_rows(e, e_c, t, in_t, hv, HV, i_v, in_v, V)
+        has_next = (t + 1 < end) & (rows < C - 1)
+        leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        S *= tl.trans(whole)
+        b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
+        S += write(b_c, x_c, leave, DECAY, PRECISION)
+        if v is not None:
+            k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
+            S += write(k_c, v_c, leave, DECAY, PRECISION)
+    tl.store(ST + i_s, S, mask=in_s)
+
+
+@triton.jit
+def rank_one_backward_kernel(
+    q,  # [B, T, HV, K]
+    k,  # [B, T, HV, K]
+    g,  # [B, T, HV, K]
+    a,  # [B, T, HV, K]
+    b,  # [B, T, HV, K]
+    P,  # [B, T, HV, C]
+    R,  # [B, T, HV, C]
+    U,  # [B, T, HV, C] float32
+    W,  # [B, T, HV, C] float32
+    do,  # [B, T, HV, V], times scale; None for zeros
+    dST,  # [N, HV, K, V]; None for zeros
+    de,  # [B, T, HV, V], of what a reads; None for the gradient of the state alone
+    dv,  # [B, T, HV, V]; likewise
+    dS0,  # [N, HV, K, V]
+    cu_seqlens,  # [N + 1] or None
+    T,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
+    n, hv, tile = program(HV, (V + BV - 1) // BV)
+    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    in_k, in_v = i_k < K, i_v < V
+    start, end = sequence_bounds(cu_seqlens, n, T)
+    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
+    dS = tl.zeros([BK, BV], tl.float32)
+    if dST is not None:
+        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    rows = tl.arange(0, C)
+    chunks = (end - start + C - 1) // C
+    for back in range(chunks):
+        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + rows
+        in_t = t < end
+        b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
+        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+        R_c = load_rows(R, t, in_t, hv, HV, rows, rows < C, C)
+        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
+        has_next = (t + 1 < end) & (rows < C - 1)
+        leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        written = tl.dot(tl.trans(R_c), do_c, input_precision=PRECISION) + read(b_c, dS, leave, DECAY, PARTS, PRECISION)
+        if dv is not None:
+            k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
+            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
+            W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
+            dv_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
+            dv_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
+            dv_c += tl.dot(tl.trans(W_c), written, input_precision=PRECISION)
+            store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
+        a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
+        de_c = tl.cast(tl.dot(tl.trans(U_c), written, input_precision=PRECISION), a_c.dtype)
+        if de is not None:
+            store_rows(de, de_c, t, in_t, hv, HV, i_v, in_v, V)
+        enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        dS *= tl.trans(whole)
+        q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
+        dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        before = decay_to_before(g, t, end, hv, HV, i_k, in_k, K)
+        dS += write(a_c, de_c, before, DECAY, PRECISION)
+    tl.store(dS0 + i_s, dS, mask=in_s)

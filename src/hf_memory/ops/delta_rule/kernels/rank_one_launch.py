@@ -1,0 +1,225 @@
+"""The delta rule with a and b in Triton, as launch.py has it; V are values times beta here.
+
+Forward, with the letters of chunk.py; a chunk's matrices are P and R, what q finds of k and of b, and
+
+    U = (I - A_ab)^-1,   W = U A_ak,   E = W V + U (A e^b') S
+    O = (Q e^b) S + P V + R E,   S <- e^(b_C) S + (K e^(b_C - b))^T V + (B e^(b_C - b))^T E
+
+Backward, a kernel walks backwards, where a and b, and q and k, have changed places. With X the gradient of what is
+written at b, as far as outputs of the chunk and all of later chunks have read it:
+
+    X = R^T dO + (B e^(b_C - b)) dS,   dE = U^T X,   dV = P^T dO + (K e^(b_C - b)) dS + W^T X
+    dS <- e^(b_C) dS + (Q e^b)^T dO + (A e^b')^T dE
+
+What is left are gradients of reads and writes of a plain memory: for each token it is read by a with dE, decays and is
+written E at b, then V at k, and is read by q with dO. That is linear attention over three times as many tokens.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.delta_rule.kernels.launch import chunk_constants, walk_constants
+from hf_memory.ops.delta_rule.kernels.rank_one import (
+    rank_one_backward_kernel,
+    rank_one_chunk_kernel,
+    rank_one_forward_kernel,
+)
+from hf_memory.ops.triton.gradients import query_and_key_gradients
+from hf_memory.ops.triton.launch import VECTOR, contiguous, or_empty
+from hf_memory.ops.triton.segments import Segments, boundary_states_of, cut, segment_length
+from hf_memory.ops.triton.variants import POINTERS, Variant, variant
+
+
+def _constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
+    """Compile-time arguments and launch options; V is 0 for the kernel of chunks."""
+    constants = walk_constants(HV, HV, K, V, VECTOR, dtype) if V else chunk_constants(HV, HV, K, VECTOR, dtype)
+    kernel = rank_one_forward_kernel if V else rank_one_chunk_kernel
+    return {n: x for n, x in constants.items() if n in (*kernel.arg_names, "num_warps", "num_stages")}
+
+
+def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
+    """P, R, U and W of every chunk."""
+    B, T, HV, K = q.shape
+    constants = _constants(HV, K, 0, q.dtype)
+    C = constants["C"]
+    matrices = [q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, q.dtype, torch.float32, torch.float32)]
+    bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
+    chunks = B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
+    rank_one_chunk_kernel[(chunks * HV,)](q, k, g, a, b, *matrices, bounds, T, **constants)
+    return tuple(matrices)
+
+
+def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, *scale: float) -> None:
+    """Launch the kernel of one direction, which fills the results, for states of this shape."""
+    (M, HV, K, V), (_, T, *_) = state.shape, vectors[0].shape
+    constants = _constants(HV, K, V, vectors[0].dtype)
+    kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+        *vectors, *matrices, *results, cu_seqlens, *scale, T, **constants
+    )
+
+
+def _boundary_states(segments: Segments, q, k, v, g, a, b, S, matrices) -> tuple[Tensor, Tensor]:
+    """The state before each segment, and transitions of segments."""
+    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
+    own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
+    for values, ST in ((v, own), (None, transition)):
+        vectors = [q, k, values, g, a, b, None]
+        _walk(rank_one_forward_kernel, vectors, matrices, [None, None, ST], ST, segments.bounds, 1.0)
+    return boundary_states_of(transition, own, S, segments), transition
+
+
+@torch.library.custom_op("hf_memory::diagonal_plus_rank_one", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    segment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state, E, and before each segment the state and of each the transition; empty without."""
+    q, k, v, g, a, b, S = contiguous(q, k, v, g, a, b, S)
+    matrices = _matrices(q, k, g, a, b, cu_seqlens)
+    B, T = q.shape[:2]
+    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
+    if segments is not None:
+        S, transition = _boundary_states(segments, q, k, v, g, a, b, S, matrices)
+        cu_seqlens = segments.bounds
+    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
+    _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S], matrices, [o, e, ST], ST, cu_seqlens, scale)
+    if segments is None:
+        return or_empty(S, o, ST, e, None, None)
+    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+
+
+@_forward.register_fake
+def _(q, k, v, g, a, b, S, cu_seqlens, scale, segment):
+    (N, HV, K, V), states, transition = S.shape, None, None
+    if segment:
+        M = q.shape[0] * q.shape[1] // segment + N
+        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
+    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
+
+
+@torch.library.custom_op("hf_memory::diagonal_plus_rank_one_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    S: Tensor,
+    transition: Tensor | None,
+    e: Tensor,
+    do: Tensor,
+    dST: Tensor,
+    cu_seqlens: Tensor | None,
+    segment: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg, da, db and dS0, from the states before each segment and `do` times scale."""
+    q, k, v, g, a, b, do, dST = contiguous(q, k, v, g, a, b, do, dST)
+    matrices = _matrices(q, k, g, a, b, cu_seqlens)
+    B, T = q.shape[:2]
+    segments = cut(cu_seqlens, B, T, segment, q) if segment else None
+    cu_seqlens = cu_seqlens if segments is None else segments.bounds
+    de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
+
+    def walk(dST, de, dv):
+        _walk(rank_one_backward_kernel, [q, k, g, a, b], matrices, [do, dST, de, dv, dS0], S, cu_seqlens)
+
+    if segments is not None and transition is not None:
+        walk(None, None, None)
+        dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
+    walk(dST, de, dv)
+    reads, writes, values, given, gates = (
+        torch.stack([torch.zeros_like(like) if x is None else x for x in parts], dim=2).flatten(1, 2)
+        for like, parts in (
+            (q, (a, None, q)),
+            (k, (None, b, k)),
+            (v, (None, e.to(v.dtype), v)),
+            (do, (de, None, do)),
+            (g, (None, g, None)),
+        )
+    )
+    bounds = None if cu_seqlens is None else 3 * cu_seqlens
+    thrice = query_and_key_gradients(reads, writes, values, gates, S, None, given, None, dST, None, bounds)[:3]
+    (da, _, dq), (_, db, dk), (_, dg, _) = (x.unflatten(1, (-1, 3)).unbind(2) for x in thrice)
+    dq, dk, dg, da, db = (x.clone(memory_format=torch.contiguous_format) for x in (dq, dk, dg, da, db))
+    dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
+    return dq, dk, dv, dg, da, db, dS0
+
+
+@_backward.register_fake
+def _(q, k, v, g, a, b, S, transition, e, do, dST, cu_seqlens, segment):
+    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, k, v, g, a, b)))
+    return dq, dk, dv, dg, da, db, S.new_empty(dST.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, g, a, b, S, cu_seqlens, ctx.scale, ctx.segment = inputs
+    _, _, e, states, transition = output
+    S, transition = (states, transition) if ctx.segment else (S, None)
+    ctx.save_for_backward(q, k, v, g, a, b, S, transition, e, cu_seqlens)
+
+
+def _gradients(ctx, do, dST, *_):
+    *saved, cu_seqlens = ctx.saved_tensors
+    q, _, _, g, *_ = saved
+    do = (ctx.scale * do.float()).to(q.dtype)
+    dq, dk, dv, dg, da, db, dS0 = _backward(*saved, do, dST, cu_seqlens, ctx.segment)
+    return dq, dk, dv, dg.to(g.dtype), da, db, dS0, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def diagonal_plus_rank_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Same function as the reference, for K and V up to 256."""
+    HV, V = v.shape[2:]
+    q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
+    programs = HV * triton.cdiv(V, _constants(HV, q.shape[3], V, q.dtype)["BV"])
+    segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
+    return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]
+
+
+def variants() -> list[Variant]:
+    """What is compiled ahead of time at the usual sizes of a head."""
+    return [case for D in (64, 128, 256) for dtype in POINTERS for case in _case(D, dtype)]
+
+
+def _case(D: int, dtype: torch.dtype) -> list[Variant]:
+    packed = {"cu_seqlens", "bounds"}
+    alone = {"own": {"q", "P", "R", "S0", "o", "e"}, "transition": {"q", "k", "v", "P", "R", "W", "S0", "o", "e"}}
+    cases = (
+        ("", rank_one_chunk_kernel, packed),
+        ("", rank_one_forward_kernel, packed),
+        *((f" {name}", rank_one_forward_kernel, packed | less) for name, less in alone.items()),
+        ("", rank_one_backward_kernel, packed),
+        (" own", rank_one_backward_kernel, packed | {"dST", "de", "dv"}),
+    )
+    narrow, name = {"q", "k", "v", "a", "b", "P", "R", "o", "do", "de", "dv"}, f"vector {D} {str(dtype)[6:]}"
+    chunk, walk = _constants(8, D, 0, dtype), _constants(8, D, D, dtype)
+    return [
+        variant(
+            f"{kernel.__name__}{part} {name}", kernel, walk if "V" in kernel.arg_names else chunk, less, narrow, dtype
+        )
+        for part, kernel, less in cases
+    ]
