@@ -52,7 +52,7 @@ def _main(
         False, "--version", is_eager=True, callback=_say_version, help="Show the version and exit."
     ),
 ) -> None:
-    """Memory language models: convert a Transformer into one, train it on, and use it."""
+    """Memory language models: convert a Transformer into one, train it further, and use it."""
 
 
 def app() -> None:

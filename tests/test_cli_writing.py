@@ -49,6 +49,11 @@ finally:
         assert expected in done.stdout
 
 
+@pytest.mark.parametrize(("command", "extra"), [("evaluate", "hf-memory[eval]"), ("datastore", "hf-memory[retrieval]")])
+def test_help_names_extras(command, extra, run):
+    assert extra in run(command, "--help")[1]
+
+
 def test_text_is_shown_as_it_is_and_commands_no_terminal(run, student):
     prompt = "snake :smile: [/b] \x1b[31m a\rb"
     code, out, err = run("generate", student, "--prompt", prompt, "--max-new-tokens", 4, "--greedy")

@@ -37,7 +37,7 @@ def datastore(
     index: Annotated[
         str | None,
         typer.Option(
-            help="Index for faiss (needs hf-memory[retrieval]), such as IVF4096,PQ64; default: search all keys."
+            help="Index for faiss (needs hf-memory\\[retrieval]), such as IVF4096,PQ64; default: search all keys."
         ),
     ] = None,
     max_tokens: MaxTokens = None,

@@ -51,7 +51,7 @@ Prompts = Annotated[
 ]
 LmEval = Annotated[
     str | None,
-    typer.Option(help="Tasks of lm-eval (needs hf-memory[eval]), separated by commas; a name may be a YAML file."),
+    typer.Option(help="Tasks of lm-eval (needs hf-memory\\[eval]), separated by commas; a name may be a YAML file."),
 ]
 Output = Annotated[
     Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")

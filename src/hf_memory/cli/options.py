@@ -23,20 +23,21 @@ def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
 
 
 Option = Annotated[
-    list[str] | None, typer.Option("--option", "-o", help="name=value of the student's config; may be repeated.")
+    list[str] | None,
+    typer.Option("--option", "-o", help="name=value, an option of the student's config; may be repeated."),
 ]
 Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
-MeasureTokens = Annotated[int, typer.Option(help="Held-out tokens on which the models are compared.", min=1024)]
+MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
 LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
 Training = Annotated[
     list[str] | None,
-    typer.Option("--training", "-t", help="name=value of transformers' TrainingArguments; may be repeated."),
+    typer.Option("--training", "-t", help="name=value, an option of transformers' TrainingArguments; may be repeated."),
 ]
 Overwrite = Annotated[bool, typer.Option(help="Replace the result of an earlier run.")]
 DryRun = Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")]
-Seed = Annotated[int, typer.Option(help="Random seed for new weights, the order of the text, and sampling.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 Config = Annotated[
     Path | None,
     typer.Option(
