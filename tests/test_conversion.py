@@ -190,6 +190,15 @@ def test_a_memory_behind_a_short_window_learns_from_the_attention_that_sees_more
     assert made.student.model.layers[0].mixer.gate.abs().max() > 0
 
 
+def test_the_gate_of_a_store_learns_what_a_window_does_not_see():
+    schedule = Schedule(steps=20, learning_rate=2e-2, batch_size=4, length=16)
+    options = {"past": "memorizing", "past_window": 4, "memory_size": 16}
+    made = convert(make_teacher(), text(), to="transformer", transfer=schedule, distillation=schedule, **options)
+    transfer = made.losses["attention transfer"]
+    assert transfer[-1]["loss"] < 0.9 * transfer[0]["loss"]
+    assert made.student.model.layers[0].mixer.memory_gate.abs().max() > 0.1
+
+
 @every_student
 def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     teacher = make_teacher("qwen3")
@@ -215,7 +224,7 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
     student = make_student(teacher, to, **options)
     carry_over(student, teacher)
     start_open(student, half_life=16)
-    if to not in ("linear", "deltaformer", "titans"):  # which keep the scale
+    if to not in ("linear", "deltaformer", "titans", "transformer"):  # which keep the scale
         match_scale(student, teacher, text()[None])
         for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
             sizes = [(x - mixer.o_proj.bias).square().mean() for x in (output, target)]

@@ -297,6 +297,12 @@ class MemorizingMixer(RowsMixer):
             self.memory_gate = nn.Parameter(torch.empty(config.num_attention_heads))
         self.memory_scale = nn.Parameter(torch.empty(config.num_attention_heads))
 
+    @property
+    def new_part(self) -> nn.Module | None:
+        """How the store is read; with other positions than a teacher's, everything."""
+        own = [self.memory_gate, self.memory_scale] if self.has_gate else [self.memory_scale]
+        return nn.ParameterList(own) if super().new_part is None else self
+
     def init_own_parameters(self) -> None:
         """Half open; sharp enough for one key of unit length among many."""
         if self.has_gate:
