@@ -1,4 +1,4 @@
-"""Softmax attention in blocks of queries, each with the keys that some query of the block sees: never T x T numbers."""
+"""Softmax attention in blocks of queries, each with the keys that it may see, so that there is no T x T matrix."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from hf_memory.ops.contract import first_derivatives_only, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
-BLOCK = 64  # queries of a block: longer ones look at more keys that they do not see
+BLOCK = 64  # queries of a block: longer blocks include more keys that are then masked
 LONG_BLOCK = 256  # where a query sees many more keys than these; in backward each block costs a zero for every key
 
 
 class Columns(NamedTuple):
-    """Tokens that can be attended to, and by whom."""
+    """Keys and values, with a mask that says which queries see them."""
 
     tokens: Tokens  # [1 or B, S]
     keys: Tensor  # [1 or B, S, H, D]
@@ -23,7 +23,7 @@ class Columns(NamedTuple):
     sees: Mask = causal
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Columns":
-        """The same change of all tensors."""
+        """Apply a function to all tensors."""
         return Columns(self.tokens.map(change), change(self.keys), change(self.values), self.sees)
 
     def of(self, columns: slice) -> "Columns":
@@ -37,18 +37,18 @@ class Columns(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of queries, and what some query of each sees. HQ is a multiple of H."""
+    """Blocks of queries, with the keys and values that they may see. HQ is a multiple of H."""
 
     queries: Tensor  # [B * blocks, C, HQ, D]
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
     visible: Tensor  # [B * blocks, 1 or HQ, C, S] bool
-    asking: Tensor  # [1 or B * blocks, C], positions of the queries, which count from anywhere
-    asked: Tensor  # [1 or B * blocks, S], positions of the keys, from the same
+    asking: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
+    asked: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
-        """Queries that are these tokens, with the columns of every kind that they may see."""
+        """Queries at these tokens with several sets of columns."""
         keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
         visible = _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1)
         rows = max(len(x.tokens.position) for x in columns)
@@ -57,29 +57,29 @@ class Blocks(NamedTuple):
 
     @property
     def distance(self) -> Tensor:
-        """[1 or B * blocks, C, S] from each query back to each key; 0 where the key is later, or there is none."""
+        """[1 or B * blocks, C, S], distances back from queries to keys; 0 if the key is later or does not exist."""
         return (self.asking[:, :, None] - self.asked[:, None, :]).clamp(min=0)
 
 
 class Relation(Protocol):
-    """What the distance of two tokens does to attention between them."""
+    """A relative position: how attention depends on the distance of two tokens."""
 
     def __call__(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
-        """Scores [B * blocks, HQ, C, S] of contents -> scores, in float32."""
+        """Change scores [B * blocks, HQ, C, S], which are in float32."""
 
     def read(self, weights: Tensor, blocks: Blocks) -> Tensor | None:
-        """What weights [B * blocks, HQ, C, S] read beside the values, [B * blocks, C, HQ, V]."""
+        """What weights [B * blocks, HQ, C, S] add to the sum of values, [B * blocks, C, HQ, V], or None."""
 
 
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> Blocks:
-    """Queries with the tokens near them, and with a few others of their row.
+    """Blocks of queries with the tokens near them, and optionally the first tokens of their row.
 
     Args:
-        q: [B, T, HQ, D].
-        queries: which tokens these are.
-        near: the present tokens after as many columns as a query sees tokens before it; some of these may be empty, and
-            all may be left out where they are and there are few queries.
-        first: tokens that stand elsewhere.
+        q: queries [B, T, HQ, D].
+        queries: positions of the queries.
+        near: columns of the tokens before the queries, as many as a query can see (some may be empty, or all left out
+            if there are few queries), and of the queries' own tokens.
+        first: columns of other tokens, such as the first ones of the sequence, or None.
     """
     B, T = q.shape[:2]
     past = near.keys.shape[1] - T
@@ -90,18 +90,18 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     if first is not None:
         columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), n)), *columns]
         return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
-    place = torch.arange(past + C, device=q.device)[None]  # distances are those of all blocks
+    place = torch.arange(past + C, device=q.device)[None]  # distances are the same in all blocks
     return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)._replace(asking=place[:, past:], asked=place)
 
 
 def near_columns(near: Columns, B: int, past: int, C: int, n: int) -> Columns:
-    """Of B rows, with `past` columns before the queries, what each of n blocks of C queries may see: [B * n, ...]."""
+    """The columns that each of n blocks of C queries may see, [B * n, ...]; B rows with `past` columns before them."""
     tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
     return Columns(tokens, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)
 
 
 def rows_of(blocks: Tensor, like: Tensor) -> Tensor:
-    """[B * blocks, C, ...] of blocks of queries `like` [B, T, ...], as rows [B, T, ...]."""
+    """Rows [B, T, ...], like `like`, from blocks [B * blocks, C, ...]."""
     B, T = like.shape[:2]
     return blocks.reshape(B, -1, *blocks.shape[2:])[:, :T]
 
@@ -109,7 +109,7 @@ def rows_of(blocks: Tensor, like: Tensor) -> Tensor:
 def softmax_attention(
     blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
 ) -> Tensor:
-    """o [B * blocks, C, HQ, V], anything at padding; scores s become softcap tanh(s / softcap) where it is given."""
+    """Outputs [B * blocks, C, HQ, V], undefined at padding; with a soft cap c, scores s become c tanh(s / c)."""
     if softcap is not None or relation is not None:
         return softmax_and_mass(blocks, scaling, softcap, relation)[0]
     q, k, v = (x.transpose(1, 2) for x in blocks[:3])
@@ -120,7 +120,7 @@ def softmax_attention(
 def softmax_and_mass(
     blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same, zero at padding, and the logarithm of what the softmax divides by [B * blocks, C, HQ] in float32."""
+    """The same with zeros at padding, and the logarithm of the softmax's denominator [B * blocks, C, HQ] in float32."""
     v, C = blocks.values, blocks.queries.shape[1]
     weights, logsumexp = attention_weights(blocks, scaling, softcap, relation)
     o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
@@ -132,7 +132,7 @@ def softmax_and_mass(
 def attention_weights(
     blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights [B * blocks, H, G, C, S] of the values for the G queries of a group, and the logarithms of their sums."""
+    """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
     q, k, _, visible = blocks[:4]
     B, C, HQ, D = q.shape
     H = k.shape[2]
@@ -147,17 +147,17 @@ def attention_weights(
 
 
 def joined_softmax(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What `softmax_and_mass` gives over both of two sets of keys, from what it gives over each."""
-    least = torch.finfo(one[1].dtype).min  # the mass of nothing is -inf, which has no difference
+    """The result of `softmax_and_mass` over the union of two sets of keys, from the results for each set."""
+    least = torch.finfo(one[1].dtype).min  # the mass of an empty set is -inf, and -inf - (-inf) is NaN
     masses = [mass.clamp(min=least) for _, mass in (one, other)]
     share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
     return torch.lerp(one[0], other[0], share), torch.logaddexp(*masses)
 
 
 class _Softmax(torch.autograd.Function):
-    """exp(s - l) and l, the logarithm of the sum of exp(s) [..., 1], over what is visible: with one backward for both.
+    """Softmax weights exp(s - l) over visible scores s, and l = log sum exp(s) [..., 1], with one backward for both.
 
-    A row that sees nothing has zero weights, and -inf.
+    A row that sees nothing has weights of zero and l = -inf.
     """
 
     @staticmethod
@@ -191,21 +191,22 @@ def full_attention(
     relation: Relation | None = None,
     is_whole: bool = False,
 ) -> Tensor:
-    """A long block of queries at a time, which suits windows much longer than that.
+    """Attention over long windows or all tokens, one long block of queries at a time.
 
     Args:
-        q: [B, T, HQ, D].
-        queries: which tokens these are.
-        past: all tokens, or with a window the present ones, after as many columns as it has tokens or none.
-        first: tokens that stand elsewhere.
+        q: queries [B, T, HQ, D].
+        queries: positions of the queries.
+        past: columns of all tokens; with a window those of as many tokens before the queries, or none, and of the
+            queries' own tokens.
+        first: columns of other tokens, such as the first ones of the sequence, or None.
         scaling: factor of the products of queries and keys.
-        softcap: scores s become softcap tanh(s / softcap), or None.
-        window: tokens that a query sees, or None for all.
-        relation: what distances do, or None.
-        is_whole: the queries are one sequence a row from its beginning, and none is padding.
+        softcap: soft cap c of the scores s, which become c tanh(s / c), or None.
+        window: number of tokens that a query sees; None: all.
+        relation: relative positions, which change the scores, or None.
+        is_whole: whether each row is one sequence from its beginning, without padding.
 
     Returns:
-        o [B, T, HQ, V], anything at padding.
+        Outputs [B, T, HQ, V], undefined at padding.
     """
     if is_whole and window is None and softcap is None and relation is None:
         q, k, v = (x.transpose(1, 2) for x in (q, past.keys, past.values))
@@ -215,7 +216,7 @@ def full_attention(
     for i in range(0, q.shape[1], LONG_BLOCK):
         block = slice(i, i + LONG_BLOCK)
         is_last = i + LONG_BLOCK >= q.shape[1]
-        end = None if is_last else before + i + LONG_BLOCK  # torch.compile takes a growing bound for a number
+        end = None if is_last else before + i + LONG_BLOCK  # torch.compile would treat a growing bound as a constant
         near = slice(0 if window is None else max(0, i + before - window + 1), end)
         blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
         parts.append(softmax_attention(blocks, scaling, softcap, relation))

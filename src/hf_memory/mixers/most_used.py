@@ -1,4 +1,4 @@
-"""Compression that keeps the tokens that were attended to most."""
+"""Compression that keeps the token of each block that received the most attention."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from hf_memory.ops.masks import Tokens, causal, segments
 
 
 class MostUsedMixer(CompressiveMixer):
-    """Attention to segments and slots, where a slot is a token of its block, in each key-value head another.
+    """Attention to segments and slots, where a slot is one token of its block, chosen for each key-value head.
 
-        u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j, and the tokens that each of them sees
+        u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j
 
-    It is the one with the largest u_j. Its key and value are those that the head had, so that a key stays rotated as
-    the token was. A block gets its slot when no token sees it any more, which is when its u_j are known.
+    The token with the largest u_j is chosen, with the key and value that it had in this head, so that its key stays
+    rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -26,7 +26,7 @@ class MostUsedMixer(CompressiveMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `slots`."""
+        """The states of `slots`."""
         spec = super(CompressiveMixer, cls).state_spec(config, layer_idx)
         W, heads, D = spec["keys"].shape
         slots = State((slots_of(config), heads, D), None)
@@ -34,8 +34,8 @@ class MostUsedMixer(CompressiveMixer):
 
     @torch.no_grad()
     def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
-        """States: `compressed_keys` and `compressed_values` [B, compressed_length, H, D] of the last blocks that no
-        token sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
+        """The states are `compressed_keys` and `compressed_values` [B, compressed_length, H, D] of the last blocks that
+        no token sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
         L, m, rate = self.config.segment_length, self.config.past_window, self.config.compression_rate
         W, (B, T), states = L + m - 1, k.shape[:2], context.states
         q, k = self.rotate(q, k, context.positions)
@@ -48,7 +48,7 @@ class MostUsedMixer(CompressiveMixer):
         count = states.get("seen", torch.zeros(B, dtype=torch.long, device=k.device))
         first = (count // L * L - m) // rate
         numbers = first[:, None] + torch.arange((W + T) // rate, device=k.device)
-        ends = (numbers + 1) * rate - 1 - count[:, None]  # among the present tokens
+        ends = (numbers + 1) * rate - 1 - count[:, None]  # places among the new tokens
         places = (W + 1 - rate + ends[..., None] + torch.arange(rate, device=k.device)).clamp(0, W + T - 1)
         best = take(usage, places.flatten(1)).unflatten(1, (-1, rate)).argmax(2, keepdim=True)  # [B, U, 1, H]
         index = places[..., None].expand(-1, -1, -1, best.shape[-1]).gather(2, best)[:, :, 0, :, None]
@@ -59,7 +59,7 @@ class MostUsedMixer(CompressiveMixer):
         return seen, new | {"usage": last(usage, lengths, W)}
 
     def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
-        """How much attention each of the columns [B, S, H] gets from queries [B, T, HQ, D]."""
+        """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
         blocks = near_blocks(q, tokens, near, None)
         weights, _ = attention_weights(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
         received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]

@@ -1,4 +1,4 @@
-"""What a Transformer sees of a long past: the segment before, the first tokens, or a store that it searches."""
+"""Mixers for long pasts: previous segments, compressed tokens, first tokens, or a store that is searched."""
 
 from functools import partial
 
@@ -26,10 +26,10 @@ from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sink
 
 
 class RowsMixer(TransformerMixer):
-    """A mixer that is given the tokens of each row in order, padding after them, and one sequence a row."""
+    """Base class: calls `mix_rows` with one sequence in each row and padding at the end."""
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """States: `seen` [B] tokens read, and those of the subclass."""
+        """The states are `seen` [B], the number of tokens read, and those of the subclass."""
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
         lengths, order, mask = None, None, context.attention_mask
@@ -46,15 +46,15 @@ class RowsMixer(TransformerMixer):
         return output if order is None else in_their_places(output, order), states
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """[B, T, hidden_size] of these tokens, `lengths` [B] of which are no padding or all, -> heads and states."""
+        """Heads and states for hidden states [B, T, hidden_size], of which `lengths` [B] tokens are real, or all."""
         raise NotImplementedError
 
 
 class InfiniteMixer(RowsMixer):
-    """Attention to the last tokens and the first ones, as if nothing had been between. https://arxiv.org/abs/2309.17453.
+    """Attention to the last tokens and the first ones (StreamingLLM). https://arxiv.org/abs/2309.17453.
 
-    Positions are places in the cache: of a query they stop growing at S + W - 1, with S first tokens and a window of W.
-    So a text may be endless, and no distance is larger than those of training.
+    Positions are counted within the cache: with S first tokens and a window of W, that of a query is at most S + W - 1.
+    So texts can have any length without distances larger than those of training.
     """
 
     @classmethod
@@ -68,8 +68,8 @@ class InfiniteMixer(RowsMixer):
         return spec | {"seen": State((), torch.long)}
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """States: `keys` and `values` [B, W - 1, H, D] of the last tokens, `sink_keys` and `sink_values` [B, S, H, D]
-        of the first, and the rotation of the last position that there is, `last_angles` [B, 1, channels]."""
+        """The states are `keys` and `values` [B, W - 1, H, D] of the last tokens, `sink_keys` and `sink_values`
+        [B, S, H, D] of the first ones, and `last_angles` [B, 1, channels], the rotation of the largest position."""
         W, S, states = self.config.past_window, self.config.num_global_tokens, context.states
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         asking, k = self.rotate(q, k, context.positions)
@@ -89,7 +89,7 @@ class InfiniteMixer(RowsMixer):
 def _last_turn(
     q: Tensor, angles: Positions, tokens: Tokens, place: int, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, D] rotated as those at a place, and that rotation [B, 1, channels] as far as it was read."""
+    """Queries [B, T, H, D] rotated like one at `place`, and this rotation (or the last token's) [B, 1, channels]."""
     halves, position = angles.halves().expand(len(q), -1, -1), tokens.position
     newest = position.amax(1, keepdim=True)
     here = take(halves, (newest.clamp(max=place) - position[:, :1]).clamp(min=0))
@@ -99,9 +99,9 @@ def _last_turn(
 
 
 class SegmentMixer(RowsMixer):
-    """Attention to one's own segment and the `past_window` tokens before it. https://arxiv.org/abs/1901.02860.
+    """Attention to a token's segment and the `past_window` tokens before it. https://arxiv.org/abs/1901.02860.
 
-    No gradient goes through the hidden states before the segment, as where a text is read a segment at a time.
+    Hidden states before the segment get no gradient, as if the text were read segment by segment.
     """
 
     @classmethod
@@ -112,12 +112,12 @@ class SegmentMixer(RowsMixer):
         return {"keys": kept, "values": kept, "seen": State((), torch.long)}
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """States: `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
+        """The states are `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
         attended, states = self.segment(hidden_states, tokens, lengths, context)
         return attended[0], states
 
     def segment(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[tuple[Tensor, Tensor], States]:
-        """What `softmax_and_mass` gives over the segment and what is before it, and the states."""
+        """The result of `softmax_and_mass` over the segment and the window before it, and the states."""
         L, states = self.config.segment_length, context.states
         W, seen = L + self.config.past_window - 1, states.get("seen")
         q, k, v = self.projected(hidden_states, context)
@@ -135,12 +135,11 @@ class SegmentMixer(RowsMixer):
 
 
 class CompressiveMixer(SegmentMixer):
-    """The same, and what is before that in a few numbers: every `compression_rate` tokens become one slot.
+    """The same, with older tokens compressed: every `compression_rate` tokens become one slot.
 
-    Of unrotated keys and of values a slot has the mean, the maximum or a learned linear map ("convolution"), and it
-    stands where its last token does. The last `compressed_length` slots are seen. As published, the loss of predictions
-    does not train the map: it learns to keep what attention to the tokens would have given.
-    https://arxiv.org/abs/1911.05507.
+    A slot has the mean, the maximum or a learned linear map ("convolution") of its tokens' unrotated keys and values,
+    and the position of its last token. The last `compressed_length` slots are seen. As published, the map is trained to
+    preserve the output of attention to the tokens, and not by the prediction loss. https://arxiv.org/abs/1911.05507.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -156,15 +155,15 @@ class CompressiveMixer(SegmentMixer):
         return super().state_spec(config, layer_idx) | more
 
     def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
-        """As the others'; what is lost costs something in training, where a map can learn to keep it."""
+        """See `MemoryMixer.forward`; in training, the loss of a learned compression is added to the losses."""
         if own_losses is not None and self.training and self.config.compression == "convolution":
             own_losses += self._lost(hidden_states)
         return super().forward(hidden_states, *args, **kwargs)
 
     def _lost(self, hidden_states: Tensor) -> list[Tensor]:
-        """The square of what attention to a segment differs by from attention to its slots, without positions.
+        """The squared difference between attention to tokens and attention to their slots, without positions.
 
-        Each segment asks for the one that becomes invisible when it begins; nothing but the maps learns from it.
+        The queries are those of a segment, and the tokens those that leave its view. Only the maps get a gradient.
         """
         L, T = self.config.segment_length, hidden_states.shape[1]
         back, n = self.config.past_window // L + 1, -(-T // L)
@@ -181,8 +180,8 @@ class CompressiveMixer(SegmentMixer):
         return [self.config.compression_loss_weight * (kept - compressed).square().mean()]
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """States: those of a `SegmentMixer`; of the slots `compressed_keys` and `compressed_values` [B, slots, H, D],
-        among which are those that will be seen; and of the tokens that fill none yet `block_keys` and `block_values`
+        """The states are those of a `SegmentMixer`; `compressed_keys` and `compressed_values` [B, slots, H, D], with
+        slots that become visible later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values`
         [B, compression_rate - 1, H, D], not rotated."""
         attended, new = self.segment(hidden_states, tokens, lengths, context)
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
@@ -199,7 +198,7 @@ class CompressiveMixer(SegmentMixer):
         return joined_softmax(attended, far)[0], new | new_slots
 
     def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
-        """All slots, and the states; new ones are of blocks whose last token is among the present ones.
+        """All slots, and the states; there are new slots for blocks whose last token is new.
 
         Queries and keys are not rotated.
         """
@@ -207,7 +206,7 @@ class CompressiveMixer(SegmentMixer):
         states, new, slots, read = context.states, {}, {}, {"keys": k, "values": v}
         count = states.get("seen", torch.zeros(B, dtype=torch.long, device=read["keys"].device))
         numbers = count[:, None] // rate + torch.arange(-(-(T + rate - 1) // rate), device=count.device)  # [B, U]
-        ends = (numbers + 1) * rate - 1 - count[:, None]  # among the present tokens
+        ends = (numbers + 1) * rate - 1 - count[:, None]  # places among the new tokens
         done = count_on(count, lengths, T) // rate - count // rate
         places = (ends[..., None] + torch.arange(rate, device=count.device)).clamp(0, T + rate - 2)
         for name, compress in (("keys", self.compress_keys), ("values", self.compress_values)):
@@ -224,14 +223,14 @@ class CompressiveMixer(SegmentMixer):
     def with_former(
         self, slots: dict[str, Tensor], numbers: Tensor, first: Tensor, done: Tensor, states: States
     ) -> tuple[Columns, States]:
-        """New slots after those that states have, and the states, of which `done` [B] new ones are part.
+        """Append new slots to those of the states, and return all slots and the states with `done` [B] of the new ones.
 
         Args:
-            slots: `keys` and `values` [B, U, H, D].
-            numbers: of their blocks [B, U], -1 where there is none.
-            first: number of the first new block [B].
-            done: how many of them will not be made again [B].
-            states: those before.
+            slots: `keys` and `values` [B, U, H, D] of the new slots.
+            numbers: the numbers of their blocks [B, U], -1 if there is none.
+            first: the number of the first new block [B].
+            done: how many of the new slots are final [B].
+            states: the states before.
         """
         rate, n = self.config.compression_rate, slots_of(self.config)
         slots = {name: after(states.get(f"compressed_{name}"), x, n) for name, x in slots.items()}
@@ -243,7 +242,7 @@ class CompressiveMixer(SegmentMixer):
 
 
 class Compression(nn.Module):
-    """Keys or values [B, blocks * rate, H, D] -> [B, blocks, H, D]."""
+    """Compresses keys or values [B, blocks * rate, H, D] to [B, blocks, H, D]."""
 
     def __init__(self, config):
         super().__init__()
@@ -252,7 +251,7 @@ class Compression(nn.Module):
             self.weight = nn.Parameter(torch.empty(self.rate, config.head_dim, config.head_dim))
 
     def init_own_parameters(self) -> None:
-        """The mean."""
+        """A learned map starts as the mean."""
         if self.kind == "convolution":
             init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight) / self.rate)
 
@@ -270,7 +269,7 @@ COMPRESSIONS = ("mean", "max", "convolution", "most_used")
 
 
 def slots_of(config) -> int:
-    """That a cache holds: those that are seen, and those that are not yet, since their tokens are."""
+    """Number of slots in a cache: visible ones, and those whose tokens are still visible themselves."""
     if config.compression == "most_used":  # which is known when no token sees them any more
         return config.compressed_length
     return config.compressed_length + (config.past_window + config.segment_length) // config.compression_rate
@@ -280,14 +279,14 @@ JOINS = ("gate", "softmax")
 
 
 class MemorizingMixer(RowsMixer):
-    """Attention to the last tokens, and to the nearest in a store of what was before. https://arxiv.org/abs/2203.08913.
+    """Attention to the last tokens, and to the nearest in a store of older ones. https://arxiv.org/abs/2203.08913.
 
         o = local + gate (remembered - local)
         remembered = sum over the memory_top_k best of softmax(scale cos(q, k)) v
 
     or both in one softmax, over the scores of the window and those of the best.
-    The store is exact and first in, first out. It has keys as they were before rotation, and no gradient goes into it.
-    The gate of a head is a number: at 0 the mixer is attention over a window, and learns from there.
+    The store is searched exactly, and drops the oldest tokens first. It has unrotated keys, and gets no gradient. The
+    gate is a learned number for each head; at 0 the mixer is attention over a window, and the gate has a gradient.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -304,13 +303,13 @@ class MemorizingMixer(RowsMixer):
         return nn.ParameterList(own) if super().new_part is None else self
 
     def init_own_parameters(self) -> None:
-        """Half open; sharp enough for one key of unit length among many."""
+        """The gate starts at one half, and the scale so large that one key can dominate many others."""
         if self.has_gate:
             init.constant_(self.memory_gate, 0.5)
         init.constant_(self.memory_scale, 20.0)
 
     def start_open(self, half_life: int) -> None:
-        """The gate is closed, so that the mixer is attention over its window."""
+        """Close the gate, so that the mixer equals attention over its window."""
         if self.has_gate:
             self.memory_gate.zero_()
 
@@ -324,8 +323,8 @@ class MemorizingMixer(RowsMixer):
         return states | {"seen": State((), torch.long)}
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """States: `keys` and `values` [B, past_window - 1, H, D] of the last tokens; and of the window and the store
-        behind it `memory_keys` and `memory_values` [B, past_window + memory_size - 1, H, D]."""
+        """The states are `keys` and `values` [B, past_window - 1, H, D] of the last tokens, and `memory_keys` and
+        `memory_values` [B, past_window + memory_size - 1, H, D] of the window and the store."""
         W, states = self.config.past_window, context.states
         N = W + self.config.memory_size - 1
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
@@ -347,7 +346,7 @@ class MemorizingMixer(RowsMixer):
         return torch.lerp(local[0], remembered[0], gate[..., None]), new
 
     def _remembered(self, q: Tensor, tokens: Tokens, seen: Columns) -> Attended:
-        """What `softmax_and_mass` would return of the best in the store, [B, T, HQ, ...]."""
+        """The result of `softmax_and_mass` over the nearest tokens of the store, [B, T, HQ, ...]."""
         T, parts = q.shape[1], []
         W, M, before = self.config.past_window, self.config.memory_size, seen.keys.shape[1] - q.shape[1]
         for i in range(0, T, BLOCK):

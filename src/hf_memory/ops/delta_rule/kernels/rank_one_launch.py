@@ -1,18 +1,19 @@
-"""The delta rule with a and b in Triton, as launch.py has it; V are values times beta here.
+"""The delta rule with a and b in Triton, in the same way as in launch.py. V are values times beta here.
 
-Forward, with the letters of chunk.py; a chunk's matrices are P and R, what q finds of k and of b, and
+Forward, with the letters of chunk.py; the matrices of a chunk are P and R, decayed products of q with k and with b, and
 
     U = (I - A_ab)^-1,   W = U A_ak,   E = W V + U (A e^b') S
     O = (Q e^b) S + P V + R E,   S <- e^(b_C) S + (K e^(b_C - b))^T V + (B e^(b_C - b))^T E
 
-Backward, a kernel walks backwards, where a and b, and q and k, have changed places. With X the gradient of what is
-written at b, as far as outputs of the chunk and all of later chunks have read it:
+Backward, a kernel loops backwards, where a and b, and q and k, have exchanged roles. With X the gradient of what is
+written at b, from outputs of the chunk and from all later chunks:
 
     X = R^T dO + (B e^(b_C - b)) dS,   dE = U^T X,   dV = P^T dO + (K e^(b_C - b)) dS + W^T X
     dS <- e^(b_C) dS + (Q e^b)^T dO + (A e^b')^T dE
 
-What is left are gradients of reads and writes of a plain memory: for each token it is read by a with dE, decays and is
-written E at b, then V at k, and is read by q with dO. That is linear attention over three times as many tokens.
+The remaining gradients are those of an additive memory: for each token it is read by a (with gradient dE), decays, E is
+written at b and V at k, and it is read by q (with gradient dO). This is linear attention over three times as many
+tokens.
 """
 
 import torch
@@ -52,7 +53,7 @@ def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
 
 
 def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, *scale: float) -> None:
-    """Launch the kernel of one direction, which fills the results, for states of this shape."""
+    """Launch the kernel of one direction, which writes to `results`, for states of the shape of `state`."""
     (M, HV, K, V), (_, T, *_) = state.shape, vectors[0].shape
     constants = _constants(HV, K, V, vectors[0].dtype)
     kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
@@ -83,7 +84,7 @@ def _forward(
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state, E, and before each segment the state and of each the transition; empty without."""
+    """o, the final state, E, and the state before and the transition of each segment; empty without segments."""
     q, k, v, g, a, b, S = contiguous(q, k, v, g, a, b, S)
     matrices = _matrices(q, k, g, a, b, cu_seqlens)
     B, T = q.shape[:2]
@@ -123,7 +124,7 @@ def _backward(
     cu_seqlens: Tensor | None,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, da, db and dS0, from the states before each segment and `do` times scale."""
+    """dq, dk, dv, dg, da, db and dS0, given the states before each segment, and `do` multiplied by scale."""
     q, k, v, g, a, b, do, dST = contiguous(q, k, v, g, a, b, do, dST)
     matrices = _matrices(q, k, g, a, b, cu_seqlens)
     B, T = q.shape[:2]
