@@ -9,7 +9,15 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wide
-from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, joined_softmax
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Blocks,
+    Columns,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+    softmax_attention,
+)
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer import Attended, TransformerMixer
@@ -77,13 +85,38 @@ class InfiniteMixer(RowsMixer):
         new = {"sink_keys": first.keys, "sink_values": first.values}
         k, v = after(states.get("keys"), k, W - 1), after(states.get("values"), v, W - 1)
         new |= {"keys": last(k, lengths, W - 1), "values": last(v, lengths, W - 1)}
-        near = self.softmax_near(asking, tokens, columns(tokens, states.get("seen"), k, v, causal & window(W)))
+        near = columns(tokens, states.get("seen"), k, v, causal & window(W))
+        far = asking
         if context.positions is not None:
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, S + W - 1, states.get("last_angles"))
-            asking = torch.where((tokens.position <= S + W - 1)[..., None, None], asking, turned)
+            far = torch.where((tokens.position <= S + W - 1)[..., None, None], asking, turned)
+        first = first._replace(sees=sinks(S) & older(W))
+        if self.relation is None and self.config.attn_logit_softcapping is None:
+            return self._in_one_call(asking, far, tokens, near, first), new
         places = tokens.map(lambda x: x.clamp(max=S + W - 1))
-        far = self.softmax(Blocks.of(asking, places, first._replace(sees=sinks(S) & older(W))))
-        return joined_softmax(near, far)[0], new
+        last_ones, first_ones = self.softmax_near(asking, tokens, near), self.softmax(Blocks.of(far, places, first))
+        return joined_softmax(last_ones, first_ones)[0], new
+
+    def _in_one_call(self, q: Tensor, far: Tensor, tokens: Tokens, near: Columns, first: Columns) -> Tensor:
+        """Softmax attention whose queries are q for the tokens that are near, and `far` for the first ones.
+
+        The products with these are more channels of the queries, which the first tokens have as unit vectors: twice,
+        since a product in float32 is the sum of two numbers of a shorter type.
+        """
+        (_, S, H, _), D = first.keys.shape, q.shape[-1]
+        products = torch.einsum("bthgd,bshd->bthgs", *(wide(x) for x in (far.unflatten(2, (H, -1)), first.keys)))
+        products = products.flatten(2, 3)
+        more = products.to(q.dtype)
+        q = torch.cat([q, more, (products - more).to(q.dtype)], -1)
+        unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[None, :, None]
+        near, first = (x._replace(keys=_widened(x.keys, S), values=_widened(x.values, S)) for x in (near, first))
+        first = first._replace(keys=unit.expand_as(first.keys))
+        blocks = near_blocks(q, tokens, near, first)
+        return rows_of(softmax_attention(blocks, self.scaling, None), q)[..., :D]
+
+
+def _widened(x: Tensor, S: int) -> Tensor:
+    return F.pad(x, (0, 2 * S))
 
 
 def _last_turn(
