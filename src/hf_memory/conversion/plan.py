@@ -105,7 +105,7 @@ class Plan:
         return replace(self, ranked_heads=0, student=config)
 
     def describe(self, run: Run) -> dict[str, Any]:
-        """What checkpoints of a run belong to, except models and tokens."""
+        """The settings to which checkpoints of a run belong, without models and tokens."""
         recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}
         kept = self.recipe.keep if self.ranked else self.kept
         return recipe | {"keep": kept, **self.recipe.options, **run.training}

@@ -19,7 +19,7 @@ FAR = 2**24  # number of tokens that is longer than any window
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sequence of some length costs a model.
+    """The cost of one sequence of some length.
 
     Attributes:
         context: length of the sequence in tokens.

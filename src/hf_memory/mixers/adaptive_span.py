@@ -61,7 +61,7 @@ class AdaptiveSpanMixer(LocalMixer):
         self.relation = AdaptiveSpan(config)
 
     def reach(self, T: int) -> int | None:
-        """As far as the longest span, which must be read: not for a few tokens, nor where a graph would break."""
+        """The reach of the longest span; None for a few tokens, and if reading it would break a graph."""
         if T <= BLOCK or torch.compiler.is_compiling():
             return None
         return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))

@@ -27,11 +27,11 @@ class Columns(NamedTuple):
         return Columns(self.tokens.map(change), change(self.keys), change(self.values), self.sees)
 
     def of(self, columns: slice) -> "Columns":
-        """Some of them."""
+        """Some of the columns."""
         return self.map(lambda x: x[:, columns])
 
     def by_block(self, B: int) -> list["Columns"]:
-        """Those [B * blocks, ...] of each block. In backward they cost what all of them do, which slices would not."""
+        """The columns of each block, from [B * blocks, ...]. The backward of unbind is cheaper than slices."""
         blocks = (x.unflatten(0, (B, -1)).unbind(1) for x in (self.tokens.position, self.keys, self.values))
         return [Columns(Tokens(position), keys, values, self.sees) for position, keys, values in zip(*blocks)]
 

@@ -144,7 +144,7 @@ class ChannelMix(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def init_own_parameters(self) -> None:
-        """As published."""
+        """Initial values as published."""
         init.copy_(self.x_k, 1 - (torch.arange(len(self.x_k)) / len(self.x_k)) ** self.power)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ class LowRank(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if start else None
 
     def init_own_parameters(self) -> None:
-        """As published."""
+        """Initial values as published."""
         if self.bias is not None:
             init.copy_(self.bias, self.start.of(len(self.bias), self.head_dim))
 

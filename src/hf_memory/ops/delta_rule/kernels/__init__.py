@@ -9,5 +9,5 @@ __all__ = ["delta_rule", "diagonal_plus_rank_one", "variants"]
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: both forms."""
+    """The specialisations of both forms to compile ahead of time."""
     return launch.variants() + rank_one_launch.variants()

@@ -199,7 +199,7 @@ def _in_turn(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _apart(z: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_in_turn` joined."""
+    """The inverse of `_in_turn`."""
     return z[:, ::2], z[:, 1::2]
 
 
@@ -221,7 +221,7 @@ def delta_rule(
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: every kernel for each kind of decay at the usual sizes of a head."""
+    """The specialisations to compile ahead of time: each kernel, with each kind of decay, at usual head sizes."""
     sizes = [(D, dtype) for D in (64, 128, 256) for dtype in POINTERS]
     return [case for D, dtype in sizes for decay in (0, 1, 2) for case in _case(D, decay, dtype)]
 

@@ -1,4 +1,4 @@
-"""The kernels of the form with a and b; the letters are those of rank_one_launch.py. Decays are of channels."""
+"""The kernels of the form with a and b, with a decay for each channel; for letters see rank_one_launch.py."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ DECAY = tl.constexpr(VECTOR)
 
 @triton.jit
 def decay_to_before(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr):
-    """From the start of a chunk to the token before each of its tokens [C, BK]."""
+    """Decays from the start of a chunk to the token before each of its tokens, [C, BK]."""
     has_one = (t > tl.min(t, axis=0)) & (t - 1 < end)
     before, _ = decay_to_here(load_gates(g, t - 1, has_one, hv, HV, i_k, in_k, K, DECAY), DECAY)
     return before
@@ -33,7 +33,7 @@ def decay_to_before(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr):
 
 @triton.jit
 def scores_before(a, k, gates, C: tl.constexpr):
-    """a_i k_j e^(b'_i - b_j) for j < i [C, C]: what a token that has not yet decayed reads of those before it."""
+    """a_i k_j e^(b'_i - b_j) for j < i [C, C]: what a token reads of earlier ones before its own decay."""
     rows = tl.arange(0, C)
     a, k = tl.cast(a, tl.float32), tl.cast(k, tl.float32)
     A, sums = tl.zeros([C, C], tl.float32), tl.zeros_like(a)  # of gates between a column and the rows
@@ -188,7 +188,7 @@ def rank_one_backward_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
+    """Holds dS [BK, BV] for all key channels and a tile of value channels, and loops backwards."""
     n, hv, tile = program(HV, (V + BV - 1) // BV)
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V

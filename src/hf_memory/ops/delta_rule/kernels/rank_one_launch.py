@@ -202,7 +202,7 @@ def diagonal_plus_rank_one(
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time at the usual sizes of a head."""
+    """The specialisations to compile ahead of time, at usual head sizes."""
     return [case for D in (64, 128, 256) for dtype in POINTERS for case in _case(D, dtype)]
 
 
