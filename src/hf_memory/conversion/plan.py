@@ -27,7 +27,7 @@ from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 from hf_memory.modeling.configuration import MemoryConfig
 
-BYTES = 4  # of a number in float32
+BYTES = 4  # size of a float32 number
 BESIDE = {"attention_window": 128, "window_memory": False}  # defaults for the heads beside full heads
 
 

@@ -211,7 +211,7 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def _losses(model: PreTrainedModel, rows: Tensor, batch_size: int, progress: Tell) -> Tensor:
-    """In float64, so that means of them are those of the numbers."""
+    """Losses in float64, so that means are exact."""
     return torch.cat([token_losses(model, batch) for batch in _batches(rows, batch_size, progress)]).double()
 
 

@@ -160,7 +160,7 @@ TARGETS = (
         delta.kimi_engines,
         top=delta.untied,
         fields=delta.kimi_fields,
-        file_names={".block_sparse_moe.": ".mlp."},  # of dense layers
+        file_names={".block_sparse_moe.": ".mlp."},  # for dense layers
     ),
 )
 NAMES = tuple(target.name for target in TARGETS)

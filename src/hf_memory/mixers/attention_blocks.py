@@ -11,7 +11,7 @@ from hf_memory.ops.contract import first_derivatives_only, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block: longer blocks include more keys that are then masked
-LONG_BLOCK = 256  # where a query sees many more keys than these; in backward each block costs a zero for every key
+LONG_BLOCK = 256  # if queries see many more keys; in the backward pass each block fills a gradient for all keys
 
 
 class Columns(NamedTuple):

@@ -264,7 +264,7 @@ def convolution_spec(config) -> Spec:
     return {name: State((config.linear_conv_kernel_dim - 1, size), None) for name, size in channels.items()}
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of output gates
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # for output gates
 
 
 class OutputGate(nn.Module):

@@ -303,7 +303,7 @@ COMPRESSIONS = ("mean", "max", "convolution", "most_used")
 
 def slots_of(config) -> int:
     """Number of slots in a cache: visible ones, and those whose tokens are still visible themselves."""
-    if config.compression == "most_used":  # which is known when no token sees them any more
+    if config.compression == "most_used":  # known only when no token sees the block any more
         return config.compressed_length
     return config.compressed_length + (config.past_window + config.segment_length) // config.compression_rate
 
@@ -331,7 +331,7 @@ class MemorizingMixer(RowsMixer):
 
     @property
     def new_part(self) -> nn.Module | None:
-        """How the store is read; with other positions than a teacher's, everything."""
+        """The part that reads the store; the whole mixer if its positions are not rotary as in a teacher."""
         own = [self.memory_gate, self.memory_scale] if self.has_gate else [self.memory_scale]
         return nn.ParameterList(own) if super().new_part is None else self
 

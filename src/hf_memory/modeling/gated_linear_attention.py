@@ -13,7 +13,7 @@ from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTra
 from hf_memory.modeling.configuration import check_word
 from hf_memory.modeling.memory_heads import LevelsConfig
 
-GATES = ("retention", "scalar", "vector", "mamba2")  # of memories that a Transformer's projections fit
+GATES = ("retention", "scalar", "vector", "mamba2")  # gates whose mixers have the projections of a Transformer
 MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer, "mamba2": Mamba2Mixer}
 
 

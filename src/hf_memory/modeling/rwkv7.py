@@ -10,7 +10,7 @@ from hf_memory.mixers.rwkv7 import Rwkv7Mixer
 from hf_memory.modeling.base import MemoryDecoderLayer, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
-RANKS = {  # of low-rank projections, where none is given: factor of the root of hidden_size, rounded to multiples of 32
+RANKS = {  # default ranks: this factor times the square root of hidden_size, rounded to a multiple of 32
     "decay_low_rank_dim": 2.5,
     "a_low_rank_dim": 2.5,
     "v_low_rank_dim": 1.7,

@@ -18,7 +18,7 @@ class HeadScore(NamedTuple):
     """How much a key-value head retrieves what followed a token when the token was read before."""
 
     layer: int
-    head: int  # of keys and values
+    head: int  # number of the key-value head
     score: float  # part of the attention, 0 to 1
 
 

@@ -22,7 +22,7 @@ NAMES = {
     "model.norm.{rest}": "model.norm.{rest}",
     "lm_head.{rest}": "lm_head.{rest}",
 }
-NEW_WEIGHTS = re.compile(  # where a student may have weights that no teacher has
+NEW_WEIGHTS = re.compile(  # names of weights that a teacher does not have
     r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values|embed_positions)\."
 )
 

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     residual: bool = False
     bias: bool = False
     forget_to: str = "initial"  # what weights decay to: "initial", "anchor" or "zero"
-    max_grad_norm: float | None = None  # of a token's gradient
+    max_grad_norm: float | None = None  # largest norm of a token's gradient
     loss: str = "squared"  # "squared", "cubed" or "huber"
     retention: str = "all"  # function R of the stored weights: "all", "norm" or "softmax"
 

@@ -92,7 +92,7 @@ def dq_kernel(
             dq_c *= enter
         if DECAY == 2:
             k32 = tl.cast(k_c, tl.float32)
-            sums = tl.zeros_like(k32)  # of gates between the rows and a column
+            sums = tl.zeros_like(k32)  # sums of gates between the rows and a column
             for step in range(C):
                 j = C - 1 - step
                 here = rows == j

@@ -174,7 +174,7 @@ def scores(
     if DECAY == 2:
         A = tl.zeros([C, C], tl.float32)
         x32, y32 = tl.cast(x, tl.float32), tl.cast(y, tl.float32)
-        sums = tl.zeros_like(x32)  # of gates between the rows and a column
+        sums = tl.zeros_like(x32)  # sums of gates between the rows and a column
         for step in range(C):
             j = step if OF_KEYS else C - 1 - step
             here = rows == j
