@@ -10,6 +10,7 @@ import sys
 import ablation
 import context
 import cost
+import early_exit
 import facts
 import forgetting
 import groups
@@ -45,6 +46,7 @@ CLAIMS = {
         positions,
         pasts,
         ablation,
+        early_exit,
     )
 }
 
