@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
@@ -64,9 +65,10 @@ class AtlasMixer(NeuralMemoryMixer):
         """Arguments of the op: gamma is the rate of gradients, lr that of Muon's steps."""
         gamma = wide(self.token_proj(hidden_states)).sigmoid()
         return {
-            **super().learning(hidden_states, context),
             "lr": gamma,
+            "momentum": F.logsigmoid(wide(self.momentum_proj(hidden_states))),
             "muon_lr": self.inner_rate(hidden_states),
+            "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states))),
             "forget_to": "zero",
         }
 

@@ -38,8 +38,7 @@ class LevelsMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.has_levels = config.levels == "log"
-        if self.has_levels:
+        if config.levels == "log":
             self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
 
     @classmethod
@@ -71,7 +70,7 @@ class LevelsMixer(MemoryMixer):
             "backend": self.config.mixer_backend,
         }
         memory = context.states.get("memory")
-        if self.has_levels:
+        if self.config.levels == "log":
             past = None if memory is None else LogLinearState(memory, context.states["num_tokens"])
             (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
             weights = self.level_weights(hidden_states)[..., : levels + 1]

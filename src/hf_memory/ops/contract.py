@@ -90,6 +90,12 @@ def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) 
     return check_tensor(name, g, scalar_shape, like=like)
 
 
+def check_chunk_size(chunk_size: int) -> None:
+    """Check that a memory can learn in chunks of so many tokens."""
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+
+
 def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> int:
     """Check shape and dtype and return N; values are not checked, since that would wait for the device."""
     if B != 1:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_memory.ops.contract import (
     Backend,
     Dims,
+    check_chunk_size,
     check_gate,
     check_inputs,
     check_tensor,
@@ -76,8 +77,7 @@ def large_chunk_memory(
     check_gate("lr", lr, dims, like=q, vector=False)
     check_gate("momentum", momentum, dims, like=q, vector=False)
     _check_weights(weights, dims, q)
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    check_chunk_size(chunk_size)
     state = _state(initial_state, weights, dims, q)
     chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
     fresh = initial_state is None

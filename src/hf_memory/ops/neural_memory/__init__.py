@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_memory.ops.contract import (
     Backend,
     Dims,
+    check_chunk_size,
     check_gate,
     check_inputs,
     check_tensor,
@@ -258,8 +259,7 @@ def _check_weights(weights: tuple[Tensor, ...], dims: Dims, q: Tensor) -> bool:
 
 
 def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm) -> None:
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    check_chunk_size(chunk_size)
     if residual and dims.K != dims.V:
         raise ValueError(f"residual must be False unless K equals V, got True with K={dims.K} and V={dims.V}")
     if norm is not None:
