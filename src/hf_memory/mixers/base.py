@@ -39,6 +39,12 @@ class Context(NamedTuple):
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
         return not self.states and self.attention_mask is None and self.cu_seqlens is None
 
+    def grown(self, new: States) -> States:
+        """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...]."""
+        if not self.states:
+            return new
+        return {name: torch.cat([self.states[name].to(x.dtype), x], 1) for name, x in new.items()}
+
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `count` [B]: tokens read including these."""
         (B, T), mask = x.shape[:2], self.attention_mask

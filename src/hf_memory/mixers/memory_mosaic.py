@@ -66,8 +66,7 @@ class MemoryMosaicMixer(MemoryMixer):
         tokens, states["count"] = context.places(x)
         position = tokens.position.expand(len(x), -1)
         new = {"keys": key, "values": self.value_average(value, self._heads(v)), "positions": position.int()}
-        if context.states:
-            new = {name: torch.cat([context.states[name].to(y.dtype), y], 1) for name, y in new.items()}
+        new = context.grown(new)
         past = Columns(Tokens(new["positions"], tokens.sequence), new["keys"], new["values"], completed)
         o = full_attention(k, tokens, past, scaling=1.0, softcap=None)
         o = o * (position > 0)[..., None, None]

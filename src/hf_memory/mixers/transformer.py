@@ -90,9 +90,7 @@ def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Token
     """Positions of the new tokens, and the states `count`, `keys`, `values`, `positions` and `more` of all tokens."""
     tokens, count = context.places(k)
     new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int(), **more}
-    if context.states:
-        new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
-    return tokens, {"count": count, **new}
+    return tokens, {"count": count, **context.grown(new)}
 
 
 class LocalMixer(TransformerMixer):

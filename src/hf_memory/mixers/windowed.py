@@ -196,9 +196,7 @@ def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
 
 def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
     """The past of heads that keep everything."""
-    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()}
-    if context.states:
-        new = {name: torch.cat([context.states[name].to(x.dtype), x], 1) for name, x in new.items()}
+    new = context.grown({"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()})
     keys, values, position = new.values()
     return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, new, keys, values)
 
