@@ -64,6 +64,7 @@ def test_other_seeds_have_the_rate_that_was_best(module):
         ("positions", {"position": "alibi", "seed": 0, "steps": 1}),
         ("pasts", {"model": "window of 32", "seed": 0, "steps": 1}),
         ("mosaics", {"model": "Memory Mosaic, one layer", "lr": 0.01, "seed": 0, "most": 1}),
+        ("copying", {"model": "DeltaNet", "seed": 0, "steps": 1}),
         ("reach", {"word": "bigbird", "layers": 1, "seed": 0}),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 
 import ablation
 import context
+import copying
 import cost
 import early_exit
 import facts
@@ -37,6 +38,7 @@ CLAIMS = {
         parity,
         groups,
         recall,
+        copying,
         mosaics,
         levels,
         context,
