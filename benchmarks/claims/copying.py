@@ -1,22 +1,23 @@
-"""How long a string each memory copies after a gap.
+"""How long a string each memory can copy after a gap.
 
-**Claim.** (Jelassi et al., https://arxiv.org/abs/2402.01032.) A Transformer copies strings of any length; a model whose
-state has a fixed size copies as much as that holds, however it is trained.
+**Claim.** (Jelassi et al., https://arxiv.org/abs/2402.01032.) A Transformer copies strings of any length. A model whose
+state has a fixed size copies only as much as that state holds, however it is trained.
 
-**Setting.** N different tokens of 256, a gap of 32 fillers, then the first token again, from where the string is to be
-copied. Models and sizes are those of [associative recall](#associative-recall): one layer with one head of 32 channels,
-whose state is 32 x 32 numbers, behind a convolution over two tokens. 200 steps of 2,048 tokens, strings of 4 to 16
-tokens without a gap in the first two fifths and then of 8 to 64; learning rate 0.01. Three seeds for softmax attention,
-linear attention and DeltaNet, one for the others. Trained models copy 8 to 96 tokens, and read the right token before
-each.
+**Setting.** A text has N different tokens out of 256, a gap of 32 filler tokens, and then the first token again, from
+which on the string is to be copied. Models and sizes are those of [associative recall](#associative-recall): one layer
+with one head of 32 channels, whose state has 32 x 32 numbers, behind a convolution over two tokens. Training takes 200
+steps of 2,048 tokens with learning rate 0.01; strings have 4 to 16 tokens and no gap in the first two fifths of the
+steps, and 8 to 64 tokens afterwards. There are three seeds for softmax attention, linear attention and DeltaNet, and
+one for the others. Trained models copy strings of 8 to 96 tokens, where the model reads the correct token before each
+one that it predicts.
 
-**Expected.** Softmax attention and DeltaFormer copy 96 tokens with an accuracy above 0.95; no other model does, since
-it has fewer channels.
+**Expected.** Softmax attention and DeltaFormer copy 96 tokens with an accuracy above 0.95. No other model does, since
+it has fewer channels than that.
 
-**Where it falls short.** Memories with decay, and Titans, have not begun to copy within 200 steps (with associative
-recall they have 500 to 800 of twice as many tokens), so this says nothing about what their states hold. DeltaNet
-copies most of 8 tokens and little of 96, as claimed, and linear attention so far as it learns, which depends on the
-seed; both are still learning.
+**How the results differ.** Memories with decay, and Titans, have not begun to copy within 200 steps (for associative
+recall they have 500 to 800 steps of twice as many tokens), so this says nothing about what their states hold. DeltaNet
+copies most of 8 tokens and little of 96, as claimed. So does linear attention as far as it learns to copy, which
+depends on the seed. Both are still learning when training ends.
 """
 
 from functools import partial
@@ -101,7 +102,7 @@ def table(rows: Rows) -> Rows:
         {
             "model": model,
             **{f"{n} tokens": f"{x:.2f}" for n, x in zip(ASKED, by_length(runs))},
-            f"longest with {COPIED}": longest(runs),
+            f"longest string with accuracy {COPIED}": longest(runs),
             "seeds": len(runs),
         }
         for model, runs in runs_of(rows).items()

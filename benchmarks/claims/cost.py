@@ -1,17 +1,17 @@
-"""What a context costs, by its length.
+"""How the time and memory that a model needs depend on the length of its context.
 
-**Claim.** Reading T tokens takes softmax attention time in T^2 and DeltaFormer too; a recurrent memory takes time in T,
-and what it keeps, and the time of a further token, do not depend on T (Katharopoulos et al.,
-https://arxiv.org/abs/2006.16236; every family's paper says so of its own). Log-linear attention takes time in T log T
-and keeps a state for each power of two below T (https://arxiv.org/abs/2506.04761).
+**Claim.** Softmax attention and DeltaFormer take time in T^2 to read T tokens. A recurrent memory takes time in T; the
+size of its state and the time for a further token do not depend on T (Katharopoulos et al.,
+https://arxiv.org/abs/2006.16236; the paper of every family says so of its own model). Log-linear attention takes time
+in T log T and keeps a state for each power of two below T (https://arxiv.org/abs/2506.04761).
 
-**Setting.** One layer of width 64 with one head; one sequence of 2,048 to 16,384 tokens, the best of three of CPU time
-for reading it and for writing its last 16 tokens one by one, and bytes of the cache. The exponent is the slope of the
-logarithms from 4,096 tokens on.
+**Setting.** Models of one layer of width 64 with one head process one sequence of 2,048 to 16,384 tokens. Measured are
+the CPU time for reading it and for writing its last 16 tokens one by one, each the best of three runs, and the bytes of
+the cache. An exponent is the slope of the logarithm of a figure over the logarithm of the length, from 4,096 tokens on.
 
-**Expected.** Exponents of time: 1 for memories, towards 2 for attention and DeltaFormer (projections and the
-feed-forward layer are linear); of bytes: 0 and 1. The slope of T log T is about 1.1 at these lengths, that of log T
-about 0.1.
+**Expected.** Exponents of time are 1 for memories and approach 2 for attention and DeltaFormer, whose projections and
+feed-forward layers are linear in T. Exponents of bytes are 0 for memories and 1 for attention and DeltaFormer. At these
+lengths, T log T has a slope of about 1.1, and log T has one of about 0.1.
 """
 
 import math
@@ -69,11 +69,11 @@ def table(rows: Rows) -> Rows:
     return [
         {
             "model": model,
-            "exponent of reading": f"{exponent(rows, model, 'read'):.2f}",
-            "of a further token": f"{exponent(rows, model, 'write'):.2f}",
-            "of bytes": f"{exponent(rows, model, 'bytes'):.2f}",
-            f"seconds to read {LENGTHS[-1]}": f"{row['read']:.2f}",
-            "ms a further token": f"{1000 * row['write']:.2f}",
+            "exponent of reading time": f"{exponent(rows, model, 'read'):.2f}",
+            "exponent of time per further token": f"{exponent(rows, model, 'write'):.2f}",
+            "exponent of cache bytes": f"{exponent(rows, model, 'bytes'):.2f}",
+            f"seconds to read {LENGTHS[-1]:,} tokens": f"{row['read']:.2f}",
+            "ms per further token": f"{1000 * row['write']:.2f}",
             "kB of cache": round(row["bytes"] / 1000),
         }
         for model, row in longest.items()
@@ -114,9 +114,9 @@ def verdict(rows: Rows) -> tuple[str, str]:
     reading, size = ({model: exponent(rows, model, key) for model in COMPARED} for key in ("read", "bytes"))
     reference = reading.pop(OTHER)
     fits = {m: 1.4 < x < 2.2 if m in GROWING else 0.75 < x < 1.25 for m, x in reading.items()}
-    off = [f"reading with {m}: {reading[m]:.2f}" for m, fit in fits.items() if not fit]
+    off = [f"the exponent of reading time is {reading[m]:.2f} for {m}" for m, fit in fits.items() if not fit]
     expected = {model: float(model in GROWING) for model in COMPARED} | {LOG_LINEAR: 0.1}
-    off += [f"bytes of {m}: {x:.2f}" for m, x in size.items() if abs(x - expected[m]) > 0.03]
+    off += [f"the exponent of bytes is {x:.2f} for {m}" for m, x in size.items() if abs(x - expected[m]) > 0.03]
     summary = (
         ", ".join(f"{m} {reading[m]:.2f}" for m in GROWING) + f", transformers' Mamba-2 in PyTorch {reference:.2f}"
     )
@@ -126,10 +126,10 @@ def verdict(rows: Rows) -> tuple[str, str]:
         if off
         else (
             "reproduced",
-            f"exponents of the time to read: {summary}, memories {min(memories):.2f} to {max(memories):.2f}; "
-            f"exponents of bytes: 1, 0 and {size[LOG_LINEAR]:.2f} with levels",
+            f"exponents of reading time: {summary}, memories {min(memories):.2f} to {max(memories):.2f}; "
+            f"exponents of bytes: 1 for attention and DeltaFormer, 0 for memories, {size[LOG_LINEAR]:.2f} with levels",
         )
     )
 
 
-CLAIM = Claim("cost", "Time and memory by length", __doc__, 4, plan, measure, table, draw, verdict)
+CLAIM = Claim("cost", "Time and memory by context length", __doc__, 4, plan, measure, table, draw, verdict)

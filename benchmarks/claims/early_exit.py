@@ -1,20 +1,21 @@
-"""How early tokens can leave a model, for three confidences, with a promise about what that costs.
+"""How early tokens can leave a model, for three kinds of confidence, with a guaranteed limit on changed predictions.
 
-**Claim.** (Schuster et al., https://arxiv.org/abs/2207.07061.) Tokens leave a model after the first layer where its
-prediction is sure. A threshold that is calibrated on other texts keeps a promise about how many predictions change,
-and up to three times fewer layers are computed; the softmax is the best confidence by quality, a classifier the best by
-speed.
+**Claim.** (Schuster et al., https://arxiv.org/abs/2207.07061.) Tokens leave a model after the first layer at which its
+prediction is confident. A threshold that is calibrated on other texts guarantees a limit on how many predictions
+change, and up to three times fewer layers are computed. The confidence with the best quality is the softmax, and the
+one with the best speed is a classifier.
 
-**Setting.** A Llama of 8 layers of width 64, trained for 200 steps of 8 passages of 128 bytes with the loss of its
-exits after 2, 4 and 6 layers. Of four thresholds each, the lowest is calibrated on 100 passages of 12 bytes with which
-at most 0.25 of the predictions change, with a probability of 0.95; 60 others are then read with it. Half of a passage
-is a prompt, and the rest is read byte by byte. Three seeds.
+**Setting.** A Llama model of 8 layers of width 64 is trained for 200 steps of 8 passages of 128 bytes, with a loss that
+includes its exits after 2, 4 and 6 layers. Each kind of confidence has four thresholds. On 100 passages of 12 bytes,
+calibration chooses the lowest one with which at most 0.25 of the predictions change, with a probability of 0.95. Then
+60 other passages are read with it. Half of a passage is a prompt, and the rest is read byte by byte. There are three
+seeds.
 
-**Expected.** At most 0.25 of the predictions change, with each confidence and seed; with the best of them a byte takes
-8 / 3 layers or fewer.
+**Expected.** At most 0.25 of the predictions change, with each confidence and each seed. With the best confidence, a
+byte takes 8 / 3 layers or fewer.
 
-**What it does not show.** How long a byte takes: for so small a model, Python's time for a layer and for a confidence
-are alike; `benchmarks/early_exit.py` has the time of larger ones.
+**What this does not show.** It does not show how long a byte takes: in so small a model, Python takes about as long for
+a layer as for a confidence. The time of larger models is measured by `benchmarks/early_exit.py`.
 """
 
 from statistics import mean
@@ -104,9 +105,9 @@ def table(rows: Rows) -> Rows:
         {
             "confidence": name,
             "thresholds": ", ".join(f"{x:g}" for x in figures(rows, name, "threshold")),
-            f"layers of {LAYERS}": spread([row[name] for row in rows], "layers"),
-            f"changed, at most {TOLERANCE}": spread([row[name] for row in rows], "changed"),
-            "nats a byte more": f"{mean(figures(rows, name, 'nats')):+.3f}",
+            f"mean layers of {LAYERS}": spread([row[name] for row in rows], "layers"),
+            f"changed predictions (limit {TOLERANCE})": spread([row[name] for row in rows], "changed"),
+            "increase of the loss, nats per byte": f"{mean(figures(rows, name, 'nats')):+.3f}",
         }
         for name in THRESHOLDS
     ]
@@ -120,7 +121,7 @@ def draw(rows: Rows, figure) -> None:
         found = (figures(rows, name, key) for key in ("layers", "changed"))
         axes.plot(*found, marker, color=color, label=name)
     axes.axhline(TOLERANCE, color="gray", linestyle=":")
-    axes.set(xlabel=f"layers of {LAYERS}", ylabel="predictions that change; dotted: the promise")
+    axes.set(xlabel=f"mean layers of {LAYERS}", ylabel="changed predictions; dotted: the limit")
     axes.set(xlim=(0, LAYERS + 0.2), ylim=(0, None))
     axes.legend()
 
@@ -129,8 +130,8 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """The promise, then what it saves."""
     layers = {name: mean(figures(rows, name, "layers")) for name in THRESHOLDS}
     changed = max(max(figures(rows, name, "changed")) for name in THRESHOLDS)
-    said = f"layers of {LAYERS}: " + ", ".join(f"{name} {x:.1f}" for name, x in layers.items())
-    said += f"; at most {changed:.2f} of the predictions change, {TOLERANCE} are promised"
+    said = f"mean layers of {LAYERS}: " + ", ".join(f"{name} {x:.1f}" for name, x in layers.items())
+    said += f"; at most {changed:.2f} of the predictions change, and the guaranteed limit is {TOLERANCE}"
     if changed > TOLERANCE:
         return "not reproduced", said
     return ("reproduced" if min(layers.values()) <= LAYERS / 3 else "differently"), said

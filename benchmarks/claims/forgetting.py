@@ -1,17 +1,20 @@
-"""How long memories remember what they have read, by their gates as they start, without training.
+"""Without training: how long gated memories remember what they have read, given the initial values of their gates.
 
-**Claim.** A plain memory never forgets; a gate gives it a horizon. Retention's head h keeps 1 - 2^(-5 - h) a token, so
-its half lives are 22, 44, 88 ... tokens (Sun et al., https://arxiv.org/abs/2307.08621). The sigmoid gates of GLA and
-gated retention have a temperature of 16, which at their start makes 16 tokens (https://arxiv.org/abs/2312.06635). The
-gates of Mamba-2, Gated DeltaNet and KDA, -A softplus(W x + b) with A in (1, 16) and steps in (0.001, 0.1), spread from
-one token to 693 (https://arxiv.org/abs/2405.21060).
+**Claim.** A memory without a gate never forgets; a gate limits how long it remembers. Head h of retention keeps a
+fraction 1 - 2^(-5 - h) of its memory at each token, so its half lives are 22, 44, 88 ... tokens (Sun et al.,
+https://arxiv.org/abs/2307.08621). The sigmoid gates of GLA and gated retention have a temperature of 16, which gives
+them a half life of 16 tokens at initialization (https://arxiv.org/abs/2312.06635). The logarithmic gates of Mamba-2,
+Gated DeltaNet and KDA are -A softplus(W x + b), with A in (1, 16) and initial steps in (0.001, 0.1), so their half
+lives range from one token to 693 (https://arxiv.org/abs/2405.21060).
 
-**Setting.** Models of 8 heads at their start read random tokens; their own gates then run the op over one pair and
-2,048 empty tokens. A half life is how long the pair's answer is above half of what was written; three seeds. Then, with
-one half life a memory of key size 64 reads 256 random pairs: how often is a value recalled, by its age in pairs?
+**Setting.** Models of eight heads with their initial weights read random tokens. The gates that they compute are then
+applied to one key-value pair followed by 2,048 empty tokens. The half life is the number of tokens during which the
+answer to the key of this pair stays above half of what was written; three seeds. In a second part, a memory with 64 key
+channels and one given half life reads 256 random pairs. Recall is measured by the age of a pair, that is, by how many
+pairs were read since.
 
-**Expected.** The half lives above; recall of pairs within some half lives alone, and there better than without a gate,
-since what is forgotten does not interfere.
+**Expected.** The half lives above. With a gate, a memory recalls only pairs that are not older than a few half lives,
+and it recalls these better than without a gate, since forgotten pairs no longer interfere.
 """
 
 from statistics import mean, median
@@ -80,7 +83,12 @@ def gate_rows(rows: Rows) -> dict[str, list[int]]:
 def table(rows: Rows) -> Rows:
     """Half lives, then recall by age."""
     return [
-        {"": gate, "shortest": min(lives), "median": round(median(lives)), "longest": at_most(max(lives))}
+        {
+            "gate": gate,
+            "shortest half life, tokens": min(lives),
+            "median half life": round(median(lives)),
+            "longest half life": at_most(max(lives)),
+        }
         for gate, lives in gate_rows(rows).items()
     ]
 
@@ -102,7 +110,9 @@ def draw(rows: Rows, figure) -> None:
     lives, *axes = figure.subplots(1, 3)
     for gate, found in gate_rows(rows).items():
         lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker="")
-    lives.set(xscale="log", xlabel="half life of a gate at its start, tokens", ylabel="heads and channels below")
+    lives.set(
+        xscale="log", xlabel="half life of a gate at its start, tokens", ylabel="fraction of heads and channels below"
+    )
     for panel, (rule, title) in zip(axes, {"additive": "additive memory", "delta": "delta rule"}.items()):
         for half_life in HALF_LIVES:
             ages = [PAIRS // 16 * (2 * i + 1) for i in range(8)]
@@ -124,13 +134,14 @@ def verdict(rows: Rows) -> tuple[str, str]:
     wide = {gate: max(lives[gate]) / min(lives[gate]) for gate in GATES[3:]}
     off += [f"{gate}: the longest half life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
     plain, (newest, *_, oldest) = recall(rows, "additive", None)[0], recall(rows, "additive", 64)
-    summary = (
-        f"recall of the newest 32 and the oldest 32 of 256 pairs: {newest:.2f} and {oldest:.2f} with a half life of 64"
-    )
+    summary = f"with a half life of 64, recall of 256 pairs is {newest:.2f} for the newest 32"
+    summary += f" and {oldest:.2f} for the oldest 32"
     if not oldest < 0.2 < plain < newest:
         off.append(summary)
     return (
-        ("differently", "; ".join(off)) if off else ("reproduced", f"{summary}, about {plain:.2f} of all without decay")
+        ("differently", "; ".join(off))
+        if off
+        else ("reproduced", f"{summary}; without decay it is about {plain:.2f} for all")
     )
 
 

@@ -1,22 +1,24 @@
-"""A memory for each of log T blocks of the past, against one for all of it.
+"""A separate memory for each of log T blocks of the past, compared with one memory for the whole past.
 
-**Claim.** (Guo et al., https://arxiv.org/abs/2506.04761.) Log-linear attention recalls more than its base, as its state
-grows with the logarithm of the length: the paper's Mamba-2 and Gated DeltaNet, on associative recall.
+**Claim.** (Guo et al., https://arxiv.org/abs/2506.04761.) Log-linear attention recalls more than the memory on which it
+is based, since its state grows with the logarithm of the length. The paper shows this for Mamba-2 and Gated DeltaNet on
+associative recall.
 
-**Setting.** As [associative recall](#associative-recall), smaller: one layer of width 64 with one head of 16 channels,
-vocabulary 128, a convolution over two tokens before it. Every step has 2,048 tokens of one kind of rows, (tokens,
-pairs) = (32, 4) or (64, 8) in the first two fifths, then also (128, 16) and (128, 32). 400 steps, learning rate 0.01;
-three seeds. Trained models are asked for 4 to 48 pairs in 128 tokens, so for up to three
-times as many as a key has channels.
+**Setting.** As in [associative recall](#associative-recall), but smaller: one layer of width 64 with one head of 16
+channels, a vocabulary of 128, and a convolution over two tokens in front of the layer. Every step has 2,048 tokens in
+rows of one kind: (tokens, pairs) = (32, 4) or (64, 8) in the first two fifths of the steps, then also (128, 16) and
+(128, 32). There are 400 steps, the learning rate is 0.01, and there are three seeds. Trained models are asked for 4 to
+48 pairs in 128 tokens, so for up to three times as many pairs as a key has channels.
 
-**Expected.** With levels, more is recalled at every number of pairs from 16 on.
+**Expected.** With levels, accuracy is higher at every number of pairs from 16 on.
 
-**How it can help.** Pairs that came first are one block of 64 tokens by the time most of them are asked for, so a level
-holds no fewer of them than the base does; what levels can do here is to leave out what was read since.
+**How levels could help.** When most of the pairs are asked for, those that came first are in one block of 64 tokens, so
+one level holds as many of them as the memory without levels does. The benefit of levels here can only be that they
+separate these pairs from what was read since.
 
-**Where it falls short.** Within these steps at this rate Mamba-2 learns to recall with some seeds and not with others,
-with levels and without. With the weights of levels fixed at one it is the same function as without, and so are its
-gradients. No other rate was tried.
+**How the results differ.** Within these steps and at this learning rate, Mamba-2 learns to recall with some seeds and
+not with others, both with levels and without. If the weights of all levels are fixed at one, the model computes the
+same function as without levels, with the same gradients. No other learning rate was tried.
 """
 
 from functools import partial
@@ -79,13 +81,21 @@ def verdict(rows: Rows) -> tuple[str, str]:
     """Which base gains by levels."""
     found = {model: by_pairs(runs, ASKED) for model, runs in best_runs(rows).items()}
     gains = {base: {n: found[base + WITH][n] - found[base][n] for n in ASKED if n >= 16} for base in BASES}
-    figures = "gain by levels: " + "; ".join(
-        f"{base} " + ", ".join(f"{x:+.2f} of {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
+    figures = "change in accuracy by levels: " + "; ".join(
+        f"{base} " + ", ".join(f"{x:+.2f} with {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
     )
     better = [min(gain.values()) > 0 for gain in gains.values()]
     return ("reproduced" if all(better) else "differently" if any(better) else "not reproduced"), figures
 
 
 CLAIM = Claim(
-    "levels", "Levels", __doc__, 4, plan, measure, partial(table, asked=ASKED, decisive=DECISIVE), draw, verdict
+    "levels",
+    "Log-linear attention",
+    __doc__,
+    4,
+    plan,
+    measure,
+    partial(table, asked=ASKED, decisive=DECISIVE),
+    draw,
+    verdict,
 )

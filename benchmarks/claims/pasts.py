@@ -1,29 +1,32 @@
-"""What is remembered by the bytes that a cache has, for each kind of past.
+"""How much a model remembers with each kind of past, by the bytes of its cache.
 
-**Claim.** Of a long text with a window, more is known if segments see the one before (Dai et al.,
-https://arxiv.org/abs/1901.02860), more yet at equal memory if what is older is compressed (Rae et al.,
-https://arxiv.org/abs/1911.05507), if a store of it is searched (Wu et al., https://arxiv.org/abs/2203.08913), or a
-datastore of hidden states beside a model that has a short window (Khandelwal et al., https://arxiv.org/abs/1911.00172).
-First tokens beside a window keep a model stable, and remember nothing more (Xiao et al.,
-https://arxiv.org/abs/2309.17453).
+**Claim.** A model with a window knows more of a long text if its segments see the segment before (Dai et al.,
+https://arxiv.org/abs/1901.02860). At equal memory it knows still more if older tokens are compressed (Rae et al.,
+https://arxiv.org/abs/1911.05507), if a store of them is searched (Wu et al., https://arxiv.org/abs/2203.08913), or if a
+datastore of hidden states is searched beside a model with a short window (Khandelwal et al.,
+https://arxiv.org/abs/1911.00172). The first tokens of the text, kept beside a window, keep a model stable but let it
+remember nothing more (Xiao et al., https://arxiv.org/abs/2309.17453).
 
-**Setting.** 16 passages of 8 random tokens of 256, none of which comes twice; then the same passages in another order,
-whose tokens but the first are asked: ln 256 = 5.5 nats for who knows nothing. One layer of attention of width 64
-without positions, behind the convolution of [associative recall](#associative-recall). 200 steps of 2,048 tokens, of
-one to four passages in the first two fifths and then of up to 16; learning rate 0.01, three seeds. Segments have 32
-tokens; a slot stands for four tokens, whose mean it is. Memorizing reads the best eight. kNN-LM has the model whose
-window is 32 tokens, and a datastore that it made of the first half, of what its attention reads at each token (eight
-neighbours; weight and temperature tuned on another text). Bytes are those of the layer's cache, and of the datastore's
-keys in 16 bits and tokens.
+**Setting.** A text has 16 passages of eight random tokens out of 256, none of which occurs twice; then the same
+passages follow in another order, and all tokens of a passage except its first must be predicted. A uniform guess costs
+ln 256 = 5.5 nats. Models have one layer of attention of width 64 without positions, behind the convolution of
+[associative recall](#associative-recall). They are trained for 200 steps of 2,048 tokens, in texts of one to four
+passages in the first two fifths of the steps and then of up to 16, with learning rate 0.01 and three seeds. Segments
+have 32 tokens, and a compressed slot is the mean of four tokens. The memorizing model reads the best eight entries of
+its store. kNN-LM uses the model whose window is 32 tokens, and a datastore of the first half of a text, whose keys are
+the inputs of the attention at each token (eight neighbours; weight and temperature are tuned on another text). The
+bytes are those of the layer's cache and, for kNN-LM, also those of the datastore, that is, its keys in 16 bits and its
+tokens.
 
-**Expected.** Loss falls as a window grows. At equal memory (that of a window of 128 tokens) compression knows more than
-the window and than segments, which know more than one segment alone does; the store and the datastore that hold all
-know nearly all, with the datastore in fewer bytes than a window of the same reach.
+**Expected.** The loss falls as a window grows. At equal memory (that of a window of 128 tokens), compression has a
+lower loss than the window and than segments, and segments that see earlier ones have a lower loss than one segment
+alone. The store and the datastore that hold everything recall nearly everything, and the datastore takes fewer bytes
+than a window that reaches as far.
 
-**Where it falls short.** Compressed slots are worth nothing here. Random tokens are the text that can be compressed
-least, the mean of four keys answers to each a quarter as well, and there are fewer tokens left that are whole. A window
-knows more than segments of equal memory, since these see all of it only where a segment ends. Who does not see what is
-asked guesses among what it sees, which costs more than ln 256.
+**How the results differ.** Compressed slots do not help here. Random tokens are the text that can be compressed least:
+the mean of four keys matches each of them only a quarter as well, and fewer tokens remain uncompressed. A window has a
+lower loss than segments of equal memory, since a token sees all of that memory only at the end of a segment. A model
+that does not see the answer guesses among the tokens that it sees, which costs more than ln 256.
 """
 
 from functools import partial
@@ -150,7 +153,7 @@ def table(rows: Rows) -> Rows:
         {
             "past": model,
             "kB of cache": f"{size / 1000:.0f}",
-            "nats": spread([{"nats": x} for x in seeds], "nats"),
+            "loss, nats per token": spread([{"nats": x} for x in seeds], "nats"),
             "seeds": len(seeds),
         }
         for model, (size, seeds) in sorted(found_by(rows).items(), key=lambda item: item[1][0])
@@ -167,7 +170,7 @@ def draw(rows: Rows, figure) -> None:
         axes.plot([size] * len(seeds), seeds, "os^v<>D"[i], color=COLORS[i], label=model)
     sizes = [size for size, _ in windows]
     plain_ticks(axes, sizes, [f"{x / 1000:.0f}" for x in sizes])
-    axes.set(xlabel="kB of cache, and of datastore", ylabel="nats a token", ylim=(0, None))
+    axes.set(xlabel="kB of cache, and of datastore", ylabel="nats per token", ylim=(0, None))
     figure.legend(loc="outside right center")
 
 
@@ -184,10 +187,10 @@ def verdict(rows: Rows) -> tuple[str, str]:
         many < few,
         loss[DATASTORE] < equal and found[DATASTORE][0] < found["window of 256"][0],
     ]
-    said = "nats a token, by kB: " + ", ".join(
-        f"{model} {loss[model]:.2f} ({size / 1000:.0f})" for model, (size, _) in found.items()
+    said = "loss in nats per token (and kB of cache): " + "; ".join(
+        f"{model}: {loss[model]:.2f} ({size / 1000:.0f})" for model, (size, _) in found.items()
     )
     return ("reproduced" if all(holds) else "differently" if any(holds[1:]) else "not reproduced"), said
 
 
-CLAIM = Claim("pasts", "Kinds of past by their bytes", __doc__, 6, plan, measure, table, draw, verdict)
+CLAIM = Claim("pasts", "Kinds of past by cache size", __doc__, 6, plan, measure, table, draw, verdict)

@@ -1,24 +1,25 @@
-"""Trained at 256 bytes, read at 2,048, with each kind of positions.
+"""Models with each kind of position encoding, trained on texts of 256 bytes, read texts of 2,048 bytes.
 
-**Claim.** ALiBi reads on beyond the length at which it was trained, sinusoidal and rotary positions do not, and T5's
-relative ones are between (Press et al., https://arxiv.org/abs/2108.12409); learned positions were never seen there;
-clipped and relative distances go on (Shaw et al., https://arxiv.org/abs/1803.02155; Dai et al.,
-https://arxiv.org/abs/1901.02860), and so does attention that scales its scores by distance (Wu et al.,
-https://arxiv.org/abs/2010.06925); no positions are better than rotary ones (Kazemnejad et al.,
-https://arxiv.org/abs/2305.19466).
+**Claim.** ALiBi works beyond the length at which it was trained, sinusoidal and rotary positions do not, and T5's
+relative positions are between them (Press et al., https://arxiv.org/abs/2108.12409). Learned positions beyond that
+length were never trained. Clipped and relative distances keep working there (Shaw et al.,
+https://arxiv.org/abs/1803.02155; Dai et al., https://arxiv.org/abs/1901.02860), and so does attention that scales its
+scores by distance (Wu et al., https://arxiv.org/abs/2010.06925). Attention without positions works better there than
+with rotary positions (Kazemnejad et al., https://arxiv.org/abs/2305.19466).
 
-**Setting.** A `MemoryTransformer` of two layers of width 64 with full attention, trained and asked as in [Beyond the
-trained length](#beyond-the-trained-length), up to 2,048 bytes: what a byte costs more than the same byte near a start.
-Three seeds. Where positions are added to embeddings, both start with a standard deviation of one, which sinusoids have
-nearly; with 0.02, as elsewhere, sinusoids drowned the bytes (3.15 nats a byte near a start), and learned positions were
-not used (2.74, and 2.67 without any).
+**Setting.** A `MemoryTransformer` of two layers of width 64 with full attention is trained and tested as in [Beyond the
+trained length](#beyond-the-trained-length), up to 2,048 bytes. The increase says by how much the loss of a byte is
+higher than that of the same byte near the start of a text, in nats per byte. There are three seeds. Where positions are
+added to embeddings, both are initialized with a standard deviation of one, which is nearly that of sinusoids. With
+0.02, as elsewhere, the sinusoids drowned out the bytes (3.15 nats per byte near the start), and learned positions were
+not used (2.74, against 2.67 without positions).
 
-**Expected.** From 1,024 to 2,048 bytes ALiBi costs less than 0.05 nats a byte more; rotary, sinusoidal and learned
-positions more than that, and more than any of the others.
+**Expected.** From 1,024 to 2,048 bytes, the loss rises by less than 0.05 nats per byte with ALiBi. It rises by more
+than that with rotary, sinusoidal and learned positions, and more than with any other encoding.
 
-**Where it falls short.** The order is the claim's, and only rotary positions cost as much as expected. With positions
-that are added to embeddings, a model that has learned for 200 steps predicts a byte near a start hardly better than
-without any, so it loses little where they fail.
+**How the results differ.** The order is that of the claim, but only with rotary positions does the loss rise as much as
+expected. A model with positions that are added to embeddings predicts bytes near the start hardly better, after 200
+steps, than a model without positions. So it loses little where its positions fail.
 """
 
 from functools import partial
@@ -66,13 +67,13 @@ def runs_of(rows: Rows) -> dict[str, Rows]:
 
 def table(rows: Rows) -> Rows:
     """Nats a byte that distance costs, by position; and of bytes near the start."""
-    columns = [f"{low} to {high}" for low, high in zip(EDGES, EDGES[1:])]
+    columns = [f"increase, {low:,} to {high:,}" for low, high in zip(EDGES, EDGES[1:])]
     return [
         {
             "option": f"`position={position}`",
-            "128 to 256, nats": f"{mean(row['nats'][1] for row in runs):.3f}",
+            "loss, 128 to 256": f"{mean(row['nats'][1] for row in runs):.3f}",
             **{c: f"{x:+.3f}" for c, x in list(zip(columns, means(runs)))[2:]},
-            "worst seed": f"{max(costs(row)[-1] for row in runs):+.3f}",
+            "worst seed, last column": f"{max(costs(row)[-1] for row in runs):+.3f}",
         }
         for position, runs in runs_of(rows).items()
     ]
@@ -87,14 +88,14 @@ def draw(rows: Rows, figure) -> None:
     axes.axvline(LENGTH, color="gray", linestyle=":")
     plain_ticks(axes, EDGES[1:])
     axes.set(xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length")
-    axes.set(ylabel="nats a byte more than near a start")
+    axes.set(ylabel="increase of the loss, nats per byte")
     figure.legend(loc="outside right center")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Who goes on beyond the trained length."""
     change = {position: means(runs)[-1] for position, runs in runs_of(rows).items()}
-    said = f"nats a byte lost from {EDGES[-2]:,} to {FAR:,} bytes: " + ", ".join(
+    said = f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: " + ", ".join(
         f"{position} {x:+.2f}" for position, x in sorted(change.items(), key=lambda item: item[1])
     )
     fails = min(change[position] for position in FAILING)
@@ -104,4 +105,6 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return ("differently" if change["alibi"] < 0.05 else "not reproduced"), said
 
 
-CLAIM = Claim("positions", "Positions beyond the trained length", __doc__, 5, plan, measure, table, draw, verdict)
+CLAIM = Claim(
+    "positions", "Position encodings beyond the trained length", __doc__, 5, plan, measure, table, draw, verdict
+)

@@ -1,27 +1,38 @@
-"""How far a token reaches in each pattern of attention, and in each kind of past, without training.
+"""Without training: how many tokens can influence the last one, for each attention pattern and each kind of past.
 
-**Claim.** A pattern sees few tokens in a layer, and more through several. With n layers and a size of w tokens: a
-window n (w - 1) + 1 (Beltagy et al., https://arxiv.org/abs/2004.05150; dilated by s also n (w - 1) s tokens back, and
-with first tokens these too); blocks with the one before (n + 1) w (Parmar et al., https://arxiv.org/abs/1802.05751;
-also heads that look one block back, https://arxiv.org/abs/1911.02972); heads that learn their span, as they start, a
-window as long as its ramp (Sukhbaatar et al., https://arxiv.org/abs/1905.07799); strided and fixed patterns some
-multiple of sqrt(T) in one layer and all T in two (Child et al., https://arxiv.org/abs/1904.10509); Linformer's
-summaries all (Wang et al., https://arxiv.org/abs/2006.04768); BigBird at most 3 + r blocks in one layer, with r random
-ones (Zaheer et al., https://arxiv.org/abs/2007.14062); buckets 1 - (1 - 1 / b)^h of all, in h hashes and heads (Kitaev
-et al., https://arxiv.org/abs/2001.04451; Roy et al., https://arxiv.org/abs/2003.05997). Transformer-XL carries n
-segments further (Dai et al., https://arxiv.org/abs/1901.02860), Compressive Transformers n times what their slots stand
-for (Rae et al., https://arxiv.org/abs/1911.05507), and a store all that it holds (Wu et al.,
-https://arxiv.org/abs/2203.08913).
+**Claim.** With an attention pattern, a token sees few tokens in one layer and more through several layers. For n
+layers, a size of w tokens and a context of T tokens, the papers say how many tokens are within reach:
 
-**Setting.** A `MemoryTransformer` with random weights in float64, two heads and one to three layers, reads 144 tokens;
-sizes are 12 = sqrt(144). Each token in turn is changed a little: does the output of the last one change? Three seeds
-where a pattern is random.
+- A sliding window reaches n (w - 1) + 1 tokens (Beltagy et al., https://arxiv.org/abs/2004.05150). If it is dilated by
+  s, the farthest of these is n (w - 1) s tokens back. If the first tokens of the text are visible to all, they are
+  within reach as well.
+- Blocks that also see the block before them reach (n + 1) w tokens (Parmar et al., https://arxiv.org/abs/1802.05751),
+  and so do blocks with heads that look one block back (https://arxiv.org/abs/1911.02972).
+- Heads that learn their span start as a window that is as long as the ramp of the span (Sukhbaatar et al.,
+  https://arxiv.org/abs/1905.07799).
+- Strided and fixed patterns reach a multiple of sqrt(T) tokens in one layer and all T in two (Child et al.,
+  https://arxiv.org/abs/1904.10509).
+- Linformer's summaries reach all tokens (Wang et al., https://arxiv.org/abs/2006.04768).
+- BigBird with r random blocks reaches at most 3 + r blocks in one layer (Zaheer et al.,
+  https://arxiv.org/abs/2007.14062).
+- With b buckets, a token sees a fraction 1 - (1 - 1 / b)^h of all tokens, where h counts the hashes of all heads, or
+  the heads where there are no hashes (Kitaev et al., https://arxiv.org/abs/2001.04451; Roy et al.,
+  https://arxiv.org/abs/2003.05997).
+- Transformer-XL reaches n segments further back (Dai et al., https://arxiv.org/abs/1901.02860), Compressive
+  Transformers n times as many tokens as their cached and compressed slots stand for (Rae et al.,
+  https://arxiv.org/abs/1911.05507), and a store reaches all tokens that it holds (Wu et al.,
+  https://arxiv.org/abs/2203.08913).
 
-**Expected.** Exactly the numbers above; about that of buckets in one layer, since random weights do not fill them
-evenly.
+**Setting.** A `MemoryTransformer` in float64 with random weights, two heads and one to three layers reads 144 tokens;
+windows, blocks and segments have 12 = sqrt(144) tokens. Each token in turn is changed a little. It is within reach if
+the output of the last token changes. Patterns that are random have three seeds.
 
-**What is different here.** These patterns are causal. So the first tokens, which all see, see nothing of what is after
-them, and carry nothing from token to token: BigBird reaches far by its random blocks alone, Longformer by its window.
+**Expected.** Exactly the numbers above. For buckets in one layer, approximately these numbers, since random weights do
+not fill buckets evenly.
+
+**What is different here.** These patterns are causal. The first tokens, which every token sees, therefore see nothing
+that comes after them, and they cannot carry information from one token to another. So BigBird reaches far only through
+its random blocks, and Longformer only through its window.
 """
 
 from statistics import mean
@@ -117,8 +128,8 @@ def table(rows: Rows) -> Rows:
     return [
         {
             "option": f"`{'past' if word in PASTS else 'pattern'}={word}`",
-            **{f"{n} layers" if n > 1 else "1 layer": cell(rows, word, n) for n in LAYERS},
-            "farthest in three layers": max(row["farthest"] for row in rows if row["word"] == word),
+            **{f"{n} layers (expected)" if n > 1 else "1 layer (expected)": cell(rows, word, n) for n in LAYERS},
+            "distance of the farthest, 3 layers": max(row["farthest"] for row in rows if row["word"] == word),
         }
         for word in (*EXACT, *DRAWN)
         if any(row["word"] == word for row in rows)
@@ -149,23 +160,24 @@ def draw(rows: Rows, figure) -> None:
 def verdict(rows: Rows) -> tuple[str, str]:
     """Exact where the papers are, and about right in the first layer of what is drawn."""
     off = [
-        f"{word} in {n} layers {found[0]} and not {EXACT[word](n)}"
+        f"{word} with {n} layers reaches {found[0]} instead of {EXACT[word](n)} tokens"
         for word in EXACT
         for n in LAYERS
         if (found := numbers(rows, word, n)) != [EXACT[word](n)]
     ]
     off += [
-        f"{word} in one layer {mean(found):.0f}, about {x:.0f} expected"
+        f"{word} with one layer reaches {mean(found):.0f} tokens, but about {x:.0f} were expected"
         for word, x in ABOUT.items()
         if not x / 2 < mean(found := numbers(rows, word, 1)) < 2 * x
     ]
     if max(numbers(rows, "bigbird", 1)) > (3 + RANDOM) * W:
-        off.append("bigbird sees more than its blocks")
+        off.append("bigbird reaches more than its blocks in one layer")
     words = ("sliding", "strided", "xl", "compressive", *DRAWN)
     by_layers = {word: " / ".join(f"{mean(numbers(rows, word, n)):.0f}" for n in LAYERS) for word in words}
-    figures = f"{len(EXACT) * len(LAYERS)} numbers are the papers'; of {T} tokens reach the last in 1 / 2 / 3 layers: "
+    figures = f"{len(EXACT) * len(LAYERS)} numbers equal those of the papers; "
+    figures += f"of {T} tokens, so many reach the last one with 1 / 2 / 3 layers: "
     figures += ", ".join(f"{word} {x}" for word, x in by_layers.items())
     return ("differently", "; ".join(off)) if off else ("reproduced", figures)
 
 
-CLAIM = Claim("reach", "Reach of patterns", __doc__, 1, plan, measure, table, draw, verdict)
+CLAIM = Claim("reach", "Reach of attention patterns", __doc__, 1, plan, measure, table, draw, verdict)
