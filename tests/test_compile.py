@@ -96,5 +96,5 @@ def test_a_model_of_titans_is_exported_for_any_length(case):
 
 def test_an_export_of_mac_for_any_length_says_that_it_has_no_gradients():
     model, length = make_model(CASE["titans-mac"], num_hidden_layers=1), {1: torch.export.Dim("length", min=2)}
-    with pytest.raises(ValueError, match=r"must be under torch.no_grad\(\), got gradients"):
+    with pytest.raises(ValueError, match=r"must run under torch.no_grad\(\), got gradients"):
         torch.export.export(model, (random_tokens(1, 9),), dynamic_shapes={"input_ids": length})

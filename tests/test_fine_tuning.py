@@ -176,7 +176,7 @@ def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"of one with another {next(iter(change))}"):
             save_logits(tmp_path, teacher, tokens(), SCHEDULE, **{"k": 4, **change})
     for wrong in ({"tokens": tokens().flip(0)}, {"seed": 1}):
-        with pytest.raises(ValueError, match=f"of another {next(iter(wrong))}"):
+        with pytest.raises(ValueError, match=f"with another {next(iter(wrong))}"):
             distill_from_logits(student_of(teacher), tmp_path, **{"tokens": tokens(), "schedule": SCHEDULE, **wrong})
     with pytest.raises(ValueError, match="k must be from 1 to the teacher's 64 tokens, got 65"):
         save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=65)
