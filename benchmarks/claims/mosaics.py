@@ -7,15 +7,16 @@ again. The keys of a Mosaic are averages of what was just read, and its values l
 **Setting.** A text has four passages of eight random tokens out of 64, none of which occurs twice; then the same
 passages follow in another order, and all tokens of a passage except its first must be predicted. Both kinds of model
 have width 64, two heads and 41 thousand weights per layer. Attention is a `MemoryTransformer` with rotary positions,
-and no model has a convolution. Training takes at most 400 steps of 2,048 tokens, in texts of one to four passages. The
-learning rate is the better of 0.01 and 0.003 for the first seed; three seeds.
+and no model has a convolution. Training takes at most 1,200 steps of 2,048 tokens, in texts of one to four passages.
+The learning rate is the better of 0.01 and 0.003 for the first seed; three seeds.
 
 **Expected.** Accuracy is above 0.95 for one layer of the Mosaic, and also for two layers of attention, but after more
 steps. One layer of attention cannot know what followed a token and reaches at most 0.52. At best it knows from
 positions that a token has the same place in its passage as before; then four, three, two and finally one passage remain
 to choose from.
 
-**How the results differ.** Two layers of attention still guess by position after 400 steps. More steps were not tried.
+**How the results differ.** Two layers of attention still guess by position after 1,200 steps, with each of the
+three seeds.
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ from learning import accuracy, in_turn, learn
 from pasts import texts
 from pictures import curve
 
-VOCABULARY, PASSAGES, RATES, SEEDS, STEPS, TOKENS, KNOWN, GUESSED = 64, 4, (1e-2, 3e-3), 3, 400, 2048, 0.95, 0.52
+VOCABULARY, PASSAGES, RATES, SEEDS, STEPS, TOKENS, KNOWN, GUESSED = 64, 4, (1e-2, 3e-3), 3, 1200, 2048, 0.95, 0.52
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": 2, "initializer_range": 64**-0.5}
 MOSAIC, ONE, TWO = "Memory Mosaic, one layer", "attention, one layer", "attention, two layers"
 LAYERS = {MOSAIC: 1, ONE: 1, TWO: 2}
@@ -105,4 +106,4 @@ def verdict(rows: Rows) -> tuple[str, str]:
     return ("reproduced" if max(known[ONE]) <= GUESSED and min(known[TWO]) > KNOWN and slower else "differently"), said
 
 
-CLAIM = Claim("mosaics", "Recall with one layer of a Memory Mosaic", __doc__, 3, plan, measure, table, draw, verdict)
+CLAIM = Claim("mosaics", "Recall with one layer of a Memory Mosaic", __doc__, 5, plan, measure, table, draw, verdict)
