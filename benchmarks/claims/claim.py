@@ -118,6 +118,12 @@ def best_runs(rows: Rows, **setting) -> dict[str, Rows]:
     return found
 
 
+def runs_by(rows: Rows, key: str, values: Iterable) -> dict[str, Rows]:
+    """All seeds for each of these values of a setting, where there are any."""
+    found = {value: [row for row in rows if row[key] == value] for value in values}
+    return {value: runs for value, runs in found.items() if runs}
+
+
 def spread(rows: Rows, key: str) -> str:
     """Mean over seeds, and the range where there are several: '0.98 (0.97 to 1.00)'."""
     values = [row[key] for row in rows]

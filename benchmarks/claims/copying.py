@@ -26,9 +26,9 @@ from statistics import mean
 
 import torch
 
-from claim import Claim, Rows
+from claim import Claim, Rows, runs_by
 from learning import IGNORED, accuracy, in_turn, learn, make
-from pictures import curve, plain_ticks
+from pictures import curves
 from recall import HALF_LIFE, KEY_SIZE, OPEN, SIZES, VOCABULARY, WithTheTokenBefore
 from recall import MODELS as OPTIONS
 
@@ -75,12 +75,6 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
     return found | {"asked": asked, "accuracy": asked[-1]}
 
 
-def runs_of(rows: Rows) -> dict[str, Rows]:
-    """By model, where there are any."""
-    found = {model: [row for row in rows if row["model"] == model] for model in MODELS}
-    return {model: runs for model, runs in found.items() if runs}
-
-
 def by_length(runs: Rows) -> list[float]:
     """Means over seeds."""
     return [mean(values) for values in zip(*(row["asked"] for row in runs))]
@@ -105,26 +99,21 @@ def table(rows: Rows) -> Rows:
             f"longest string with accuracy {COPIED}": longest(runs),
             "seeds": len(runs),
         }
-        for model, runs in runs_of(rows).items()
+        for model, runs in runs_by(rows, "model", MODELS).items()
     ]
 
 
 def draw(rows: Rows, figure) -> None:
     """Accuracy over the length."""
-    figure.set_size_inches(9, 4)
-    axes = figure.subplots()
-    for model, runs in runs_of(rows).items():
-        curve(axes, ASKED, [row["asked"] for row in runs], label=model, linestyle="-" if model in KEEPS else "--")
-    axes.axvline(KEY_SIZE, color="gray", linestyle=":")
-    plain_ticks(axes, ASKED)
-    axes.set(xlabel=f"tokens of the string; dotted: {KEY_SIZE}, the key size", ylabel="accuracy", ylim=(-0.02, 1.02))
-    figure.legend(loc="outside right center")
+    found = {model: [row["asked"] for row in runs] for model, runs in runs_by(rows, "model", MODELS).items()}
+    labels = {"xlabel": f"tokens of the string; dotted: {KEY_SIZE}, the key size", "ylabel": "accuracy"}
+    curves(figure, ASKED, found, KEY_SIZE, found.keys() - KEEPS, **labels, ylim=(-0.02, 1.02))
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Who copies all."""
-    copied = {model: longest(runs) for model, runs in runs_of(rows).items()}
-    ends = {model: by_length(runs) for model, runs in runs_of(rows).items()}
+    copied = {model: longest(runs) for model, runs in runs_by(rows, "model", MODELS).items()}
+    ends = {model: by_length(runs) for model, runs in runs_by(rows, "model", MODELS).items()}
     said = f"accuracy on strings of {ASKED[0]} and of {ASKED[-1]} tokens: " + ", ".join(
         f"{model} {x[0]:.2f} and {x[-1]:.2f}" for model, x in ends.items()
     )

@@ -23,7 +23,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from claim import Claim, Rows, spread
+from claim import Claim, Rows, runs_by, spread
 from learning import IGNORED, accuracy, learn, make
 from pictures import curve
 
@@ -83,17 +83,11 @@ def measure(*, model: str, seed: int, facts: int, steps: int) -> dict:
     return found | {"accuracy": accuracy(learner, lambda *_: asked(known))}
 
 
-def runs_of(rows: Rows) -> dict[str, Rows]:
-    """By model."""
-    return {model: [row for row in rows if row["model"] == model] for model in MODELS}
-
-
 def table(rows: Rows) -> Rows:
     """Accuracy by model."""
     return [
         {"model": model, "fraction of facts known": spread(runs, "accuracy"), "seeds": len(runs)}
-        for model, runs in runs_of(rows).items()
-        if runs
+        for model, runs in runs_by(rows, "model", MODELS).items()
     ]
 
 
@@ -101,17 +95,16 @@ def draw(rows: Rows, figure) -> None:
     """How much is known by step."""
     figure.set_size_inches(7, 4)
     axes = figure.subplots()
-    for model, runs in runs_of(rows).items():
-        if runs:
-            curves = [[point["accuracy"] for point in row["curve"]] for row in runs]
-            curve(axes, [point["step"] for point in runs[0]["curve"]], curves, label=model)
+    for model, runs in runs_by(rows, "model", MODELS).items():
+        curves = [[point["accuracy"] for point in row["curve"]] for row in runs]
+        curve(axes, [point["step"] for point in runs[0]["curve"]], curves, label=model)
     axes.set(xlabel="step", ylabel="fraction of a step's facts known", ylim=(0, 1.02))
     axes.legend()
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Whether slots know more than what costs as much."""
-    known = {model: [row["accuracy"] for row in runs] for model, runs in runs_of(rows).items() if runs}
+    known = {model: [row["accuracy"] for row in runs] for model, runs in runs_by(rows, "model", MODELS).items()}
     dense, slots = (known[model] for model in DECISIVE)
     figures = f"fraction of {FACTS:,} facts that is known: " + "; ".join(
         f"{model} {mean(x):.2f}" for model, x in known.items()

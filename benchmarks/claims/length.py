@@ -19,6 +19,7 @@ states accumulate more and more content and leave the range that they had in tra
 rise with distance.
 """
 
+from collections.abc import Collection
 from functools import partial
 from statistics import mean
 
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from claim import Claim, Rows
+from claim import Claim, Rows, runs_by
 from learning import learn, make
-from pictures import curve, plain_ticks
+from pictures import curves
 from text import SIZES, passages
 
 LENGTH, FAR, PASSAGES, SEEDS, STEPS = 256, 8192, 4, 3, 200
@@ -88,12 +89,6 @@ def between(edges: tuple[int, ...], losses: Tensor) -> list[float]:
     return [losses[low:high].mean().item() for low, high in zip(edges, edges[1:])]
 
 
-def runs_of(rows: Rows) -> dict[str, Rows]:
-    """By model, where there are any."""
-    found = {model: [row for row in rows if row["model"] == model] for model in MODELS}
-    return {model: runs for model, runs in found.items() if runs}
-
-
 def costs(row: dict) -> list[float]:
     """Nats a byte that distance costs, between the EDGES."""
     return [far - near for far, near in zip(row["nats"], row["afresh"])]
@@ -114,27 +109,33 @@ def table(rows: Rows) -> Rows:
             **{c: f"{x:+.3f}" for c, x in zip(columns[1:], means(runs)[2:])},
             "seeds": len(runs),
         }
-        for model, runs in runs_of(rows).items()
+        for model, runs in runs_by(rows, "model", MODELS).items()
     ]
 
 
 def draw(rows: Rows, figure) -> None:
     """What distance costs, over the position."""
-    figure.set_size_inches(9, 4)
-    axes = figure.subplots()
-    for model, runs in runs_of(rows).items():
-        style = "--" if "attention," in model and "linear" not in model else "-"
-        curve(axes, EDGES[1:], [costs(row) for row in runs], linestyle=style, label=model)
-    axes.axvline(LENGTH, color="gray", linestyle=":")
-    plain_ticks(axes, EDGES[1:])
-    axes.set(xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length")
-    axes.set(ylabel="increase of the loss, nats per byte")
-    figure.legend(loc="outside right center")
+    found = runs_by(rows, "model", MODELS)
+    dashed = [model for model in found if "attention," in model and "linear" not in model]
+    draw_costs(figure, found, EDGES, dashed)
+
+
+def draw_costs(figure, found: dict[str, Rows], edges: tuple[int, ...], dashed: Collection[str] = ()) -> None:
+    """A curve for each name of what distance costs, up to the edges."""
+    curves(
+        figure,
+        edges[1:],
+        {name: [costs(row) for row in runs] for name, runs in found.items()},
+        LENGTH,
+        dashed,
+        xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length",
+        ylabel="increase of the loss, nats per byte",
+    )
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Memories go on, rotary attention does not."""
-    change = {model: means(runs)[-1] for model, runs in runs_of(rows).items()}
+    change = {model: means(runs)[-1] for model, runs in runs_by(rows, "model", MODELS).items()}
     attention = [change["attention, RoPE"], change["attention, no positions"]]
     worse = {m: x for m, x in change.items() if x > 0.05 and "RoPE" not in m and not m.startswith("attention")}
     summary = f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: "

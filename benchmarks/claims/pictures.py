@@ -1,6 +1,6 @@
 """How the claims' pictures look: means with ranges over seeds, plain figures at the axes, colours for all eyes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import mean
 
 from cycler import cycler
@@ -24,6 +24,20 @@ def curve(axes, places: Sequence[float], runs: Sequence[Sequence[float]], **styl
     at_places = [(mean(values), min(values), max(values)) for values in zip(*runs)]
     sides = [[x - low for x, low, _ in at_places], [high - x for x, _, high in at_places]]
     axes.errorbar(places, [x for x, _, _ in at_places], sides, capsize=2, elinewidth=1, **style)
+
+
+def curves(
+    figure, places: Sequence[float], found: dict[str, list], dotted: float, dashed: Collection[str] = (), **labels
+) -> None:
+    """A curve for each name over powers of two, with a dotted line at one place and the legend beside the axes."""
+    figure.set_size_inches(9, 4)
+    axes = figure.subplots()
+    for name, runs in found.items():
+        curve(axes, places, runs, label=name, linestyle="--" if name in dashed else "-")
+    axes.axvline(dotted, color="gray", linestyle=":")
+    plain_ticks(axes, places)
+    axes.set(**labels)
+    figure.legend(loc="outside right center")
 
 
 def dots(axes, found: dict[str, Sequence[float]], color=lambda name: COLORS[0]) -> None:

@@ -28,11 +28,10 @@ from statistics import mean
 import torch
 from torch import nn
 
-from claim import Claim, Rows
+from claim import Claim, Rows, runs_by
 from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from learning import learn
-from length import LENGTH, between, costs, far_and_near, means
-from pictures import curve, plain_ticks
+from length import LENGTH, between, costs, draw_costs, far_and_near, means
 from text import SIZES, passages
 
 FAR, SEEDS, STEPS, EDGES = 2048, 3, 200, (0, 128, 256, 512, 1024, 2048)
@@ -59,12 +58,6 @@ def measure(*, position: str, seed: int, steps: int) -> dict:
     return found | {name: between(EDGES, x) for name, x in (("nats", far), ("afresh", near))}
 
 
-def runs_of(rows: Rows) -> dict[str, Rows]:
-    """By position, where there are any."""
-    found = {position: [row for row in rows if row["position"] == position] for position in POSITIONS}
-    return {position: runs for position, runs in found.items() if runs}
-
-
 def table(rows: Rows) -> Rows:
     """Nats a byte that distance costs, by position; and of bytes near the start."""
     columns = [f"increase, {low:,} to {high:,}" for low, high in zip(EDGES, EDGES[1:])]
@@ -75,26 +68,18 @@ def table(rows: Rows) -> Rows:
             **{c: f"{x:+.3f}" for c, x in list(zip(columns, means(runs)))[2:]},
             "worst seed, last column": f"{max(costs(row)[-1] for row in runs):+.3f}",
         }
-        for position, runs in runs_of(rows).items()
+        for position, runs in runs_by(rows, "position", POSITIONS).items()
     ]
 
 
 def draw(rows: Rows, figure) -> None:
     """What distance costs, over the position."""
-    figure.set_size_inches(9, 4)
-    axes = figure.subplots()
-    for position, runs in runs_of(rows).items():
-        curve(axes, EDGES[1:], [costs(row) for row in runs], label=position)
-    axes.axvline(LENGTH, color="gray", linestyle=":")
-    plain_ticks(axes, EDGES[1:])
-    axes.set(xlabel=f"position up to, bytes; dotted: {LENGTH}, the trained length")
-    axes.set(ylabel="increase of the loss, nats per byte")
-    figure.legend(loc="outside right center")
+    draw_costs(figure, runs_by(rows, "position", POSITIONS), EDGES)
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
     """Who goes on beyond the trained length."""
-    change = {position: means(runs)[-1] for position, runs in runs_of(rows).items()}
+    change = {position: means(runs)[-1] for position, runs in runs_by(rows, "position", POSITIONS).items()}
     said = f"increase of the loss in nats per byte from {EDGES[-2]:,} to {FAR:,} bytes: " + ", ".join(
         f"{position} {x:+.2f}" for position, x in sorted(change.items(), key=lambda item: item[1])
     )

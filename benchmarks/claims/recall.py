@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from claim import Claim, Rows, best_runs, spread, sweep
 from hf_memory.layers import ShortConvolution
 from learning import IGNORED, accuracy, in_turn, learn, make
-from pictures import curve, plain_ticks
+from pictures import curves
 
 KEY_SIZE, VOCABULARY, RATES, SEEDS = 32, 256, (1e-2, 5e-3), 3
 SHORT, LONG, TOKENS = ((32, 4), (64, 4), (64, 16)), ((256, 16), (256, 64)), 4096
@@ -159,14 +159,9 @@ def table(rows: Rows, asked: tuple[int, ...] = ASKED, decisive: int = 16) -> Row
 
 def draw(rows: Rows, figure) -> None:
     """Accuracy over pairs / key size."""
-    figure.set_size_inches(9, 4)
-    axes = figure.subplots()
-    for model, runs in best_runs(rows).items():
-        curve(axes, ASKED, [row["asked"] for row in runs], label=model, linestyle="-" if model in NAMED else "--")
-    axes.axvline(KEY_SIZE, color="gray", linestyle=":")
-    plain_ticks(axes, ASKED)
-    axes.set(xlabel=f"pairs in 256 tokens; dotted: {KEY_SIZE}, the key size", ylabel="accuracy", ylim=(0, 1.02))
-    figure.legend(loc="outside right center")
+    found = {model: [row["asked"] for row in runs] for model, runs in best_runs(rows).items()}
+    xlabel = f"pairs in 256 tokens; dotted: {KEY_SIZE}, the key size"
+    curves(figure, ASKED, found, KEY_SIZE, found.keys() - NAMED, xlabel=xlabel, ylabel="accuracy", ylim=(0, 1.02))
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
