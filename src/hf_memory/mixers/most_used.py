@@ -7,12 +7,12 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import Columns, attention_weights, near_blocks
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.pasts import CompressiveMixer, slots_of
+from hf_memory.mixers.pasts import SlotsMixer, slots_of
 from hf_memory.mixers.window_attention import after, columns, count_on, last, take
 from hf_memory.ops.masks import Tokens, causal, segments
 
 
-class MostUsedMixer(CompressiveMixer):
+class MostUsedMixer(SlotsMixer):
     """Attention to segments and slots, where a slot is one token of its block, chosen for each key-value head.
 
         u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j
@@ -21,13 +21,10 @@ class MostUsedMixer(CompressiveMixer):
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
-    def __init__(self, config, layer_idx: int):
-        super(CompressiveMixer, self).__init__(config, layer_idx)
-
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """The states of `slots`."""
-        spec = super(CompressiveMixer, cls).state_spec(config, layer_idx)
+        """The states of a `SegmentMixer` and of `slots`."""
+        spec = super().state_spec(config, layer_idx)
         W, heads, D = spec["keys"].shape
         slots = State((slots_of(config), heads, D), None)
         return spec | {"usage": State((W, heads)), "compressed_keys": slots, "compressed_values": slots}

@@ -1,5 +1,6 @@
 """Mixers for long pasts: previous segments, compressed tokens, first tokens, or a store that is searched."""
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -146,14 +147,20 @@ class SegmentMixer(RowsMixer):
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         """The states are `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
-        attended, states = self.segment(hidden_states, tokens, lengths, context)
+        projected = self.projected(hidden_states, context)
+        attended, states = self.segment(hidden_states, projected, tokens, lengths, context)
         return attended[0], states
 
-    def segment(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[tuple[Tensor, Tensor], States]:
-        """The result of `softmax_and_mass` over the segment and the window before it, and the states."""
+    def segment(
+        self, hidden_states, projected: tuple[Tensor, Tensor, Tensor], tokens: Tokens, lengths, context: Context
+    ) -> tuple[Attended, States]:
+        """The result of `softmax_and_mass` over the segment and the window before it, and the states.
+
+        `projected` are q, k and v of the hidden states, rotated.
+        """
         L, states = self.config.segment_length, context.states
         W, seen = L + self.config.past_window - 1, states.get("seen")
-        q, k, v = self.projected(hidden_states, context)
+        q, k, v = projected
         kept = [after(states.get(name), x, W) for name, x in (("keys", k), ("values", v))]
         new = {"keys": last(kept[0], lengths, W), "values": last(kept[1], lengths, W)}
         sees = causal & segments(L, self.config.past_window)
@@ -167,12 +174,58 @@ class SegmentMixer(RowsMixer):
         return joined_softmax(own, before), new
 
 
-class CompressiveMixer(SegmentMixer):
-    """The same, with older tokens compressed: every `compression_rate` tokens become one slot.
+class SlotsMixer(SegmentMixer):
+    """Base class: attention to a segment and the window before it, and to slots of older tokens.
+
+    Every `compression_rate` tokens become one slot; the last `compressed_length` slots are seen.
+    """
+
+    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+        """The states are those of a `SegmentMixer` and of `slots`."""
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        seen, new_slots = self.slots(q, k, v, tokens, lengths, context)
+        q, k = self.rotate(q, k, context.positions)
+        attended, new = self.segment(hidden_states, (q, k, v), tokens, lengths, context)
+        parts, L, rate = [], self.config.segment_length, self.config.compression_rate
+        for i in range(0, q.shape[1], BLOCK):
+            first = max(0, (i - L + 1) // rate)
+            end = max(1, (i + BLOCK + L) // rate + 2 + self.config.compressed_length)
+            here = slice(i, i + BLOCK)
+            parts.append(self.softmax(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
+        far = torch.cat([o for o, _ in parts], 1), torch.cat([mass for _, mass in parts], 1)
+        return joined_softmax(attended, far)[0], new | new_slots
+
+    @abstractmethod
+    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+        """All slots, and their states; queries and keys are not rotated."""
+
+    def with_former(
+        self, slots: dict[str, Tensor], numbers: Tensor, first: Tensor, done: Tensor, states: States
+    ) -> tuple[Columns, States]:
+        """Append new slots to those of the states, and return all slots and the states with `done` [B] of the new ones.
+
+        Args:
+            slots: `keys` and `values` [B, U, H, D] of the new slots.
+            numbers: the numbers of their blocks [B, U], -1 if there is none.
+            first: the number of the first new block [B].
+            done: how many of the new slots are final [B].
+            states: the states before.
+        """
+        rate, n = self.config.compression_rate, slots_of(self.config)
+        slots = {name: after(states.get(f"compressed_{name}"), x, n) for name, x in slots.items()}
+        new = {f"compressed_{name}": last(x, done, n) for name, x in slots.items()}
+        numbers = torch.cat([first[:, None] + torch.arange(-n, 0, device=done.device), numbers], 1)
+        position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
+        sees = slots_before(self.config.segment_length, self.config.past_window, self.config.compressed_length * rate)
+        return Columns(Tokens(position), slots["keys"], slots["values"], sees), new
+
+
+class CompressiveMixer(SlotsMixer):
+    """Attention to segments and compressed tokens. https://arxiv.org/abs/1911.05507.
 
     A slot has the mean, the maximum or a learned linear map ("convolution") of its tokens' unrotated keys and values,
-    and the position of its last token. The last `compressed_length` slots are seen. As published, the map is trained to
-    preserve the output of attention to the tokens, and not by the prediction loss. https://arxiv.org/abs/1911.05507.
+    and the position of its last token. As published, the map is trained to preserve the output of attention to the
+    tokens, and not by the prediction loss.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -181,7 +234,7 @@ class CompressiveMixer(SegmentMixer):
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix_rows`."""
+        """The states of a `SegmentMixer` and of `slots`."""
         _, heads, _, D, _ = config.attention_heads
         sizes = {"compressed": slots_of(config), "block": config.compression_rate - 1}
         more = {f"{kind}_{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
@@ -212,29 +265,10 @@ class CompressiveMixer(SegmentMixer):
         kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
         return [self.config.compression_loss_weight * (kept - compressed).square().mean()]
 
-    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """The states are those of a `SegmentMixer`; `compressed_keys` and `compressed_values` [B, slots, H, D], with
-        slots that become visible later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values`
-        [B, compression_rate - 1, H, D], not rotated."""
-        attended, new = self.segment(hidden_states, tokens, lengths, context)
-        q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        seen, new_slots = self.slots(q, k, v, tokens, lengths, context)
-        if context.positions is not None:
-            q = context.positions.turn(q) if self.rotates else q
-        parts, L, rate = [], self.config.segment_length, self.config.compression_rate
-        for i in range(0, q.shape[1], BLOCK):
-            first = max(0, (i - L + 1) // rate)
-            end = max(1, (i + BLOCK + L) // rate + 2 + self.config.compressed_length)
-            here = slice(i, i + BLOCK)
-            parts.append(self.softmax(Blocks.of(q[:, here], tokens.of(here), seen.of(slice(first, end)))))
-        far = torch.cat([o for o, _ in parts], 1), torch.cat([mass for _, mass in parts], 1)
-        return joined_softmax(attended, far)[0], new | new_slots
-
     def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
-        """All slots, and the states; there are new slots for blocks whose last token is new.
-
-        Queries and keys are not rotated.
-        """
+        """The states are `compressed_keys` and `compressed_values` [B, slots, H, D], with slots that become visible
+        later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values` [B, compression_rate - 1, H,
+        D], not rotated. There are new slots for blocks whose last token is new."""
         rate, (B, T) = self.config.compression_rate, k.shape[:2]
         states, new, slots, read = context.states, {}, {}, {"keys": k, "values": v}
         count = states.get("seen", torch.zeros(B, dtype=torch.long, device=read["keys"].device))
@@ -252,26 +286,6 @@ class CompressiveMixer(SegmentMixer):
         numbers = numbers.where(ends < (T if lengths is None else lengths[:, None]), -1)
         seen, kept = self.with_former(slots, numbers, count // rate, done, states)
         return seen, new | kept
-
-    def with_former(
-        self, slots: dict[str, Tensor], numbers: Tensor, first: Tensor, done: Tensor, states: States
-    ) -> tuple[Columns, States]:
-        """Append new slots to those of the states, and return all slots and the states with `done` [B] of the new ones.
-
-        Args:
-            slots: `keys` and `values` [B, U, H, D] of the new slots.
-            numbers: the numbers of their blocks [B, U], -1 if there is none.
-            first: the number of the first new block [B].
-            done: how many of the new slots are final [B].
-            states: the states before.
-        """
-        rate, n = self.config.compression_rate, slots_of(self.config)
-        slots = {name: after(states.get(f"compressed_{name}"), x, n) for name, x in slots.items()}
-        new = {f"compressed_{name}": last(x, done, n) for name, x in slots.items()}
-        numbers = torch.cat([first[:, None] + torch.arange(-n, 0, device=done.device), numbers], 1)
-        position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
-        sees = slots_before(self.config.segment_length, self.config.past_window, self.config.compressed_length * rate)
-        return Columns(Tokens(position), slots["keys"], slots["values"], sees), new
 
 
 class Compression(nn.Module):
