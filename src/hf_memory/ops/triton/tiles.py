@@ -27,6 +27,18 @@ def sequence_bounds(cu_seqlens, n, T):
 
 
 @triton.jit
+def chunk_bounds(bounds, c, T, C: tl.constexpr):
+    """First token of chunk c, and the one after its last: of packed sequences by their bounds, else of rows of T."""
+    if bounds is not None:
+        start, end = sequence_bounds(bounds, c, T)
+    else:
+        chunks = (T + C - 1) // C
+        start = c // chunks * T + c % chunks * C
+        end = tl.minimum(start + C, c // chunks * T + T)
+    return start, end
+
+
+@triton.jit
 def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
     """x[t, h, i] of a tensor [tokens, heads, D], zero outside."""
     return tl.load(x + (t[:, None] * heads + h) * D + i[None, :], mask=in_t[:, None] & in_i[None, :], other=0.0)
@@ -79,13 +91,19 @@ def decay_from_here(following, DECAY: tl.constexpr):
 
 
 @triton.jit
+def decay_to_end(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """`decay_from_here` for the tokens t of a chunk."""
+    C: tl.constexpr = t.shape[0]
+    has_next = (t + 1 < end) & (tl.arange(0, C) < C - 1)  # in the chunk
+    return decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+
+
+@triton.jit
 def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
     """Gates of a chunk, and its decays: to each token, from each, and of the whole."""
     gates = load_gates(g, t, t < end, hv, HV, i_k, in_k, K, DECAY)
-    has_next = (t + 1 < end) & (t < tl.max(t, axis=0))  # in the chunk
-    following = load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY)
     enter, whole = decay_to_here(gates, DECAY)
-    return gates, enter, decay_from_here(following, DECAY), whole
+    return gates, enter, decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY), whole
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import (
-    decay_from_here,
+    decay_to_end,
     decay_to_here,
     load_gates,
     load_rows,
@@ -64,8 +64,7 @@ def solve_kernel(
         W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
         d_c, enter, leave = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
         if DECAY > 0:
-            has_next = (t + 1 < end) & (rows < C - 1)
-            leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+            leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
         d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
         if dx is not None:

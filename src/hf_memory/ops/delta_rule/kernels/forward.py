@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import (
-    decay_from_here,
+    chunk_bounds,
+    decay_to_end,
     decay_to_here,
     load_gates,
     load_rows,
@@ -42,12 +43,7 @@ def chunk_kernel(
     """The three matrices of one chunk and head; a row for each token."""
     c, hv, _ = program(HV, 1)
     h = hv // (HV // H)
-    if bounds is not None:
-        start, end = sequence_bounds(bounds, c, T)
-    else:
-        chunks = (T + C - 1) // C
-        start = c // chunks * T + c % chunks * C
-        end = tl.minimum(start + C, c // chunks * T + T)
+    start, end = chunk_bounds(bounds, c, T, C)
     rows, i_k = tl.arange(0, C), tl.arange(0, BK)
     t, in_k = start + rows, i_k < K
     in_t = t < end
@@ -62,6 +58,18 @@ def chunk_kernel(
     A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, gates, C, DECAY, False, PARTS, PRECISION), 0.0)
     store_rows(U, unit_lower_inverse(A * beta_c[None, :], C), t, in_t, hv, HV, rows, rows < C, C)
     store_rows(W, unit_lower_inverse(A * beta_c[:, None], C), t, in_t, hv, HV, rows, rows < C, C)
+
+
+@triton.jit
+def first_state(S0, v, i_s, in_s, i_k, i_v):
+    """The tile of S0; without S0 zeros, or the identity if v is None too."""
+    if S0 is not None:
+        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
+    elif v is not None:
+        S = tl.zeros([i_k.shape[0], i_v.shape[0]], tl.float32)
+    else:
+        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
+    return S
 
 
 @triton.jit
@@ -98,12 +106,7 @@ def forward_kernel(
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
     i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    if S0 is not None:
-        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
-    elif v is not None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
+    S = first_state(S0, v, i_s, in_s, i_k, i_v)
     rows = tl.arange(0, C)
     for first in range(start, end, C):
         t = tl.cast(first, tl.int64) + rows
@@ -127,7 +130,6 @@ def forward_kernel(
             store_rows(e, e_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             S *= tl.trans(whole)
-            has_next = (t + 1 < end) & (rows < C - 1)
-            leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+            leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
         S += write(k_c, x_c, leave, DECAY, PRECISION)
     tl.store(ST + i_s, S, mask=in_s)

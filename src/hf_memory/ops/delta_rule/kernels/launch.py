@@ -15,6 +15,8 @@ memory, and the state from the identity with v = 0, which is the segment's trans
 transition of gradients.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -33,6 +35,7 @@ from hf_memory.ops.triton.segments import (
 )
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
+Walk = Callable[..., None]
 TILE = 4096  # size of the part of the state that a program holds
 
 
@@ -66,27 +69,60 @@ def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     constants = chunk_constants(H, HV, K, decay_kind(g), q.dtype)
     C = constants["C"]
     P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
-    bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
-    chunks = B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
+    bounds, chunks = chunks_of(q, cu_seqlens, C)
     chunk_kernel[(chunks * HV,)](q, k, beta, g, P, U, W, bounds, T, **constants)
     return P, U, W
 
 
-def _walk(q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale):
-    """Launch the forward kernel, which writes to the given tensors."""
-    (M, HV, _, V), constants = ST.shape, _constants_of(q, ST.shape[3], ST.shape[1], g)
-    forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
-        q, k, v, beta, g, S0, P, U, o, e, ST, cu_seqlens, scale, q.shape[1], **constants
-    )
+def chunks_of(q: Tensor, cu_seqlens: Tensor | None, C: int) -> tuple[Tensor | None, int]:
+    """The bounds of chunks of packed sequences, and the number of chunks."""
+    (B, T), bounds = q.shape[:2], None
+    if cu_seqlens is not None:
+        bounds = cut(cu_seqlens, B, T, C, q).bounds
+    return bounds, B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
 
 
-def _boundary_states(segments: Segments, q, k, v, beta, g, S, U) -> tuple[Tensor, Tensor]:
+def forward_by_segments(
+    walk: Walk, q: Tensor, v: Tensor, S: Tensor, cu_seqlens: Tensor | None, segment: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state, errors, and before each segment the state and of each the transition; empty without.
+
+    Args:
+        walk: launches the forward kernel with v, S0, o, e, ST and the bounds of sequences, and writes to o, e and ST.
+        q: [B, T, H, K].
+        v: [B, T, HV, V].
+        S: [N, HV, K, V], the first states.
+        cu_seqlens: [N + 1] or None.
+        segment: tokens of a segment, 0 for none.
+    """
+    B, T = q.shape[:2]
+    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
+    if segments is not None:
+        S, transition = _boundary_states(walk, segments, v, S)
+        cu_seqlens = segments.bounds
+    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
+    walk(v, S, o, e, ST, cu_seqlens)
+    if segments is None:
+        return or_empty(S, o, ST, e, None, None)
+    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+
+
+def _boundary_states(walk: Walk, segments: Segments, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each segment, and transitions of segments."""
     M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
     own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
     for values, ST in ((v, own), (None, transition)):
-        _walk(q, k, values, beta, g, None, None, U, None, None, ST, segments.bounds, 1.0)
+        walk(values, None, None, None, ST, segments.bounds)
     return boundary_states_of(transition, own, S, segments), transition
+
+
+def fake_forward(q: Tensor, v: Tensor, S: Tensor, segment: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty results of `forward_by_segments`."""
+    (N, HV, K, V), states, transition = S.shape, None, None
+    if segment:
+        M = q.shape[0] * q.shape[1] // segment + N
+        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
+    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
 
 
 @torch.library.custom_op("hf_memory::delta_rule", mutates_args=())
@@ -104,25 +140,20 @@ def _forward(
     """o, the final state, errors, and before each segment the state and of each the transition; empty without."""
     q, k, v, beta, g, S = contiguous(q, k, v, beta, g, S)
     P, U, _ = _matrices(q, k, beta, g, cu_seqlens)
-    B, T = q.shape[:2]
-    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
-    if segments is not None:
-        S, transition = _boundary_states(segments, q, k, v, beta, g, S, U)
-        cu_seqlens = segments.bounds
-    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
-    _walk(q, k, v, beta, g, S, P, U, o, e, ST, cu_seqlens, scale)
-    if segments is None:
-        return or_empty(S, o, ST, e, None, None)
-    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+
+    def walk(v, S0, o, e, ST, bounds):
+        (M, HV, _, V), matrix = ST.shape, None if o is None else P
+        constants = _constants_of(q, V, HV, g)
+        forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, q.shape[1], **constants
+        )
+
+    return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
 
 
 @_forward.register_fake
 def _(q, k, v, beta, g, S, cu_seqlens, scale, segment):
-    (N, HV, K, V), states, transition = S.shape, None, None
-    if segment:
-        M = q.shape[0] * q.shape[1] // segment + N
-        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
+    return fake_forward(q, v, S, segment)
 
 
 @torch.library.custom_op("hf_memory::delta_rule_backward", mutates_args=())
@@ -159,11 +190,11 @@ def _backward(
     solve(dST, dx)
     dv = (beta[..., None] * dx).to(q.dtype)
     x, nothing = (beta[..., None] * e).to(q.dtype), torch.zeros_like
-    gates = None if g is None else _in_turn(g, nothing(g))
-    twice = _in_turn(k, q), _in_turn(nothing(k), k), _in_turn(nothing(x), x), gates
+    gates = None if g is None else in_turn(g, nothing(g))
+    twice = in_turn(k, q), in_turn(nothing(k), k), in_turn(nothing(x), x), gates
     bounds = None if cu_seqlens is None else 2 * cu_seqlens
-    dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, _in_turn(-dv, do), None, dST, None, bounds)
-    (dk_read, dq), dk, dg = _apart(dq), _apart(dk)[1], None if g is None else _apart(dg)[0].contiguous()
+    dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, in_turn(-dv, do), None, dST, None, bounds)
+    (dk_read, dq), (_, dk), dg = apart(dq, 2), apart(dk, 2), None if g is None else apart(dg, 2)[0].contiguous()
     dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
     return or_empty(S, dq.contiguous(), dk + dk_read, dv, (dx * e).sum(-1), dg, dS0)
 
@@ -193,14 +224,14 @@ def _gradients(ctx, do, dST, *_):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _in_turn(x: Tensor, y: Tensor) -> Tensor:
-    """x_1, y_1, x_2, y_2 ...: [B, T, ...] twice -> [B, 2 * T, ...]."""
-    return torch.stack([x, y], dim=2).flatten(1, 2)
+def in_turn(*parts: Tensor) -> Tensor:
+    """x_1, y_1, x_2, y_2 ... of n tensors [B, T, ...]: [B, n * T, ...]."""
+    return torch.stack(parts, dim=2).flatten(1, 2)
 
 
-def _apart(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_in_turn`."""
-    return z[:, ::2], z[:, 1::2]
+def apart(z: Tensor, n: int) -> tuple[Tensor, ...]:
+    """The inverse of `in_turn`."""
+    return z.unflatten(1, (-1, n)).unbind(2)
 
 
 def delta_rule(

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from hf_memory.ops.delta_rule.kernels.forward import first_state
 from hf_memory.ops.triton.launch import VECTOR
 from hf_memory.ops.triton.tiles import (
-    decay_from_here,
+    chunk_bounds,
+    decay_to_end,
     decay_to_here,
     load_gates,
     load_rows,
@@ -66,12 +68,7 @@ def rank_one_chunk_kernel(
 ):
     """The four matrices of one chunk and head; a row for each token."""
     c, hv, _ = program(HV, 1)
-    if bounds is not None:
-        start, end = sequence_bounds(bounds, c, T)
-    else:
-        chunks = (T + C - 1) // C
-        start = c // chunks * T + c % chunks * C
-        end = tl.minimum(start + C, c // chunks * T + T)
+    start, end = chunk_bounds(bounds, c, T, C)
     rows, i_k = tl.arange(0, C), tl.arange(0, BK)
     t, in_k = start + rows, i_k < K
     in_t = t < end
@@ -122,12 +119,7 @@ def rank_one_forward_kernel(
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
     i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    if S0 is not None:
-        S = tl.load(S0 + i_s, mask=in_s, other=0.0)
-    elif v is not None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.where(i_k[:, None] == i_v[None, :], 1.0, 0.0)
+    S = first_state(S0, v, i_s, in_s, i_k, i_v)
     rows = tl.arange(0, C)
     for first in range(start, end, C):
         t = tl.cast(first, tl.int64) + rows
@@ -150,8 +142,7 @@ def rank_one_forward_kernel(
             o_c += tl.dot(R_c, x_c, input_precision=PRECISION)
             store_rows(o, scale * o_c, t, in_t, hv, HV, i_v, in_v, V)
             store_rows(e, e_c, t, in_t, hv, HV, i_v, in_v, V)
-        has_next = (t + 1 < end) & (rows < C - 1)
-        leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
         S *= tl.trans(whole)
         b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
         S += write(b_c, x_c, leave, DECAY, PRECISION)
@@ -206,8 +197,7 @@ def rank_one_backward_kernel(
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
         R_c = load_rows(R, t, in_t, hv, HV, rows, rows < C, C)
         U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
-        has_next = (t + 1 < end) & (rows < C - 1)
-        leave = decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
         written = tl.dot(tl.trans(R_c), do_c, input_precision=PRECISION) + read(b_c, dS, leave, DECAY, PARTS, PRECISION)
         if dv is not None:
             k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)

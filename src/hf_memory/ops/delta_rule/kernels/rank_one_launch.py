@@ -21,15 +21,23 @@ import triton
 from torch import Tensor
 
 from hf_memory.ops.contract import repeat_heads
-from hf_memory.ops.delta_rule.kernels.launch import chunk_constants, walk_constants
+from hf_memory.ops.delta_rule.kernels.launch import (
+    apart,
+    chunk_constants,
+    chunks_of,
+    fake_forward,
+    forward_by_segments,
+    in_turn,
+    walk_constants,
+)
 from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_backward_kernel,
     rank_one_chunk_kernel,
     rank_one_forward_kernel,
 )
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous, or_empty
-from hf_memory.ops.triton.segments import Segments, boundary_states_of, cut, segment_length
+from hf_memory.ops.triton.launch import VECTOR, contiguous
+from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 
@@ -46,8 +54,7 @@ def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
     constants = _constants(HV, K, 0, q.dtype)
     C = constants["C"]
     matrices = [q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, q.dtype, torch.float32, torch.float32)]
-    bounds = None if cu_seqlens is None else cut(cu_seqlens, B, T, C, q).bounds
-    chunks = B * triton.cdiv(T, C) if bounds is None else bounds.shape[0] - 1
+    bounds, chunks = chunks_of(q, cu_seqlens, C)
     rank_one_chunk_kernel[(chunks * HV,)](q, k, g, a, b, *matrices, bounds, T, **constants)
     return tuple(matrices)
 
@@ -59,16 +66,6 @@ def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor,
     kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
         *vectors, *matrices, *results, cu_seqlens, *scale, T, **constants
     )
-
-
-def _boundary_states(segments: Segments, q, k, v, g, a, b, S, matrices) -> tuple[Tensor, Tensor]:
-    """The state before each segment, and transitions of segments."""
-    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
-    own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    for values, ST in ((v, own), (None, transition)):
-        vectors = [q, k, values, g, a, b, None]
-        _walk(rank_one_forward_kernel, vectors, matrices, [None, None, ST], ST, segments.bounds, 1.0)
-    return boundary_states_of(transition, own, S, segments), transition
 
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one", mutates_args=())
@@ -87,25 +84,16 @@ def _forward(
     """o, the final state, E, and the state before and the transition of each segment; empty without segments."""
     q, k, v, g, a, b, S = contiguous(q, k, v, g, a, b, S)
     matrices = _matrices(q, k, g, a, b, cu_seqlens)
-    B, T = q.shape[:2]
-    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
-    if segments is not None:
-        S, transition = _boundary_states(segments, q, k, v, g, a, b, S, matrices)
-        cu_seqlens = segments.bounds
-    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
-    _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S], matrices, [o, e, ST], ST, cu_seqlens, scale)
-    if segments is None:
-        return or_empty(S, o, ST, e, None, None)
-    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+
+    def walk(v, S0, o, e, ST, bounds):
+        _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S0], matrices, [o, e, ST], ST, bounds, scale)
+
+    return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
 
 
 @_forward.register_fake
 def _(q, k, v, g, a, b, S, cu_seqlens, scale, segment):
-    (N, HV, K, V), states, transition = S.shape, None, None
-    if segment:
-        M = q.shape[0] * q.shape[1] // segment + N
-        states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
+    return fake_forward(q, v, S, segment)
 
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one_backward", mutates_args=())
@@ -140,7 +128,7 @@ def _backward(
         dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     walk(dST, de, dv)
     reads, writes, values, given, gates = (
-        torch.stack([torch.zeros_like(like) if x is None else x for x in parts], dim=2).flatten(1, 2)
+        in_turn(*(torch.zeros_like(like) if x is None else x for x in parts))
         for like, parts in (
             (q, (a, None, q)),
             (k, (None, b, k)),
@@ -151,7 +139,7 @@ def _backward(
     )
     bounds = None if cu_seqlens is None else 3 * cu_seqlens
     thrice = query_and_key_gradients(reads, writes, values, gates, S, None, given, None, dST, None, bounds)[:3]
-    (da, _, dq), (_, db, dk), (_, dg, _) = (x.unflatten(1, (-1, 3)).unbind(2) for x in thrice)
+    (da, _, dq), (_, db, dk), (_, dg, _) = (apart(x, 3) for x in thrice)
     dq, dk, dg, da, db = (x.clone(memory_format=torch.contiguous_format) for x in (dq, dk, dg, da, db))
     dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
     return dq, dk, dv, dg, da, db, dS0
