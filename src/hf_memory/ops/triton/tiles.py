@@ -91,10 +91,8 @@ def decay_from_here(following, DECAY: tl.constexpr):
 
 
 @triton.jit
-def decay_to_end(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
-    """`decay_from_here` for the tokens t of a chunk."""
-    C: tl.constexpr = t.shape[0]
-    has_next = (t + 1 < end) & (tl.arange(0, C) < C - 1)  # in the chunk
+def decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """`decay_from_here` for the tokens t of a chunk, where `has_next` says whether the next token is in the chunk."""
     return decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
 
 
@@ -102,8 +100,10 @@ def decay_to_end(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.conste
 def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
     """Gates of a chunk, and its decays: to each token, from each, and of the whole."""
     gates = load_gates(g, t, t < end, hv, HV, i_k, in_k, K, DECAY)
+    has_next = (t + 1 < end) & (t < tl.max(t, axis=0))  # in the chunk
+    following = load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY)
     enter, whole = decay_to_here(gates, DECAY)
-    return gates, enter, decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY), whole
+    return gates, enter, decay_from_here(following, DECAY), whole
 
 
 @triton.jit

@@ -64,7 +64,8 @@ def solve_kernel(
         W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
         d_c, enter, leave = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
         if DECAY > 0:
-            leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+            has_next = (t + 1 < end) & (rows < C - 1)
+            leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
         d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
         if dx is not None:

@@ -130,6 +130,7 @@ def forward_kernel(
             store_rows(e, e_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             S *= tl.trans(whole)
-            leave = decay_to_end(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+            has_next = (t + 1 < end) & (rows < C - 1)
+            leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
         S += write(k_c, x_c, leave, DECAY, PRECISION)
     tl.store(ST + i_s, S, mask=in_s)
