@@ -76,14 +76,19 @@ def in_turn(batches: Iterable[Batch]) -> Batch:
 
 
 def loss_and_accuracy(model: PreTrainedModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Of the places that are asked; where a target has parts, a part has its share of the logits."""
-    logits = model(tokens, use_cache=False).logits
+    """Of the places that are asked; where a target has parts, a part has its share of the logits.
+
+    In training, a model's own loss is added, such as that of a learned compression.
+    """
+    outputs = model.base_model(tokens, use_cache=False)
+    logits, own_loss = model.lm_head(outputs.last_hidden_state), getattr(outputs, "own_loss", None)
     asked = targets != IGNORED
     if targets.ndim > 2:
         logits = logits.unflatten(-1, (targets.shape[2], -1))
     logits, targets = logits[asked], targets[asked]
     right = (logits.argmax(-1) == targets).double().mean().item()
-    return F.cross_entropy(logits.float(), targets), right
+    loss = F.cross_entropy(logits.float(), targets)
+    return loss if own_loss is None else loss + own_loss, right
 
 
 @torch.no_grad()
