@@ -30,8 +30,9 @@ LONGEST_SPANS = "adaptive_span, longest"
 def mixer_of(pattern: str, T: int) -> torch.nn.Module:
     """A layer's mixer for a text of T tokens."""
     root = math.isqrt(T)
-    growing = {name: {"pattern_size": root} for name in ("strided", "fixed", "linformer")}
-    growing |= {"routing": {"num_buckets": root // 2 * 2}, "reformer": {"num_buckets": T // 32}}
+    words = ("strided", "strided_by_head", "fixed", "fixed_by_head", "linformer")
+    growing = {name: {"pattern_size": root} for name in words} | {"reformer": {"num_buckets": T // 32}}
+    growing |= {name: {"num_buckets": root // 2 * 2} for name in ("routing", "routing_by_head")}
     word = pattern.partition(",")[0]
     options = {**SIZES, "position": "none", "pattern": word, **growing.get(word, {})}
     mixer = MemoryTransformerForCausalLM(MemoryTransformerConfig(**options)).model.layers[0].mixer

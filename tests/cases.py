@@ -185,7 +185,12 @@ CASES = (
     Case(
         "transformer-shaw",
         "hf_memory_transformer",
-        {**PATTERN, "position": "relative", "max_relative_distance": 4, "pattern": ["longformer", "block_local"]},
+        {
+            **PATTERN,
+            "position": "relative",
+            "max_relative_distance": 4,
+            "pattern": ["longformer_by_head", "block_local"],
+        },
     ),
     Case(
         "transformer-alibi",
@@ -210,7 +215,7 @@ CASES = (
     Case(
         "transformer-buckets",
         "hf_memory_transformer",
-        {"pattern": ["routing", "reformer"], "num_key_value_heads": 4, "num_buckets": 4, "num_hashes": 2},
+        {"pattern": ["routing_by_head", "reformer"], "pattern_size": 4, "num_buckets": 4, "num_hashes": 2},
     ),
     Case(
         "transformer-segments",

@@ -18,7 +18,7 @@ from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
-SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7")
+SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
 
 
 def run(command):

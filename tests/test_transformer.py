@@ -11,7 +11,7 @@ from hf_memory.mixers.attention_blocks import joined_softmax
 from hf_memory.mixers.buckets import attention_in_buckets
 from hf_memory.mixers.pasts import COMPRESSIONS
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
-from hf_memory.modeling.transformer import PASTS, PATTERNS, MemoryTransformerConfig
+from hf_memory.modeling.transformer import BUCKETS, PASTS, PATTERNS, MemoryTransformerConfig
 from hf_memory.ops.masks import random_block
 
 H, D = 4, 8
@@ -19,8 +19,6 @@ H, D = 4, 8
 
 def make(options):
     """A model in float64 whose parameters are all of size one: none starts at zero."""
-    if options.get("pattern") in ("reformer", "routing"):
-        options = options | {"num_key_value_heads": H, "num_buckets": 4, "num_hashes": 2}
     model = make_model(CASE["transformer"], **options).double()
     for x in model.parameters():
         x.data += 0.2 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel()))
@@ -67,6 +65,7 @@ def sees(pattern, h, i, j):
         "fixed_by_head": (ask == asked, i == j or j % 4 >= 2)[h % 2],
         "dilated": d < 12 and d % 3 == 0,
         "longformer": d < 4 or j < 2,
+        "longformer_by_head": (d < 4, d < 12 and d % 3 == 0)[h % 2] or j < 2,
         "bigbird": ask - asked <= 1 or asked == 0 or asked in drawn(ask),
         "blockwise": asked == max(ask - h % 3, 0),
         "linformer": ask == asked,
@@ -123,16 +122,20 @@ def compressed(compression, block):
 
 
 def bucket_attention(mixer, x):
-    """As `dense`, with queries as keys and itself where there is nothing else."""
+    """As `dense`, with queries as keys and itself where there is nothing else; without buckets, a window of 4."""
     q, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.v_proj))
     unit, outputs = F.normalize(q, dim=-1), torch.zeros(len(x), H, D, dtype=x.dtype)
-    buckets, q, k = mixer.buckets(unit[None])[0], turned(q), turned(unit)
+    has_buckets = [2, 3] if hasattr(mixer, "k_proj") else range(H)
+    buckets, q, k = mixer.buckets(unit[None, :, has_buckets])[0], turned(q), turned(unit)
     assert len(buckets.unique()) > 2
     for h in range(H):
         for i in range(len(x)):
-            seen = [j for j in range(i) if (buckets[i, h] == buckets[j, h]).any()] or [i]
-            weights = (k[seen, h] @ q[i, h] / math.sqrt(D)).softmax(0)
-            outputs[i, h] = weights @ v[seen, h]
+            if h in has_buckets:
+                mine = buckets[:, has_buckets.index(h)]
+                seen, keys = [j for j in range(i) if (mine[i] == mine[j]).any()] or [i], k[:, h]
+            else:
+                seen, keys = range(max(0, i - 3), i + 1), turned(mixer.k_proj(x)[:, None])[:, 0]
+            outputs[i, h] = (keys[seen] @ q[i, h] / math.sqrt(D)).softmax(0) @ v[seen, h // 2]
     return mixer.o_proj(outputs.flatten(1))
 
 
@@ -178,7 +181,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
 
 SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
 SIZES |= {"past_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
-SIZES |= {"compression_rate": 2, "compressed_length": 3}
+SIZES |= {"compression_rate": 2, "compressed_length": 3, "num_buckets": 4, "num_hashes": 2}
 SIZES |= {"max_relative_distance": 4, "max_position_embeddings": 40, "pattern_seed": 5}
 WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
@@ -195,7 +198,7 @@ def test_attention_is_its_equation(words):
     model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
     mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
     angles = model.model.rotary_emb(x, torch.arange(19)[None])
-    in_buckets = words.get("pattern") in ("reformer", "routing")
+    in_buckets = words.get("pattern") in BUCKETS
     expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
     rounding = 1e-10 if "position" in words and words["position"] != "rope" else 1e-5  # angles are made in float32
     torch.testing.assert_close(mixer(x, angles)[0][0], expected, rtol=rounding, atol=rounding)
@@ -294,7 +297,8 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"past": "compressive", "compression_rate": 3}, "compression_rate"),
         ({"pattern": "reformer", "num_buckets": 3}, "num_buckets"),
         ({"pattern": "routing", "position": "alibi"}, "position"),
-        ({"pattern": "routing", "num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"pattern": "routing", "use_qk_norm": True}, "use_qk_norm"),
+        ({"pattern": "routing_by_head", "num_key_value_heads": 1}, "num_key_value_heads"),
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"attention_window": 4}, "attention_window"),

@@ -4,8 +4,9 @@
 layers, a size of w tokens and a context of T tokens, the papers say how many tokens are within reach:
 
 - A sliding window reaches n (w - 1) + 1 tokens (Beltagy et al., https://arxiv.org/abs/2004.05150). If it is dilated by
-  s, the farthest of these is n (w - 1) s tokens back. If the first tokens of the text are visible to all, they are
-  within reach as well.
+  s, the farthest of these is n (w - 1) s tokens back. If only half of the heads are dilated, by s = 2, the farthest is
+  as far back, and of the farthest w tokens (w - 2) / 2 are not reached. If the first tokens of the text are visible to
+  all, they are within reach as well.
 - Blocks that also see the block before them reach (n + 1) w tokens (Parmar et al., https://arxiv.org/abs/1802.05751),
   and so do blocks with heads that look one block back (https://arxiv.org/abs/1911.02972).
 - Heads that learn their span start as a window that is as long as the ramp of the span (Sukhbaatar et al.,
@@ -17,7 +18,7 @@ layers, a size of w tokens and a context of T tokens, the papers say how many to
   https://arxiv.org/abs/2007.14062).
 - With b buckets, a token sees a fraction 1 - (1 - 1 / b)^h of all tokens, where h counts the hashes of all heads, or
   the heads where there are no hashes (Kitaev et al., https://arxiv.org/abs/2001.04451; Roy et al.,
-  https://arxiv.org/abs/2003.05997).
+  https://arxiv.org/abs/2003.05997). If half of the heads see a window instead, its tokens are added.
 - Transformer-XL reaches n segments further back (Dai et al., https://arxiv.org/abs/1901.02860), Compressive
   Transformers n times as many tokens as their cached and compressed slots stand for (Rae et al.,
   https://arxiv.org/abs/1911.05507), and a store reaches all tokens that it holds (Wu et al.,
@@ -73,10 +74,13 @@ PATTERNS = {  # tokens that reach the last one in n layers: of the papers, for a
     "adaptive_span": lambda n: n * (W - 1) + 1,
     "dilated": lambda n: n * (W - 1) + 1,
     "longformer": lambda n: n * (W - 1) + 1 + FIRST,
+    "longformer_by_head": lambda n: 2 * n * (W - 1) + 1 - (W - 2) // 2 + FIRST,
     "block_local": lambda n: (n + 1) * W,
     "blockwise": lambda n: (n + 1) * W,
     "strided": lambda n: W + T // W - 1 if n == 1 else T,
+    "strided_by_head": lambda n: W + T // W - 1 if n == 1 else T,
     "fixed": lambda n: W + 2 * (T // W - 1) if n == 1 else T,
+    "fixed_by_head": lambda n: W + 2 * (T // W - 1) if n == 1 else T,
     "linformer": lambda n: T,
 }
 PASTS = {
@@ -89,6 +93,7 @@ EXACT = PATTERNS | PASTS
 ABOUT = {
     "reformer": T * (1 - (1 - 1 / BUCKETS) ** (HASHES * HEADS)),
     "routing": T * (1 - (1 - 1 / BUCKETS) ** HEADS),
+    "routing_by_head": W + (T - W) * (1 - (1 - 1 / BUCKETS) ** (HEADS / 2)),
 }
 DRAWN = ("bigbird", *ABOUT)
 

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from operator import or_
 from typing import Any, NamedTuple
 
-import torch
-
 from hf_memory.ops.masks import (
     Mask,
     bigbird,
+    block_before,
     block_ends,
     block_local,
-    blockwise,
     by_head,
     dilated,
     multiples,
@@ -28,11 +26,7 @@ class Pattern(NamedTuple):
     reach: int  # length of the window in which all but the first tokens are seen, including the token itself
     first: int = 0  # number of first tokens that are seen from everywhere
     has_gaps: bool = False  # whether some tokens within reach are not seen
-
-
-def _shifts(config) -> torch.Tensor:
-    """[HQ, 1, 1]: how many blocks before its own each head sees."""
-    return (torch.arange(config.num_attention_heads) % config.num_block_shifts)[:, None, None]
+    kinds: int = 1  # number of heads with different masks; further heads repeat these
 
 
 def _strided(config) -> tuple[Mask, Mask]:
@@ -43,8 +37,14 @@ def _fixed(config) -> tuple[Mask, Mask]:
     return own_block(config.pattern_size), block_ends(config.pattern_size, config.num_summary_tokens)
 
 
-def _in_turn(config) -> torch.Tensor:
-    return torch.arange(config.num_attention_heads) % 2
+def _blockwise(config) -> Pattern:
+    n, size = config.num_block_shifts, config.pattern_size
+    return Pattern(by_head(*(block_before(size, shift) for shift in range(n))), n * size, has_gaps=True, kinds=n)
+
+
+def _longformer_by_head(config) -> Pattern:
+    w, step, first = config.pattern_size, config.dilation, config.num_global_tokens
+    return Pattern(by_head(window(w), dilated(w, step)) | sinks(first), w * step, first, has_gaps=True, kinds=2)
 
 
 LOCAL: dict[str, Callable[..., Pattern]] = {  # by name, from a config; caches drop all tokens that are not seen
@@ -54,15 +54,14 @@ LOCAL: dict[str, Callable[..., Pattern]] = {  # by name, from a config; caches d
     "longformer": lambda c: Pattern(
         window(c.pattern_size) | sinks(c.num_global_tokens), c.pattern_size, c.num_global_tokens
     ),
-    "blockwise": lambda c: Pattern(
-        blockwise(c.pattern_size, _shifts(c)), c.num_block_shifts * c.pattern_size, has_gaps=True
-    ),
+    "longformer_by_head": _longformer_by_head,
+    "blockwise": _blockwise,
 }
 SPARSE: dict[str, Callable[..., Pattern]] = {
     "strided": lambda c: Pattern(or_(*_strided(c)), c.pattern_size + 1),
-    "strided_by_head": lambda c: Pattern(by_head(_in_turn(c), *_strided(c)), c.pattern_size + 1, has_gaps=True),
+    "strided_by_head": lambda c: Pattern(by_head(*_strided(c)), c.pattern_size + 1, has_gaps=True, kinds=2),
     "fixed": lambda c: Pattern(or_(*_fixed(c)), c.pattern_size),
-    "fixed_by_head": lambda c: Pattern(by_head(_in_turn(c), *_fixed(c)), c.pattern_size, has_gaps=True),
+    "fixed_by_head": lambda c: Pattern(by_head(*_fixed(c)), c.pattern_size, has_gaps=True, kinds=2),
     "bigbird": lambda c: Pattern(bigbird(c.pattern_size, c.num_random_blocks, c.pattern_seed), 2 * c.pattern_size),
     "linformer": lambda c: Pattern(own_block(c.pattern_size), c.pattern_size),  # summaries are separate
 }

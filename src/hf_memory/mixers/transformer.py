@@ -83,7 +83,18 @@ class TransformerMixer(MemoryMixer):
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D]."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        pattern = pattern_of(self.config, self.layer_idx)
+        self.check_split(q, 1 if pattern is None else pattern.kinds)
         return *self.normalize_and_rotate(q, k, context.positions), v
+
+    def check_split(self, q: Tensor, kinds: int) -> None:
+        """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""
+        heads, total = q.shape[2], self.config.num_attention_heads
+        if heads < total and heads % kinds:
+            raise ValueError(
+                f"tensor parallelism must give each process a multiple of {kinds} heads with "
+                f"pattern={self.config.patterns[self.layer_idx]!r}, got {heads} of {total} heads"
+            )
 
 
 def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Tokens, States]:

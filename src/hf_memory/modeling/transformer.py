@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
-from hf_memory.mixers.buckets import ReformerMixer, RoutingMixer
+from hf_memory.mixers.buckets import ReformerMixer, RoutingByHeadMixer, RoutingMixer
 from hf_memory.mixers.most_used import MostUsedMixer
 from hf_memory.mixers.pasts import COMPRESSIONS, JOINS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
@@ -39,7 +39,9 @@ PATTERNS: dict[str, type[TransformerMixer]] = {
     "linformer": LinformerMixer,
     "reformer": ReformerMixer,
     "routing": RoutingMixer,
+    "routing_by_head": RoutingByHeadMixer,
 }
+BUCKETS = ("reformer", "routing", "routing_by_head")
 PASTS: dict[str, type[TransformerMixer]] = {
     "cache": TransformerMixer,
     "xl": SegmentMixer,
@@ -82,16 +84,17 @@ class MemoryTransformerConfig(MemoryConfig):
         pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees: a name in `PATTERNS`
             for all memory layers, or a list with one for each layer.
         pattern_size (`int`, defaults to 128): number of tokens of a window, a stride or a block.
-        num_global_tokens (`int`, defaults to 16): with `"longformer"`, number of first tokens that all tokens see; also
-            with `past="infinite"`.
-        dilation (`int`, defaults to 2): with `"dilated"`, distance between the tokens that a token sees.
+        num_global_tokens (`int`, defaults to 16): with `"longformer"` and `"longformer_by_head"`, number of first
+            tokens that all tokens see; also with `past="infinite"`.
+        dilation (`int`, defaults to 2): with `"dilated"`, and for half of the heads with `"longformer_by_head"`,
+            distance between the tokens that a token sees.
         num_summary_tokens (`int`, defaults to 8): with `"fixed"`, number of tokens of a block that later blocks see;
             with `"linformer"`, number of learned sums over a block that they see.
         num_random_blocks (`int`, defaults to 2): with `"bigbird"`, number of random blocks that a block sees.
         num_block_shifts (`int`, defaults to 2): with `"blockwise"`, number of groups of heads: those of the first group
             see their own block, those of the next the block before, and so on.
         pattern_seed (`int`, defaults to 0): seed of the random blocks of `"bigbird"`.
-        num_buckets (`int`, defaults to 32): number of buckets of `"reformer"` and `"routing"`.
+        num_buckets (`int`, defaults to 32): number of buckets of `"reformer"`, `"routing"` and `"routing_by_head"`.
         num_hashes (`int`, defaults to 4): number of hash rounds of `"reformer"`.
         max_span (`int`, defaults to 1024): longest span in tokens that a head can learn with `"adaptive_span"`.
         span_ramp (`int`, defaults to 32): number of tokens beyond the span over which attention decreases to zero.
@@ -200,7 +203,7 @@ class MemoryTransformerConfig(MemoryConfig):
         """See `MemoryConfig.attends`; None unless position and depth are the teacher's and the pattern has no gaps."""
         past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
         if (
-            self.patterns[layer_idx] in ("reformer", "routing")
+            self.patterns[layer_idx] in BUCKETS
             or self.position != "rope"
             or self.depth != "fixed"
             or (pattern and pattern.has_gaps)
@@ -257,10 +260,9 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def validate_buckets(self):
         """Check that no option is set that attention in buckets does not support."""
-        if not {"reformer", "routing"} & {*self.patterns}:
+        if not {*BUCKETS} & {*self.patterns}:
             return
-        only: dict = {"num_key_value_heads": self.num_attention_heads, "use_qk_norm": False}
-        for name, value in (only | {"attn_logit_softcapping": None}).items():
+        for name, value in {"use_qk_norm": False, "attn_logit_softcapping": None}.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{name} must be {value} with pattern reformer or routing, whose keys are the queries, "
@@ -273,6 +275,9 @@ class MemoryTransformerConfig(MemoryConfig):
             )
         if self.num_buckets % 2:
             raise ValueError(f"num_buckets must be even, got {self.num_buckets}")
+        heads: Any = self.num_key_value_heads
+        if "routing_by_head" in self.patterns and heads % 2:
+            raise ValueError(f"num_key_value_heads must be even with pattern 'routing_by_head', got {heads}")
 
     def validate_compression(self):
         """Check the options of compression."""

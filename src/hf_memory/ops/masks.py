@@ -88,10 +88,9 @@ def block_ends(size: int, tokens: int) -> Mask:
     return Mask(lambda q, k: (k % size >= size - tokens) | (q == k))
 
 
-def by_head(kinds: Tensor, zeroth: Mask, first: Mask) -> Mask:
-    """The zeroth mask for heads of kind 0, and the first for those of kind 1, with `kinds` [HQ]."""
-    is_first = kinds.bool()[:, None, None]
-    return Mask(lambda q, k: torch.where(is_first.to(q.device), first.sees(q, k), zeroth.sees(q, k)))
+def by_head(*masks: Mask) -> Mask:
+    """One mask for each of the first heads; further heads begin again with the first mask (see `Blocks`)."""
+    return Mask(lambda q, k: torch.cat([mask.sees(q, k) for mask in masks], 1))
 
 
 def dilated(tokens: int, step: int) -> Mask:
@@ -125,9 +124,9 @@ def random_block(block: Tensor, i: int, seed: int) -> Tensor:
     return torch.where(block > 2, 1 + x % (block - 2).clamp(min=1), -1)
 
 
-def blockwise(size: int, shifts: Tensor) -> Mask:
-    """One block, `shifts` [HQ, 1, 1] blocks before the token's, or the first. https://arxiv.org/abs/1911.02972."""
-    return Mask(lambda q, k: k // size == (q // size - shifts.to(q.device)).clamp(min=0))
+def block_before(size: int, shift: int) -> Mask:
+    """One block, `shift` blocks before the token's, or the first. https://arxiv.org/abs/1911.02972."""
+    return Mask(lambda q, k: k // size == (q // size - shift).clamp(min=0))
 
 
 def count(mask: Tensor) -> Tensor:
