@@ -1,11 +1,12 @@
 """Ways to decode that need no model of ours: with a datastore."""
 
 import itertools
+import json
 
 import faiss
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, make_model, random_tokens
 from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore, tune
@@ -163,8 +164,24 @@ def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     code, out, err = run("datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64)
     assert (code, err) == (0, "")
     assert "299 keys of 16 channels, 0.0 MB" in out
+    tuned = run("datastore", teacher, "--tune", text, "--output", store, "--length", 64)
+    assert tuned[0] == 0
+    mixture = Datastore(store).mixture
+    assert f"weight {mixture['weight']:.3g}, temperature {mixture['temperature']:.3g}" in tuned[1]
+    with NearestNeighbours(AutoModelForCausalLM.from_pretrained(teacher), Datastore(store)) as used:
+        assert {"weight": used.weight, "temperature": used.temperature} == mixture
+    output = ["--output", tmp_path / "evaluation", "--tasks", "perplexity", "--lengths", 256]
+    found = run("evaluate", teacher, "--against", teacher, "--datastore", store, "--text", text, *output)
+    assert found[0] == 0
+    rows = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["models"]
+    assert list(rows) == [str(teacher), f"{teacher} with store"]
+    alone, beside = (row["found"]["perplexity"]["256"]["perplexity"]["value"] for row in rows.values())
+    assert beside < 0.9 * alone  # of a text that is in the datastore
     prompt = ["--prompt", "the snake", "--max-new-tokens", 4, "--greedy"]
     assert run("generate", teacher, *prompt, "--datastore", store, "--datastore-weight", 0.5)[0] == 0
     code, _, err = run("datastore", teacher, "--text", text, "--output", store)
     assert code == 2
     assert "which is not empty" in err
+    code, _, err = run("datastore", teacher, "--output", tmp_path / "other")
+    assert code == 2
+    assert "text must be given for a new datastore, or tune for an old one" in err

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from hf_memory import conversion
 from hf_memory.cli.options import MaxTokens
@@ -13,22 +14,30 @@ from hf_memory.cli.terminal import console, visible
 from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_output
-from hf_memory.decoding import build_datastore
+from hf_memory.decoding import Datastore, build_datastore
+from hf_memory.decoding import tune as choose
 
 KEY_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def datastore(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
+    output: Annotated[Path, typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one.")],
     text: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--text",
             help="Text to look up: folder of text, text file, .jsonl or .parquet with a field text or messages, or "
             "name[:config] on the Hub; may be repeated.",
         ),
-    ],
-    output: Annotated[Path, typer.Option(help="New folder for the datastore.")],
+    ] = None,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune",
+            help="Other text, on which the weight of the datastore and the temperature are chosen, which it keeps.",
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)] = 1024,
     key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = "float16",
     module: Annotated[
@@ -47,12 +56,26 @@ def datastore(
     """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
     if key_dtype not in KEY_DTYPES:
         raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {key_dtype}")
-    check_output(output)
+    if not text and not tune:
+        raise ValueError("text must be given for a new datastore, or tune for an old one")
+    made = None if text else Datastore(output)
+    if made is None:
+        check_output(output)
     loaded, tokenizer = load(model, device, dtype)
     with signs_of_life() as report:
-        tokens = conversion.read_tokens(text, tokenizer, limit=max_tokens, report=report)
-        check_tokens(tokens, loaded.config, min(length, len(tokens)))
-        how: dict = {"length": length, "dtype": getattr(torch, key_dtype), "module": module, "index": index}
-        made = build_datastore(loaded, tokens, output, **how, report=report)
+
+        def read(sources: list[str], limit: int | None = None) -> Tensor:
+            tokens = conversion.read_tokens(sources, tokenizer, limit=limit, report=report)
+            check_tokens(tokens, loaded.config, min(length, len(tokens)))
+            return tokens
+
+        if made is None:
+            how: dict = {"length": length, "dtype": getattr(torch, key_dtype), "module": module, "index": index}
+            made = build_datastore(loaded, read(text or [], max_tokens), output, **how, report=report)
+        if tune:
+            made.keep_mixture(choose(loaded, made, read(tune), length=length))
     size = sum(file.stat().st_size for file in output.iterdir())
-    console.out(visible(f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size / 1e6:,.1f} MB"))
+    mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())
+    console.out(
+        visible(f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size / 1e6:,.1f} MB{mixture}")
+    )

@@ -1,6 +1,7 @@
 """hf-memory evaluate."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_folder
+from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.evaluation.tasks import WINDOW
@@ -53,6 +55,10 @@ LmEval = Annotated[
     str | None,
     typer.Option(help="Tasks of lm-eval (needs hf-memory\\[eval]), separated by commas; a name may be a YAML file."),
 ]
+Store = Annotated[
+    Path | None,
+    typer.Option("--datastore", help="Datastore that the model looks up: folder that hf-memory datastore has built."),
+]
 Output = Annotated[
     Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
 ]
@@ -73,6 +79,7 @@ def evaluate(
     prompts: Prompts = None,
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48,
     lm_eval: LmEval = None,
+    datastore: Store = None,
     output: Output = Path("evaluation"),
     device: Device = None,
     dtype: Dtype = "auto",
@@ -84,17 +91,25 @@ def evaluate(
     chosen, sizes = _chosen(tasks), _numbers(lengths)
     asked = prompts.read_text(encoding="utf-8").splitlines() if prompts else list(PROMPTS)
     check_folder("output", output)
-    with signs_of_life() as report:
-        models = {name: load(name, device, dtype) for name in (against, model) if name is not None}
+    store = Datastore(datastore) if datastore else None
+    mine = f"{model} with {datastore.name}" if datastore else model
+    with signs_of_life() as report, ExitStack() as attached:
+        sources = ({against: against} if against else {}) | {mine: model}
+        models = {name: load(source, device, dtype) for name, source in sources.items()}
         _check_vocabularies(models)
-        tokens = conversion.read_tokens(text, models[model][1], limit=max_tokens, report=report)
+        if store:
+            attached.enter_context(NearestNeighbours(models[mine][0], store))
+        tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
         settings = {name: context.params[name] for name in SETTINGS} | {"prompts": asked}
         known = record.open_record(output, settings | _identity(tokens, models, against))
         keep, earlier = partial(record.keep, output, known), dict[str, Any]()
         for name, (loaded, tokenizer) in models.items():
             check_tokens(tokens, loaded.config, max(WINDOW, min(sizes)))
-            found = record.row_of(known, name, model_fingerprint(loaded))
+            weights = model_fingerprint(loaded)
+            if store and name == mine:
+                weights += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
+            found = record.row_of(known, name, weights)
             how: dict = {"samples": samples, "seed": seed, "prompts": asked, "new_tokens": max_new_tokens, **earlier}
             subject = Subject(loaded, tokens, tokenizer=tokenizer, lengths=sizes, max_tokens=measure_tokens, **how)
             carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)

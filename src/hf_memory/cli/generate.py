@@ -25,7 +25,10 @@ def generate(
     datastore: Annotated[
         Path | None, typer.Option(help="Folder of a datastore that hf-memory datastore has built with this model.")
     ] = None,
-    datastore_weight: Annotated[float, typer.Option(help="Weight of the datastore's prediction, 0 to 1.")] = 0.25,
+    datastore_weight: Annotated[
+        float | None,
+        typer.Option(help="Weight of the datastore's prediction, 0 to 1; default: that chosen by --tune, or 0.25."),
+    ] = None,
 ) -> None:
     """Continue a prompt."""
     options = sampling(temperature, top_p, top_k, greedy)

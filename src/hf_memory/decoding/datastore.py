@@ -47,8 +47,9 @@ class Datastore:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        header = self._header()
+        self._description = header = self._header()
         self.module, self.fingerprint = header["module"], header["fingerprint"]
+        self.mixture: dict[str, float] = header.get("mixture", {})  # the weight and temperature that suit it
         size, width = header["shape"]
         self.keys = self._mapped(KEYS, (size, width), getattr(torch, header["dtype"]))  # [N, D]
         self.tokens = self._mapped(TOKENS, (size,), torch.int32)  # [N]
@@ -116,6 +117,13 @@ class Datastore:
         if lists is not None:
             lists.nprobe = min(PROBES, lists.nlist)
         return index
+
+    def keep_mixture(self, mixture: dict[str, float]) -> None:
+        """Keep the weight and temperature that `tune` has found; `NearestNeighbours` then uses them by default."""
+        self.mixture = mixture
+        partial = self.folder / f".{HEADER}.{os.getpid()}"
+        partial.write_text(json.dumps(self._description | {"mixture": mixture}, indent=1), encoding="utf-8")
+        partial.replace(self.folder / HEADER)
 
     def add_index(self, description: str) -> None:
         """Add an index of faiss for the keys; see `build_datastore`."""

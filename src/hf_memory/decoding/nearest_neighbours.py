@@ -76,8 +76,10 @@ class NearestNeighbours(Beside):
         model: the model that made the datastore.
         datastore: the datastore; see `build_datastore`.
         k: number of neighbours of each position.
-        weight: weight of the neighbours in the mixture, between 0 and 1.
-        temperature: temperature of the squared distances; a larger one gives neighbours more equal weights.
+        weight: weight of the neighbours in the mixture, between 0 and 1; default: that kept in the datastore (see
+            `tune`), otherwise 0.25.
+        temperature: temperature of the squared distances; a larger one gives neighbours more equal weights. Default:
+            that kept in the datastore, otherwise 1.
 
     Raises:
         ValueError: if a number is out of its range, or the datastore was made by another model.
@@ -89,9 +91,11 @@ class NearestNeighbours(Beside):
         datastore: Datastore,
         *,
         k: int = 1024,
-        weight: float = 0.25,
-        temperature: float = 1.0,
+        weight: float | None = None,
+        temperature: float | None = None,
     ):
+        weight = datastore.mixture.get("weight", 0.25) if weight is None else weight
+        temperature = datastore.mixture.get("temperature", 1.0) if temperature is None else temperature
         if not 0 < weight < 1:
             raise ValueError(f"weight must be between 0 and 1, got {weight}")
         if temperature <= 0:
@@ -123,6 +127,8 @@ def tune(
     temperatures: Sequence[float] | None = None,
 ) -> dict[str, float]:
     """The `weight` and `temperature` of `NearestNeighbours` with the lowest perplexity on a text.
+
+    `Datastore.keep_mixture` keeps them in the datastore.
 
     Args:
         model: the model that made the datastore.
