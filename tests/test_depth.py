@@ -27,7 +27,7 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
     angles = model.rotary_emb(model.embed_tokens(tokens), torch.arange(T)[None])
     at = torch.stack([sines(i) for i in range(T)]) if position == "sinusoidal" else 0
 
-    state, expected = model.embed_tokens(tokens)[0], torch.zeros(T, 32, dtype=torch.float64)
+    state, expected = 32**0.5 * model.embed_tokens(tokens)[0], torch.zeros(T, 32, dtype=torch.float64)
     spent, cost, running = [0.0] * T, [0.0] * T, [True] * T
     for n in range(STEPS):
         made = model.layers[0]((state + at + sines(n))[None], position_embeddings=angles)[0]

@@ -11,7 +11,13 @@ from hf_memory.mixers.attention_blocks import joined_softmax
 from hf_memory.mixers.buckets import attention_in_buckets
 from hf_memory.mixers.pasts import COMPRESSIONS
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
-from hf_memory.modeling.transformer import BUCKETS, PASTS, PATTERNS, MemoryTransformerConfig
+from hf_memory.modeling.transformer import (
+    BUCKETS,
+    PASTS,
+    PATTERNS,
+    MemoryTransformerConfig,
+    MemoryTransformerForCausalLM,
+)
 from hf_memory.ops.masks import random_block
 
 H, D = 4, 8
@@ -237,6 +243,34 @@ def test_embedded_positions_are_their_equation(word):
                 angle = i / 10000 ** (2 * c / 32)
                 expected[0, n, 2 * c], expected[0, n, 2 * c + 1] = math.sin(angle), math.cos(angle)
     torch.testing.assert_close(embed(positions), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 1),
+        ({"position": "learned"}, 1),
+        ({"position": "sinusoidal"}, 32**0.5),
+        ({"position": "sinusoidal", "tie_word_embeddings": True}, 32**0.5),
+        ({"position": "sinusoidal", "embedding_multiplier": 1.0}, 1),
+        ({"depth": "universal"}, 32**0.5),
+    ],
+)
+@torch.no_grad()
+def test_embeddings_are_scaled_where_sinusoids_are_added(options, factor, tmp_path):
+    made, tokens, inputs = make_model(CASE["transformer"], **options), random_tokens(1, 5), []
+    made.save_pretrained(tmp_path)
+    model = MemoryTransformerForCausalLM.from_pretrained(tmp_path)
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    embedded = model.get_input_embeddings()(tokens)
+    expected = model(tokens).logits
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits, expected)
+    torch.testing.assert_close(expected, made(tokens).logits)
+    if model.model.embed_positions is not None:
+        inputs[0] = inputs[0] - model.model.embed_positions(torch.arange(5)[None])
+    elif model.config.depth == "universal":
+        inputs[0] = inputs[0] - model.model.recurrence.steps(torch.tensor([[0]]))
+    torch.testing.assert_close(inputs[0], factor * embedded)
 
 
 @every_word

@@ -79,6 +79,9 @@ class MemoryTransformerConfig(MemoryConfig):
         position (`str`, defaults to `"rope"`): how positions are represented: `"rope"`, `"none"`, `"sinusoidal"` or
             `"learned"` (both added to the embeddings), or by the scores of attention: `"relative"` (Shaw et al.),
             `"xl"`, `"alibi"` or `"distance_aware"`.
+        embedding_multiplier (`float`, *optional*): factor that multiplies the embeddings before positions are added.
+            Default: as published, `sqrt(hidden_size)` where sinusoids are added, which is with `position="sinusoidal"`
+            and `depth="universal"`; 1 otherwise. The head uses the embeddings without it if they are tied.
         max_relative_distance (`int`, defaults to 16): with `"relative"`, all larger distances are treated like this
             one.
         pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees: a name in `PATTERNS`
@@ -145,6 +148,7 @@ class MemoryTransformerConfig(MemoryConfig):
         **{f"layers.*.mixer.{name}": "colwise" for name in ("memory_gate", "memory_scale", "centroids")},
     }
 
+    embedding_multiplier: float | int | None = None  # type: ignore[assignment]
     position: str = "rope"
     max_relative_distance: int = 16
     pattern: str | list[str] = "full"
@@ -175,6 +179,12 @@ class MemoryTransformerConfig(MemoryConfig):
     adaptive_computation: bool = False
     halting_epsilon: float = 0.01
     ponder_loss_weight: float = 0.01
+
+    def __post_init__(self, **kwargs):
+        if self.embedding_multiplier is None:
+            has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
+            self.embedding_multiplier = self.hidden_size**0.5 if has_sinusoids else 1.0
+        super().__post_init__(**kwargs)
 
     @property
     def patterns(self) -> list[str]:
