@@ -220,7 +220,7 @@ CASES = (
     Case(
         "transformer-segments",
         "hf_memory_transformer",
-        {**PAST, "past": ["xl", "memorizing"], "memory_join": "softmax"},
+        {**PAST, "past": ["xl", "memorizing"], "memory_join": "attention"},
     ),
     Case(
         "transformer-universal",

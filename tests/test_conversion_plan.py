@@ -18,6 +18,7 @@ from test_conversion import SCHEDULE, convert, make_teacher, text
 
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
+MEMORIZING = {"past": "memorizing", "memory_join": "attention", "past_window": 12}
 FIXED, GROWS = "a fixed size", "grows with the text as fast as its teacher's"
 TRANSFER, KL = "attention transfer", "KL divergence of the logits"
 
@@ -71,6 +72,8 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
         ("gemma2", "titans", {"sliding_window": 16}, False),  # more than every second layer of the teacher
         ("gemma2", "deltaformer", {}, True),
         ("llama", "deltaformer", {"beta_activation": "sigmoid"}, False),
+        ("llama", "transformer", {**MEMORIZING, "memory_top_k": 4}, True),
+        ("llama", "transformer", {**MEMORIZING, "memory_top_k": 3}, False),
         ("llama", "deltaformer", {"mlp_types": 2 * ["mlp_and_memory"], **PRODUCT_KEYS}, True),  # memories are silent
     ],
 )

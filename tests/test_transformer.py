@@ -88,6 +88,12 @@ def drawn(block):
     return blocks
 
 
+def best_pairs(position, mixer, h, i, q, k, v):
+    """Keys, values and distances of the two tokens of the store with the highest scores."""
+    store = [(k[j], v[j], i - j) for j in range(i + 1) if 5 <= i - j < 11]
+    return sorted(store, key=lambda pair: score(position, mixer.relation, h, q[i], pair[0], pair[2]))[-2:]
+
+
 def remembered(mixer, h, i, q, k, v):
     """Scores and values for one of the queries [T, D], from the store of keys and values [T, D]."""
     cosines = {j: torch.cosine_similarity(q[i], k[j], 0) for j in range(i + 1) if 5 <= i - j < 11}
@@ -163,6 +169,8 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 blocks = [slice(4 * b, 4 * b + 4) for b in range(i // 4)]
                 sums = [(mixer.compress @ k[x, h // 2], mixer.compress @ v[x, h // 2], x.stop) for x in blocks]
                 pairs += [(keys[n], values[n], i + 1 - end) for keys, values, end in sums for n in range(2)]
+            if options.get("memory_join") == "attention":
+                pairs += best_pairs(position, mixer, h, i, q[:, h], k[:, h // 2], v[:, h // 2])
             queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
             if past == "infinite":
                 pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
@@ -177,7 +185,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 for _, value, d in pairs
             ]
             scores, values = torch.stack(scores), torch.stack(values)
-            if past == "memorizing" and i >= 5:
+            if past == "memorizing" and options.get("memory_join") != "attention" and i >= 5:
                 found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
                 outputs[i, h] = joined(mixer, h, scores, values, *found)
             else:
@@ -193,7 +201,8 @@ WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
 WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
-WORDS += [{"past": "memorizing", "memory_join": "softmax"}]
+WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "attention")]
+WORDS += [{"past": "memorizing", "memory_join": "attention", "position": "relative"}]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
 

@@ -135,7 +135,14 @@ def attention_weights(
     blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None
 ) -> tuple[Tensor, Tensor]:
     """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
-    q, k, _, visible = blocks[:4]
+    visible = blocks.visible
+    visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (blocks.keys.shape[2], -1))
+    return softmax_of(attention_scores(blocks, scaling, softcap, relation), visible)
+
+
+def attention_scores(blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None) -> Tensor:
+    """Scores [B * blocks, H, G, C, S] of all keys, in float32, of a tensor that nothing else uses."""
+    q, k = blocks[:2]
     B, C, HQ, D = q.shape
     H = k.shape[2]
     q = (scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # groups share keys
@@ -144,7 +151,11 @@ def attention_weights(
         scores = softcap * torch.tanh(scores / softcap)
     if relation is not None:
         scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
-    visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (H, -1))
+    return scores
+
+
+def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of the visible scores [..., S], and the logarithm of their denominator [..., 1]; see `_Softmax`."""
     return _Softmax.apply(scores, visible)
 
 

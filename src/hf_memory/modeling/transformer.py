@@ -12,7 +12,15 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.buckets import ReformerMixer, RoutingByHeadMixer, RoutingMixer
 from hf_memory.mixers.most_used import MostUsedMixer
-from hf_memory.mixers.pasts import COMPRESSIONS, JOINS, CompressiveMixer, InfiniteMixer, MemorizingMixer, SegmentMixer
+from hf_memory.mixers.pasts import (
+    COMPRESSIONS,
+    JOINS,
+    CompressiveMixer,
+    InfiniteMixer,
+    MemorizingMixer,
+    SegmentMixer,
+    TopTokensMixer,
+)
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
@@ -119,7 +127,8 @@ class MemoryTransformerConfig(MemoryConfig):
         memory_size (`int`, defaults to 8192): with `"memorizing"`, number of tokens in the store.
         memory_top_k (`int`, defaults to 32): number of these tokens that a head reads.
         memory_join (`str`, defaults to `"gate"`): how what was read joins the attention to the window: by a learned
-            `"gate"` for each head, or in one `"softmax"`.
+            `"gate"` for each head, or in one `"softmax"`; both find the nearest unrotated keys. With `"attention"` the
+            tokens are found by the scores of the attention itself, and share its softmax without new parameters.
         depth (`str`, defaults to `"fixed"`): how tokens pass through the layers: `"fixed"`: one layer after the other;
             `"universal"`: one layer that runs `num_hidden_layers` times; `"reversible"`: layers whose inputs are
             recomputed from their outputs in training, so that no activations are stored.
@@ -203,6 +212,8 @@ class MemoryTransformerConfig(MemoryConfig):
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
         if past == "compressive" and self.compression == "most_used":
             return MostUsedMixer
+        if past == "memorizing" and self.memory_join == "attention":
+            return TopTokensMixer
         return PATTERNS[pattern] if past == "cache" else PASTS[past]
 
     def rotating_channels(self, layer_idx: int) -> int:
@@ -221,13 +232,14 @@ class MemoryTransformerConfig(MemoryConfig):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
             return length if length <= self.max_span + 1 else None
-        if past == "memorizing" and self.memory_join == "softmax":
-            return length if length <= self.past_window else None
-        if past == "memorizing" or self.patterns[layer_idx] == "sliding":  # the gate starts closed
-            return min(length, self.past_window if past == "memorizing" else self.pattern_size)
+        if (past, self.memory_join) == ("memorizing", "gate"):  # which starts closed
+            return min(length, self.past_window)
+        if self.patterns[layer_idx] == "sliding":
+            return min(length, self.pattern_size)
         seen = length if pattern is None else pattern.reach + pattern.first
         if past != "cache":
-            seen = self.past_window + {"infinite": self.num_global_tokens}.get(past, 0)
+            found = min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
+            seen = self.past_window + {"infinite": self.num_global_tokens, "memorizing": found}.get(past, 0)
         return length if length <= seen else None
 
     def validate_transformer(self):
