@@ -1,4 +1,4 @@
-"""A model spread over two processes gives the logits of one. Prints what differs."""
+"""A model spread over two processes gives the logits and the gradients of one. Prints what differs."""
 
 import os
 import signal
@@ -30,23 +30,38 @@ def become_two() -> None:
     os._exit(0)
 
 
+TOKENS = torch.arange(3, 20)[None]
+
+
 def logits(folder, **options):
-    """On 17 tokens, whole on every process."""
+    """Whole on every process."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     with torch.no_grad():
-        result = model(torch.arange(3, 20)[None]).logits
-    return result.full_tensor() if hasattr(result, "full_tensor") else result
+        return whole(model(TOKENS).logits)
+
+
+def gradients(folder, **options):
+    """Of all parameters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).train()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    return torch.cat([whole(x.grad).flatten() for x in model.parameters()])
+
+
+def whole(x):
+    """A tensor that may be spread."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def main() -> None:
-    """Arguments: a folder, then a way to spread (tp_size, fsdp_size or pp_size) and a model of the folder each."""
+    """Arguments: a folder, then what to compare, a way to spread (tp_size, fsdp_size, pp_size) and a model each."""
     torch.set_num_threads(1)
     folder, *spread = sys.argv[1:]
     become_two()
     for which in spread:
-        way, model = which.split("/")
-        expected = logits(Path(folder, model))
-        difference = logits(Path(folder, model), distributed_config=DistributedConfig(**{way: 2})) - expected
+        what, way, model = which.split("/")
+        compared = {"logits": logits, "gradients": gradients}[what]
+        expected = compared(Path(folder, model))
+        difference = compared(Path(folder, model), distributed_config=DistributedConfig(**{way: 2})) - expected
         if os.environ["RANK"] == "0":
             print(which, (difference.abs().max() / expected.abs().max()).item(), flush=True)
     torch.distributed.barrier()

@@ -179,6 +179,8 @@ def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
         ({"depth": "universal", "mlp_types": ["mlp", "none"]}, "mlp_types"),
         ({"depth": "reversible", "mlp_types": ["mlp", "memory"]}, "mlp_types"),
         ({"depth": "reversible", "pattern": "adaptive_span"}, "pattern"),
+        ({"depth": "reversible", "pattern": "routing"}, "pattern"),
+        ({"depth": "reversible", "past": "compressive"}, "compression"),
         ({"pattern": "adaptive_span", "max_span": 0}, "max_span"),
         ({"pattern": "adaptive_span", "span_limits": [4]}, "span_limits"),
     ],

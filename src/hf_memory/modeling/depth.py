@@ -1,10 +1,13 @@
 """Ways to run the layers of a model other than one after the other: universal and reversible."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
@@ -89,9 +92,17 @@ class ReversibleLayer(MemoryDecoderLayer):
 
 
 def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-    """Run reversible layers on x_1 = x_2 = hidden_states, and return the mean of both halves [B, T, hidden_size]."""
+    """Run reversible layers on x_1 = x_2 = hidden_states, and return the mean of both halves [B, T, hidden_size].
+
+    FSDP gathers the parameters of a layer when the layer is called as a whole. With it, the input of each layer is kept,
+    from which the backward pass computes the layer again.
+    """
     both = hidden_states.repeat(1, 1, 2)
-    if torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+    in_training = torch.is_grad_enabled() and kwargs.get("past_key_values") is None
+    if in_training and any(isinstance(x, DTensor) for x in layers.parameters()):
+        for layer, mask in zip(layers, masks):
+            both = checkpoint(partial(layer, attention_mask=mask, **kwargs), both, use_reentrant=False)
+    elif in_training:
         both = _Reversible.apply(layers, masks, kwargs, both, *(x for layer in layers for x in _learns(layer)))
     else:
         for layer, mask in zip(layers, masks):

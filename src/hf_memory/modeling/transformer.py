@@ -131,7 +131,7 @@ class MemoryTransformerConfig(MemoryConfig):
             tokens are found by the scores of the attention itself, and share its softmax without new parameters.
         depth (`str`, defaults to `"fixed"`): how tokens pass through the layers: `"fixed"`: one layer after the other;
             `"universal"`: one layer that runs `num_hidden_layers` times; `"reversible"`: layers whose inputs are
-            recomputed from their outputs in training, so that no activations are stored.
+            recomputed from their outputs in training, so that no activations are stored (with FSDP, only their inputs).
         adaptive_computation (`bool`, defaults to `False`): with `"universal"`, let each token run as many steps as it
             needs.
         halting_epsilon (`float`, defaults to 0.01): a token halts when the sum of its halting probabilities reaches
@@ -323,10 +323,17 @@ class MemoryTransformerConfig(MemoryConfig):
                     raise ValueError(f"{name} must be the same for all layers with depth='universal', got {given}")
             if self.mixer_types[0] != "memory":
                 raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
-        if self.depth == "reversible" and not set(self.feed_forwards) <= {"mlp", "none"}:
+
+    def validate_reversible(self):
+        """Check that reversible layers have no parts that they cannot invert or train."""
+        if self.depth != "reversible":
+            return
+        if not set(self.feed_forwards) <= {"mlp", "none"}:
             raise ValueError(f"mlp_types must be 'mlp' or 'none' with depth='reversible', got {self.mlp_types}")
-        if self.depth == "reversible" and "adaptive_span" in self.patterns:  # the loss of spans would have no gradient
-            raise ValueError(f"pattern must not be 'adaptive_span' with depth='reversible', got {self.pattern!r}")
+        if own := {"adaptive_span", "routing"} & {*self.patterns}:  # their own losses would have no gradient
+            raise ValueError(f"pattern must not be {own.pop()!r} with depth='reversible', got {self.pattern!r}")
+        if "compressive" in self.pasts and self.compression == "convolution":
+            raise ValueError("compression must not be 'convolution' with depth='reversible', got 'convolution'")
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
