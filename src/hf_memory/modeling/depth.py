@@ -94,8 +94,8 @@ class ReversibleLayer(MemoryDecoderLayer):
 def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
     """Run reversible layers on x_1 = x_2 = hidden_states, and return the mean of both halves [B, T, hidden_size].
 
-    FSDP gathers the parameters of a layer when the layer is called as a whole. With it, the input of each layer is kept,
-    from which the backward pass computes the layer again.
+    FSDP gathers the parameters of a layer when the layer is called as a whole. With it, the input of each layer is
+    stored, and the backward pass computes the layer again from it.
     """
     both = hidden_states.repeat(1, 1, 2)
     in_training = torch.is_grad_enabled() and kwargs.get("past_key_values") is None
