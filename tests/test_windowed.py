@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import hf_memory
 from cases import SIZES
+from hf_memory.mixers import attention_blocks
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.far_memory import Leaving, SlotMemory, centroids
@@ -27,10 +28,13 @@ def softmax_of(q, k, v, visible, scaling):
     return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("num_near", "num_sinks"), [(16, 4), (1, 3), (5, 0), (200, 2)])
-def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks):
+def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks, groups, monkeypatch):
     T = 150
-    q, k, v = heads(T)
+    if groups > 1:
+        monkeypatch.setattr(attention_blocks, "SCORES", 1)
+    q, k, v = (x.requires_grad_() for x in heads(T))
     i, j = torch.arange(T)[:, None], torch.arange(T)
     visible = (j <= i) & ((i - j < num_near) | (j < num_sinks))
     tokens = all_tokens(T, q)
@@ -39,8 +43,14 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks):
     keys, values = (F.pad(x, (0, 0, 0, 0, num_near, 0)) for x in (k, v))
     before = Tokens(F.pad(tokens.position, (num_near, 0), value=-1))
     near = Columns(before, keys, values, causal & window(num_near))
-    both = softmax_and_mass(near_blocks(q, tokens, near, first), 0.3, None)
-    assert_close(tuple(rows_of(x, q) for x in both), softmax_of(q, k, v, visible, 0.3))
+    blocks = near_blocks(q, tokens, near, first)
+    assert len(blocks) == groups
+    o, mass = (rows_of(x, q) for x in zip(*(softmax_and_mass(block, 0.3, None) for block in blocks)))
+    expected = softmax_of(q, k, v, visible, 0.3)
+    assert_close((o, mass), expected)
+    do, dmass = torch.randn_like(o), torch.randn_like(mass)
+    results = ((x * do).sum() + (y * dmass).sum() for x, y in ((o, mass), expected))
+    assert_close(*(torch.autograd.grad(x, (q, k, v)) for x in results))
 
 
 @pytest.mark.parametrize("longest", [None, 70, 300])

@@ -1,7 +1,7 @@
 """Attention to tokens of the same bucket, found by hashing queries (Reformer) or by the nearest centroid (Routing)."""
 
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,16 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import in_their_places, unit_length, wide
+from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, joined_softmax, softmax_and_mass
 from hf_memory.mixers.base import Context, repeat_heads
 from hf_memory.mixers.transformer import Attended, TransformerMixer, grown
 from hf_memory.mixers.window_attention import window_attention
+from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.masks import Tokens, causal, earlier, window
 
 ITSELF = -5e4  # score of a token with itself, which matters only if it sees no other token
+SORTED_BLOCK = 32  # sorted queries of a block: in longer blocks there are more buckets, and more pairs are masked
 
 
 class BucketMixer(TransformerMixer):
@@ -110,7 +112,7 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
     Returns:
         The results of `softmax_and_mass`, [N, T, V] and [N, T].
     """
-    (N, T, _), C = q.shape, min(q.shape[1], BLOCK)
+    (N, T, _), C = q.shape, min(q.shape[1], SORTED_BLOCK)
     order, asking, starts, ends = _sorted_by(buckets[..., -1], T)
     q, starts, ends = (_in_blocks(x, asking, C) for x in (q, starts, ends))
     k, v = (_in_blocks(x, order, C) for x in (k, v))
@@ -124,25 +126,69 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
     for others in buckets[..., :-1].unbind(-1):
         mine, theirs = _in_blocks(others[:, -T:], asking, C), _in_blocks(others, order, C)
         visible &= mine[asks, :, None] != theirs[asked, None]
-    scores = wide(q.index_select(0, asks) @ k.index_select(0, asked).mT).masked_fill_(~visible, -torch.inf)
-    o, mass = _softmax_of_parts(scores, v.index_select(0, asked), asks, len(q))
-    o, mass = (in_their_places(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking) for x in (o, mass))
+    k = k.mT.contiguous()  # so that sums of its gradient are of contiguous blocks
+    scores = wide(_Selected.apply(q, asks) @ _Selected.apply(k, asked)).masked_fill_(~visible, -torch.inf)
+    both = _softmax_of_parts(scores, _Selected.apply(v, asked), asks, len(q))
+    o, mass = (_Permuted.apply(x.unflatten(0, (N, -1)).flatten(1, 2)[:, :T], asking.after, asking.before) for x in both)
     return o, mass
 
 
-def _sorted_by(bucket: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Order(NamedTuple):
+    """The place of each token before it was moved, and after, both [N, T]."""
+
+    before: Tensor
+    after: Tensor
+
+
+def _sorted_by(bucket: Tensor, T: int) -> tuple[Order, Order, Tensor, Tensor]:
     """The order of all tokens [N, S] and of the last T, and the range of places that each of these sees."""
     order = bucket.argsort(dim=1, stable=True)
-    place, mine = order.argsort(1)[:, -T:], bucket[:, -T:].contiguous()
+    place, mine = order.argsort(1), bucket[:, -T:].contiguous()
+    asking = place[:, -T:].argsort(1)
     starts = torch.searchsorted(bucket.gather(1, order), mine)
-    return order, place.argsort(1), starts.int(), place.where(mine >= 0, 0).int()
+    ends = place[:, -T:].where(mine >= 0, 0)
+    return Order(order, place), Order(asking, asking.argsort(1)), starts.int(), ends.int()
 
 
-def _in_blocks(x: Tensor, order: Tensor, C: int) -> Tensor:
-    """x [N, T, ...] in the order [N, T], cut into blocks [N * blocks, C, ...] and padded with zeros."""
-    rows = order + order.shape[1] * torch.arange(len(x), device=x.device)[:, None]
-    x = x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, order.shape)
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % C)).unflatten(1, (-1, C)).flatten(0, 1)
+def _in_blocks(x: Tensor, order: Order, C: int) -> Tensor:
+    """x [N, T, ...] in this order, cut into blocks [N * blocks, C, ...] and padded with zeros."""
+    x, pad = _Permuted.apply(x, *order), -x.shape[1] % C
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
+    return x.unflatten(1, (-1, C)).flatten(0, 1)
+
+
+class _Permuted(torch.autograd.Function):
+    """x [N, T, ...] with the tokens at `before` [N, T], whose backward needs no sums."""
+
+    @staticmethod
+    def forward(ctx, x, before, after):
+        ctx.save_for_backward(after)
+        return _moved(x, before)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, dx):
+        return _moved(dx, *ctx.saved_tensors), None, None
+
+
+def _moved(x: Tensor, places: Tensor) -> Tensor:
+    rows = places + places.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, places.shape)
+
+
+class _Selected(torch.autograd.Function):
+    """Some of the blocks x [blocks, C, D], with repetitions; sums of whole blocks are cheaper than of elements."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, dx):
+        return dx.new_zeros(ctx.shape).index_add_(0, *ctx.saved_tensors, dx), None
 
 
 def _softmax_of_parts(scores: Tensor, v: Tensor, part_of: Tensor, number: int) -> Attended:

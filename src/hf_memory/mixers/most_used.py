@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.mixers.attention_blocks import Columns, attention_weights, near_blocks
+from hf_memory.layers import wide
+from hf_memory.mixers.attention_blocks import BLOCK, Columns, attention_weights, near_blocks
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import SlotsMixer, slots_of
 from hf_memory.mixers.window_attention import after, columns, count_on, last, take
@@ -57,10 +58,12 @@ class MostUsedMixer(SlotsMixer):
 
     def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
         """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
-        blocks = near_blocks(q, tokens, near, None)
-        weights, _ = attention_weights(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
-        received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
-        n, S, C = received.shape[1], received.shape[2], blocks.queries.shape[1]
-        places = C * torch.arange(n, device=q.device)[:, None] + torch.arange(S, device=q.device)
-        sums = received.new_zeros(len(q), C * (n - 1) + S, received.shape[-1])
-        return sums.index_add(1, places.flatten(), received.flatten(1, 2))[:, : near.keys.shape[1]]
+        sums, i = q.new_zeros(len(q), near.keys.shape[1] + 2 * BLOCK, near.keys.shape[2], dtype=wide(q).dtype), 0
+        for blocks in near_blocks(q, tokens, near, None):
+            weights, _ = attention_weights(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
+            received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
+            C, (n, S) = blocks.queries.shape[1], received.shape[1:3]
+            places = i + C * torch.arange(n, device=q.device)[:, None] + torch.arange(S, device=q.device)
+            sums.index_add_(1, places.flatten(), received.flatten(1, 2))
+            i += n * C
+        return sums[:, : near.keys.shape[1]]

@@ -114,8 +114,8 @@ class InfiniteMixer(RowsMixer):
         unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[None, :, None]
         near, first = (x._replace(keys=_widened(x.keys, S), values=_widened(x.values, S)) for x in (near, first))
         first = first._replace(keys=unit.expand_as(first.keys))
-        blocks = near_blocks(q, tokens, near, first)
-        return rows_of(softmax_attention(blocks, self.scaling, None), q)[..., :D]
+        groups = near_blocks(q, tokens, near, first)
+        return rows_of((softmax_attention(blocks, self.scaling, None) for blocks in groups), q)[..., :D]
 
 
 def _widened(x: Tensor, S: int) -> Tensor:

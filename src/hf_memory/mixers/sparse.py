@@ -74,7 +74,7 @@ class SummaryMixer(SparseMixer):
         near, far, parts, (B, T) = self.near(tokens, past), self.summaries(past), [], q.shape[:2]
         size, each = self.config.pattern_size, self.config.num_summary_tokens
         C, unread = min(T, BLOCK), past.keys.shape[1] - T
-        nears = near_columns(near, B, near.keys.shape[1] - T, C, -(-T // C)).by_block(B)
+        nears = near_columns(near, B, near.keys.shape[1] - T, C).by_block(B)
         for end, mine, asking, own in zip(range(C, T + C, C), q.split(C, 1), tokens.position.split(C, 1), nears):
             ended = None if end >= T else (unread + end) // size * each
             blocks = Blocks.of(mine, Tokens(asking), far.of(slice(ended)), own)
@@ -180,7 +180,7 @@ class BigBirdMixer(GroupMixer):
         columns = at(past, places.flatten(1))._replace(sees=self.sees_far)
         asking = F.pad(q, (0, 0, 0, 0, 0, pad))
         both = self.grouped(asking, position, columns, blocks)
-        o, mass = (rows_of(x, q) for x in both)
+        o, mass = (rows_of([x], q) for x in both)
         return o, mass
 
 

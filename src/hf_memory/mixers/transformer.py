@@ -77,7 +77,7 @@ class TransformerMixer(MemoryMixer):
 
     def softmax_near(self, q: Tensor, tokens: Tokens, seen: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them (see `near_blocks`), as rows."""
-        o, mass = self.softmax(near_blocks(q, tokens, seen, None))
+        o, mass = zip(*(self.softmax(blocks) for blocks in near_blocks(q, tokens, seen, None)))
         return rows_of(o, q), rows_of(mass, q)
 
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

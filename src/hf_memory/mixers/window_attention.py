@@ -67,7 +67,8 @@ def window_attention(
     reach = window if reach is None else min(reach, window)
     seen_k, seen_v = k[:, window - reach :], v[:, window - reach :]
     near = columns(tokens, states.get("seen"), seen_k, seen_v, sees & last_tokens(reach))
-    o = rows_of(softmax_attention(near_blocks(q, tokens, near, always), scaling, softcap, relation), q)
+    groups = near_blocks(q, tokens, near, always)
+    o = rows_of((softmax_attention(blocks, scaling, softcap, relation) for blocks in groups), q)
     new |= {"keys": last(k, lengths, W), "values": last(v, lengths, W)}
     return o if order is None else in_their_places(o, order), new
 

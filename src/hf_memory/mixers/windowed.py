@@ -133,8 +133,8 @@ class WindowedMixer(MemoryMixer):
     def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
         past = self._past(self.config.attention_window, "", k, v, tokens, lengths, context)
-        blocks = near_blocks(rotated, tokens, past.near, past.first)
-        both = softmax_and_mass(blocks, self.scaling, self.config.attn_logit_softcapping)
+        softcap, groups = self.config.attn_logit_softcapping, near_blocks(rotated, tokens, past.near, past.first)
+        both = zip(*(softmax_and_mass(blocks, self.scaling, softcap) for blocks in groups))
         o, logsumexp = (rows_of(x, q) for x in both)
         if self.far is None:
             return o, past.states

@@ -149,7 +149,7 @@ def packed(cu_seqlens: Tensor, length: int) -> Tokens:
 
 def seen(mask: Mask, queries: Tokens, keys: Tokens) -> Tensor:
     """Which keys each query sees, [B, 1, T, S] bool, within its sequence; padding neither sees nor is seen."""
-    q, k = queries.position[:, None, :, None], keys.position[:, None, None, :]
+    q, k = queries.position.int()[:, None, :, None], keys.position.int()[:, None, None, :]
     result = mask.sees(q, k) & (k >= 0) & (q >= 0)
     if keys.sequence is not None and queries.sequence is not None:
         result = result & (queries.sequence[:, None, :, None] == keys.sequence[:, None, None, :])
