@@ -33,6 +33,7 @@ from cases import (
 )
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.levels import LevelsMixer
+from hf_memory.serving.rows import take
 
 
 def assert_close(logits, expected, tolerance=5e-5):
@@ -87,10 +88,11 @@ def test_a_padded_cache_continues_as_rows_alone(case):
     tokens, mask = _pad([row[:, :-2] for row in rows], "left", model)
     cache = DynamicCache(config=model.config)
     model(tokens, attention_mask=mask, past_key_values=cache)
-    mask = torch.cat([mask, mask.new_ones(2, 2)], 1)
+    mask, alone = torch.cat([mask, mask.new_ones(2, 2)], 1), take(cache, 1, 3)
     logits = model(torch.cat([row[:, -2:] for row in rows]), attention_mask=mask, past_key_values=cache).logits
     for i, row in enumerate(rows):
         assert_close(logits[i], model(row).logits[0, -2:])
+    assert_close(model(rows[1][:, -2:], past_key_values=alone).logits[0], logits[1])
 
 
 def _pad(rows, side, model):

@@ -47,13 +47,12 @@ def test_parts_with_a_state_equal_the_whole(parts):
     torch.testing.assert_close(states["keys"], inputs[1][:, -4:])
 
 
-@pytest.mark.parametrize("real", [slice(4, 23), slice(0, 20), slice(10, 11)])
-def test_padding_is_no_token(real):
-    inputs, mask = make(), torch.zeros(2, 23, dtype=torch.long)
-    mask[0], mask[1, real] = 1, 1
-    o, states = attend(*inputs, attention_mask=mask)
-    row = [x[1:, real] for x in inputs]
-    torch.testing.assert_close(o[1:, real], expected(*row))
+@pytest.mark.parametrize("length", [22, 4, 1])
+def test_padding_is_no_token(length):
+    inputs = make()
+    o, states = attend(*inputs, lengths=torch.tensor([23, length]))
+    row = [x[1:, :length] for x in inputs]
+    torch.testing.assert_close(o[1:, :length], expected(*row))
     torch.testing.assert_close(o[:1], expected(*(x[:1] for x in inputs)))
     more = make(3, seed=1)
     together, _ = attend(*more, states)

@@ -24,6 +24,7 @@ WINDOW = 0.1  # initial factor of the window's output, so that the memory must l
 class AttentionAndMemoryMixer(MemoryMixer):
     """Base class of MAC, MAG and MAL: attention with a Transformer's projections, and a memory."""
 
+    padding_last = True
     memory_reads_persistent = True
 
     def __init__(self, config, layer_idx: int):
@@ -76,7 +77,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
             softcap=self.config.attn_logit_softcapping,
             states=_part(context.states, "attention_"),
             always=self.always(hidden_states.dtype),
-            attention_mask=context.attention_mask,
+            lengths=context.lengths,
             cu_seqlens=context.cu_seqlens,
         )
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Inputs, MemoryLayer, Spec, State, States, memory_layer
-from hf_memory.layers import RMSNorm, ShortConvolution
+from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.contract import blank
@@ -24,6 +24,7 @@ class Context(NamedTuple):
     attention_mask: Tensor | None  # [B, T] bool
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; ops may overwrite them; empty: nothing was read
+    order: Tensor | None = None  # [B, T], the places of the tokens before padding was moved to the end
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""
@@ -34,13 +35,39 @@ class Context(NamedTuple):
             states=states,
         )
 
+    def with_padding_last(self, x: Tensor) -> tuple[Tensor, "Context"]:
+        """Tokens x [B, T, ...] with the padding of each row moved to its end, and their context."""
+        if self.attention_mask is None:
+            return x, self
+        x, order = real_tokens_first(x, self.attention_mask)
+        positions = None if self.positions is None else self.positions.gather(order)
+        return x, self._replace(positions=positions, attention_mask=self.attention_mask.gather(1, order), order=order)
+
+    def in_their_places(self, x: Tensor) -> Tensor:
+        """The inverse of `with_padding_last` for results [B, T, ...]."""
+        return x if self.order is None else in_their_places(x, self.order)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """[B], the number of tokens that are not padding; None if there is no padding."""
+        return None if self.attention_mask is None else self.attention_mask.sum(1)
+
     @property
     def is_whole(self) -> bool:
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
         return not self.states and self.attention_mask is None and self.cu_seqlens is None
 
-    def grown(self, new: States) -> States:
-        """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...]."""
+    def grown(self, new: States) -> tuple[States, States]:
+        """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
+
+        They come twice: in the order of the new tokens, and for the cache, where padding stays where it was.
+        """
+        past = self._after(new)
+        if self.order is None:
+            return past, past
+        return past, self._after({name: self.in_their_places(x) for name, x in new.items()})
+
+    def _after(self, new: States) -> States:
         if not self.states:
             return new
         return {name: torch.cat([self.states[name].to(x.dtype), x], 1) for name, x in new.items()}
@@ -129,6 +156,7 @@ class Projections(nn.Module, ABC):
 class MemoryMixer(Projections):
     """A mixer whose past is a set of states. Subclasses implement `mix`, which reads and updates the states."""
 
+    padding_last = False  # whether `mix` is given rows with padding at the end
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
 
     @property
@@ -199,7 +227,7 @@ class MemoryMixer(Projections):
             hidden_states = blank(hidden_states, mask)
         context = Context(positions, mask, cu_seqlens, {})
         if layer is None:
-            output, _ = self.mix(hidden_states, context)
+            output, _ = self._mix(hidden_states, context)
         else:
             output = self._read(hidden_states, context, layer)
         return output.view(B, T, -1), None
@@ -217,7 +245,7 @@ class MemoryMixer(Projections):
 
     def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
         T = hidden_states.shape[1]
-        output, states = self.mix(hidden_states, context._replace(states=layer.read(T)))
+        output, states = self._mix(hidden_states, context._replace(states=layer.read(T)))
         layer.write(T, states, self.spec)
         if layer.record_past:
             layer.record(_inputs(hidden_states, context))
@@ -226,7 +254,13 @@ class MemoryMixer(Projections):
     def catch_up(self, layer: MemoryLayer) -> None:
         """Recompute the states after tokens were undone, by reading the remaining recorded tokens again."""
         if layer.is_behind:
-            layer.catch_up(lambda inputs, states: self.mix(*_read_again(inputs, states))[1])
+            layer.catch_up(lambda inputs, states: self._mix(*_read_again(inputs, states))[1])
+
+    def _mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        if self.padding_last:
+            hidden_states, context = context.with_padding_last(hidden_states)
+        output, states = self.mix(hidden_states, context)
+        return context.in_their_places(output), states
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -237,7 +271,7 @@ class MemoryMixer(Projections):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         new_states = {}
         if self.has_convolutions:
-            _, attention_mask, cu_seqlens, states = context
+            _, attention_mask, cu_seqlens, states, _ = context
             q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
             k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
             v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)

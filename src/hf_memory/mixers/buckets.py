@@ -66,8 +66,8 @@ class BucketMixer(TransformerMixer):
         unit = unit_length(q)
         asked = self.buckets(unit.detach())
         q, k = self.rotate(q, unit, context.positions)
-        tokens, states = grown(k, v, context, buckets=asked)
-        past = states | {"values": repeat_heads(states["values"], q.shape[2])}
+        tokens, past, states = grown(k, v, context, buckets=asked)
+        past = past | {"values": repeat_heads(past["values"], q.shape[2])}
         if q.shape[1] == 1 or torch.compiler.is_compiling():
             seen = self._all_pairs(q, tokens.position.expand(len(q), -1), asked, past)
         else:
@@ -274,6 +274,8 @@ class RoutingByHeadMixer(RoutingMixer):
     These have keys of their own, and their states hold only the window.
     """
 
+    padding_last = True
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         heads = config.num_key_value_heads // 2
@@ -314,7 +316,7 @@ class RoutingByHeadMixer(RoutingMixer):
             sees=causal & window(W),
             scaling=self.scaling,
             states=states,
-            attention_mask=context.attention_mask,
+            lengths=context.lengths,
         )
         return o, {"near_keys": new["keys"], "near_values": new["values"]}
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import RMSNorm, in_their_places, real_tokens_first
+from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns, softmax_attention
 from hf_memory.mixers.base import Context
@@ -56,18 +56,8 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
                 return self.mix(x, alone._replace(positions=Positions(*angles) if angles else None))[0], initial_state
 
             return per_sequence(one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={})
-        if context.states:  # rows may be at different places of their segments
-            return self._pieces(hidden_states, context, 1)
-        mask, order = context.attention_mask, None
-        if mask is None:
-            return self._pieces(hidden_states, context, self.config.segment_length)
-        hidden_states, order = real_tokens_first(hidden_states, mask)
-        positions = context.positions
-        context = context._replace(
-            attention_mask=mask.gather(1, order), positions=None if positions is None else positions.gather(order)
-        )
-        output, states = self._pieces(hidden_states, context, self.config.segment_length)
-        return in_their_places(output, order), states
+        # after other tokens, rows may be at different places of their segments
+        return self._pieces(hidden_states, context, 1 if context.states else self.config.segment_length)
 
     def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
         if varies(hidden_states.shape[1]):

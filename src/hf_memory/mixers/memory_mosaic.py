@@ -66,9 +66,9 @@ class MemoryMosaicMixer(MemoryMixer):
         tokens, states["count"] = context.places(x)
         position = tokens.position.expand(len(x), -1)
         new = {"keys": key, "values": self.value_average(value, self._heads(v)), "positions": position.int()}
-        new = context.grown(new)
-        past = Columns(Tokens(new["positions"], tokens.sequence), new["keys"], new["values"], completed)
-        o = full_attention(k, tokens, past, scaling=1.0, softcap=None)
+        past, new = context.grown(new)
+        seen = Columns(Tokens(past["positions"], tokens.sequence), past["keys"], past["values"], completed)
+        o = full_attention(k, tokens, seen, scaling=1.0, softcap=None)
         o = o * (position > 0)[..., None, None]
         return self.o_proj(o.flatten(2)), states | new
 

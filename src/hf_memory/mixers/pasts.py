@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import in_their_places, real_tokens_first, unit_length, wide
+from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
     Blocks,
@@ -39,22 +39,17 @@ from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sink
 class RowsMixer(TransformerMixer):
     """Base class: calls `mix_rows` with one sequence in each row and padding at the end."""
 
+    padding_last = True
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `seen` [B], the number of tokens read, and those of the subclass."""
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
-        lengths, order, mask = None, None, context.attention_mask
-        if mask is not None:
-            hidden_states, order = real_tokens_first(hidden_states, mask)
-            context = context._replace(positions=context.positions and context.positions.gather(order))
-            lengths = mask.sum(1)
-        seen = context.states.get("seen", hidden_states.new_zeros(len(hidden_states), dtype=torch.long))
-        tokens = present(seen, lengths, None, hidden_states.shape[1])
-        tokens = tokens.map(lambda x: x.expand(len(hidden_states), -1))
+        (B, T), lengths = hidden_states.shape[:2], context.lengths
+        seen = context.states.get("seen", hidden_states.new_zeros(B, dtype=torch.long))
+        tokens = present(seen, lengths, None, T).map(lambda x: x.expand(B, -1))
         o, states = self.mix_rows(hidden_states, tokens, lengths, context)
-        output = self.o_proj(o.flatten(2))
-        states["seen"] = count_on(seen, lengths, hidden_states.shape[1])
-        return output if order is None else in_their_places(output, order), states
+        return self.o_proj(o.flatten(2)), states | {"seen": count_on(seen, lengths, T)}
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         """Heads and states for hidden states [B, T, hidden_size], of which `lengths` [B] tokens are real, or all."""

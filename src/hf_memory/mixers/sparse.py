@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import States
-from hf_memory.layers import in_their_places, real_tokens_first
+from hf_memory.layers import real_tokens_first
 from hf_memory.mixers.attention_blocks import (
     BLOCK,
     Blocks,
@@ -28,22 +28,20 @@ from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, windo
 class WholePastMixer(TransformerMixer, ABC):
     """A mixer whose cache holds all tokens. Each row's tokens are in order, with padding at the end."""
 
+    padding_last = True
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `TransformerMixer`."""
         if context.cu_seqlens is not None:
             return self.apart(hidden_states, context, context.cu_seqlens)
         q, k, v = self.projected(hidden_states, context)
-        tokens, states = grown(k, v, context)
-        past, order = Columns(Tokens(states["positions"]), states["keys"], states["values"]), None
-        if context.states or context.attention_mask is not None:
-            is_token = states["positions"] >= 0
+        tokens, seen, states = grown(k, v, context)
+        past = Columns(Tokens(seen["positions"]), seen["keys"], seen["values"])
+        if context.states:  # with padding before the new tokens
+            is_token = seen["positions"] >= 0
             past = past.map(lambda x: real_tokens_first(x, is_token)[0])
-        tokens = tokens.map(lambda x: x.expand(len(q), -1))
-        if context.attention_mask is not None:
-            q, order = real_tokens_first(q, context.attention_mask)
-            tokens = tokens.map(lambda x: x.gather(1, order))
-        o = self.attend_in_order(q, tokens, past)
-        return self.o_proj((o if order is None else in_their_places(o, order)).flatten(2)), states
+        o = self.attend_in_order(q, tokens.map(lambda x: x.expand(len(q), -1)), past)
+        return self.o_proj(o.flatten(2)), states
 
     @abstractmethod
     def attend_in_order(self, q: Tensor, tokens: Tokens, past: Columns) -> Tensor:

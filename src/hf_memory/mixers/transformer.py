@@ -52,12 +52,11 @@ class TransformerMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """States: `count` [B] of tokens read, `keys` and `values` [B, tokens, H, D], and `positions` [B, tokens]."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, states = grown(k, v, context)
-        past = Columns(Tokens(states["positions"], tokens.sequence), states["keys"], states["values"])
+        tokens, past, states = grown(k, v, context)
         o = full_attention(
             q,
             tokens,
-            past,
+            Columns(Tokens(past["positions"], tokens.sequence), past["keys"], past["values"]),
             scaling=self.scaling,
             softcap=self.config.attn_logit_softcapping,
             relation=self.relation,
@@ -97,15 +96,18 @@ class TransformerMixer(MemoryMixer):
             )
 
 
-def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Tokens, States]:
-    """Positions of the new tokens, and the states `count`, `keys`, `values`, `positions` and `more` of all tokens."""
+def grown(k: Tensor, v: Tensor, context: Context, **more: Tensor) -> tuple[Tokens, States, States]:
+    """The new tokens; `keys`, `values`, `positions` and `more` of all tokens; and the states: these, and `count`."""
     tokens, count = context.places(k)
     new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int(), **more}
-    return tokens, {"count": count, **context.grown(new)}
+    past, states = context.grown(new)
+    return tokens, past, {"count": count, **states}
 
 
 class LocalMixer(TransformerMixer):
     """Attention to some of the last tokens, and possibly the first ones; the cache holds only these."""
+
+    padding_last = True
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -132,7 +134,7 @@ class LocalMixer(TransformerMixer):
             relation=self.relation,
             first=pattern.first,
             reach=self.reach(hidden_states.shape[1]),
-            attention_mask=context.attention_mask,
+            lengths=context.lengths,
             cu_seqlens=context.cu_seqlens,
         )
         return self.o_proj(o.flatten(2)), states

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import States
-from hf_memory.layers import in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import BLOCK, Columns, Relation, near_blocks, rows_of, softmax_attention
 from hf_memory.ops.contract import varies
 from hf_memory.ops.masks import Mask, Tokens, older, packed
@@ -26,7 +25,7 @@ def window_attention(
     first: int = 0,
     reach: int | None = None,
     always: Columns | None = None,
-    attention_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States]:
     """Each token attends to itself, to the `window` - 1 tokens before it, and maybe to first or persistent tokens.
@@ -44,17 +43,14 @@ def window_attention(
         first: number of first tokens of a sequence that stay visible; not together with `always`.
         reach: number of tokens of the window that any of these queries sees; default: all.
         always: keys and values of persistent tokens, which precede every sequence, or None.
-        attention_mask: [B, T], zero at padding, or None.
+        lengths: [B], numbers of tokens of the rows, which have padding at their ends; None: no padding.
         cu_seqlens: boundaries [N + 1] of packed sequences, with B == 1, or None.
 
     Returns:
         o [B, T, HQ, D], and the states after the tokens: `keys` and `values` [B, window - 1, H, D] of the last tokens,
         `seen` [B], the number of tokens read, and `sink_keys` and `sink_values` [B, first, H, D] of the first tokens.
     """
-    (B, T), W, order, lengths = q.shape[:2], window - 1, None, None
-    if attention_mask is not None:
-        lengths = attention_mask.sum(1)
-        (q, order), (k, _), (v, _) = (real_tokens_first(x, attention_mask) for x in (q, k, v))
+    (B, T), W = q.shape[:2], window - 1
     count = states["seen"] if states else torch.zeros(B, dtype=torch.long, device=q.device)
     tokens = present(count, lengths, cu_seqlens, T)
     new = {"seen": count_on(count, lengths, T)}
@@ -70,7 +66,7 @@ def window_attention(
     groups = near_blocks(q, tokens, near, always)
     o = rows_of((softmax_attention(blocks, scaling, softcap, relation) for blocks in groups), q)
     new |= {"keys": last(k, lengths, W), "values": last(v, lengths, W)}
-    return o if order is None else in_their_places(o, order), new
+    return o, new
 
 
 def present(count: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, T: int) -> Tokens:

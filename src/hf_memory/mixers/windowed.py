@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
@@ -34,6 +33,8 @@ class Past(NamedTuple):
 
 class WindowedMixer(MemoryMixer):
     """Attention over a window and the first tokens, a memory of the tokens between, and heads that keep everything."""
+
+    padding_last = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -90,13 +91,9 @@ class WindowedMixer(MemoryMixer):
         `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window, channels] for the writes of
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or, if they have a window, states like those of the other heads."""
-        mask, order = context.attention_mask, None
-        if mask is not None:
-            hidden_states, order = real_tokens_first(hidden_states, mask)
-            context = context._replace(positions=context.positions and context.positions.gather(order))
         q, k, v = self.projected(hidden_states)
         count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
-        lengths = None if mask is None else mask.sum(1)
+        lengths = context.lengths
         tokens = present(count, lengths, context.cu_seqlens, k.shape[1])
         parts, states = [], {"count": count_on(count, lengths, k.shape[1])}
         if self.near_heads:
@@ -108,8 +105,7 @@ class WindowedMixer(MemoryMixer):
             parts.append(o)
             states |= new
         o = _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2)
-        output = self.o_proj(o)
-        return output if order is None else in_their_places(output, order), states
+        return self.o_proj(o), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
@@ -196,9 +192,10 @@ def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
 
 def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
     """The past of heads that keep everything."""
-    new = context.grown({"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()})
-    keys, values, position = new.values()
-    return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, new, keys, values)
+    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()}
+    past, states = context.grown(new)
+    keys, values, position = past.values()
+    return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, states, keys, values)
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:
