@@ -369,7 +369,8 @@ class TopTokensMixer(RowsMixer):
         return o, mass
 
     def _best(self, blocks: Blocks) -> Attended:
-        scores = self.scores(blocks).masked_fill_(~blocks.visible[:, :, None], -torch.inf)  # [B, H, G, C, S]
+        unseen = torch.where(blocks.visible[:, :, None], 0.0, -torch.inf)  # adding it is much faster than masked_fill_
+        scores = self.scores(blocks).add_(unseen)  # [B, H, G, C, S]
         best, places = scores.topk(min(self.config.memory_top_k, scores.shape[-1]))
         weights, mass = softmax_of(best, best.isfinite())
         o = sums_at(places, weights, blocks.values)
