@@ -220,7 +220,7 @@ CASES = (
     Case(
         "transformer-segments",
         "hf_memory_transformer",
-        {**PAST, "past": ["xl", "memorizing"], "memory_join": "attention"},
+        {**PAST, "past": ["compressive", "memorizing"], "compression": "max", "memory_join": "attention"},
     ),
     Case(
         "transformer-universal",
@@ -234,7 +234,22 @@ CASES = (
             "span_ramp": 2,
         },
     ),
-    Case("transformer-reversible", "hf_memory_transformer", {"depth": "reversible"}),
+    Case(
+        "transformer-reversible",
+        "hf_memory_transformer",
+        {**PATTERN, **PAST, "depth": "reversible", "past": ["xl", "cache"], "pattern": ["full", "sliding"]},
+    ),
+    Case(
+        "transformer-routing",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "none", "pattern": ["strided", "routing"], "num_buckets": 4},
+    ),
+    Case("transformer-longformer", "hf_memory_transformer", {**PATTERN, "pattern": ["longformer", "fixed"]}),
+    Case(
+        "transformer-pooled",
+        "hf_memory_transformer",
+        {**PAST, "past": ["memorizing", "compressive"], "memory_join": "softmax", "compression": "mean"},
+    ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
     Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cases import CASE, make_model, random_tokens
+from cases import CASE, CASES, make_config, make_model, random_tokens
 from hf_memory.mixers.attention_blocks import joined_softmax
 from hf_memory.mixers.buckets import attention_in_buckets
-from hf_memory.mixers.pasts import COMPRESSIONS
+from hf_memory.mixers.pasts import COMPRESSIONS, JOINS
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
+from hf_memory.modeling.depth import DEPTHS
 from hf_memory.modeling.transformer import (
     BUCKETS,
     PASTS,
@@ -351,3 +352,24 @@ def test_only_the_maps_learn_from_what_compression_loses():
 def test_bad_options_are_refused_by_name(options, name):
     with pytest.raises(Exception, match=f"{name} must"):
         MemoryTransformerConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("position", POSITIONS),
+        ("patterns", PATTERNS),
+        ("pasts", PASTS),
+        ("depth", DEPTHS),
+        ("compression", COMPRESSIONS),
+        ("memory_join", JOINS),
+    ],
+)
+def test_contracts_of_models_include_every_word(name, words):
+    found, needed = set(), {"compression": "compressive", "memory_join": "memorizing"}
+    for case in CASES:
+        config = make_config(case)
+        if isinstance(config, MemoryTransformerConfig) and needed.get(name, config.pasts[0]) in config.pasts:
+            given = getattr(config, name)
+            found |= {given} if isinstance(given, str) else {*given}
+    assert found == {*words}
