@@ -52,8 +52,9 @@ class Blocks(NamedTuple):
         """Queries at these tokens with several sets of columns."""
         keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
         visible = _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1)
-        if visible.shape[1] > 1:  # masks by head
-            visible = visible.repeat(1, -(-queries.shape[2] // visible.shape[1]), 1, 1)[:, : queries.shape[2]]
+        heads, kinds = queries.shape[2], visible.shape[1]
+        if kinds not in (1, heads):  # masks by head
+            visible = visible.repeat(1, -(-heads // kinds), 1, 1)[:, :heads]
         rows = max(len(x.tokens.position) for x in columns)
         asked = _joined([x.tokens.position.expand(rows, -1) for x in columns], 1)
         return cls(queries, keys, values, visible, tokens.position, asked)

@@ -31,12 +31,11 @@ class MostUsedMixer(SlotsMixer):
         return spec | {"usage": State((W, heads)), "compressed_keys": slots, "compressed_values": slots}
 
     @torch.no_grad()
-    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+    def slots(self, plain, projected, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
         """The states are `compressed_keys` and `compressed_values` [B, compressed_length, H, D] of the last blocks that
         no token sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
-        L, m, rate = self.config.segment_length, self.config.past_window, self.config.compression_rate
-        W, (B, T), states = L + m - 1, k.shape[:2], context.states
-        q, k = self.rotate(q, k, context.positions)
+        (q, k, v), L, m = projected, self.config.segment_length, self.config.past_window
+        rate, W, (B, T), states = self.config.compression_rate, L + m - 1, k.shape[:2], context.states
         read = {name: after(states.get(name), x, W) for name, x in (("keys", k), ("values", v))}
         near = columns(tokens, states.get("seen"), read["keys"], read["values"], causal & segments(L, m))
         usage = self._received(q, tokens, near)

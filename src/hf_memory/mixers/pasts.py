@@ -179,9 +179,9 @@ class SlotsMixer(SegmentMixer):
 
     def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `SegmentMixer` and of `slots`."""
-        q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        seen, new_slots = self.slots(q, k, v, tokens, lengths, context)
-        q, k = self.rotate(q, k, context.positions)
+        q, plain, v = self.projected(hidden_states, context._replace(positions=None))
+        q, k = self.rotate(q, plain, context.positions)
+        seen, new_slots = self.slots(plain, (q, k, v), tokens, lengths, context)
         attended, new = self.segment(hidden_states, (q, k, v), tokens, lengths, context)
         parts, L, rate = [], self.config.segment_length, self.config.compression_rate
         for i in range(0, q.shape[1], BLOCK):
@@ -193,8 +193,10 @@ class SlotsMixer(SegmentMixer):
         return joined_softmax(attended, far)[0], new | new_slots
 
     @abstractmethod
-    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
-        """All slots, and their states; queries and keys are not rotated."""
+    def slots(
+        self, plain: Tensor, projected: tuple[Tensor, Tensor, Tensor], tokens: Tokens, lengths, context: Context
+    ) -> tuple[Columns, States]:
+        """All slots, and their states, from keys that are not rotated, and from q, k and v, which are."""
 
     def with_former(
         self, slots: dict[str, Tensor], numbers: Tensor, first: Tensor, done: Tensor, states: States
@@ -262,12 +264,12 @@ class CompressiveMixer(SlotsMixer):
         kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
         return [self.config.compression_loss_weight * (kept - compressed).square().mean()]
 
-    def slots(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
+    def slots(self, plain, projected, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
         """The states are `compressed_keys` and `compressed_values` [B, slots, H, D], with slots that become visible
         later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values` [B, compression_rate - 1, H,
         D], not rotated. There are new slots for blocks whose last token is new."""
-        rate, (B, T) = self.config.compression_rate, k.shape[:2]
-        states, new, slots, read = context.states, {}, {}, {"keys": k, "values": v}
+        rate, (B, T) = self.config.compression_rate, plain.shape[:2]
+        states, new, slots, read = context.states, {}, {}, {"keys": plain, "values": projected[2]}
         count = states.get("seen", torch.zeros(B, dtype=torch.long, device=read["keys"].device))
         numbers = count[:, None] // rate + torch.arange(-(-(T + rate - 1) // rate), device=count.device)  # [B, U]
         ends = (numbers + 1) * rate - 1 - count[:, None]  # places among the new tokens
