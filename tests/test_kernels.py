@@ -77,16 +77,16 @@ def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
 
 
 @every_kernel
-@pytest.mark.parametrize("T", [40, 64])
-def test_segments_walked_at_once_equal_reference(op, variant, T, monkeypatch):
-    """With B = 2, and with T = 64 packed sequences of two heads instead, one empty and one of one token among them."""
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_segments_walked_at_once_equal_reference(op, variant, is_packed, monkeypatch):
+    """With B = 2, or packed sequences of two heads, one empty and one of one token among them."""
     form = "diagonal_plus_rank_one" if "erase" in variant else op.name
     monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: 32)
-    arguments, packed = make(op, variant, T=T, B=2, HV=1), {}
-    if T == 64:
-        packed = {"cu_seqlens": torch.tensor([0, 20, 20, 21, 64], dtype=torch.int32)}
+    arguments, packed = make(op, variant, T=40, B=2, HV=1), {}
+    if is_packed:
+        packed = {"cu_seqlens": torch.tensor([0, 4, 4, 5, 40], dtype=torch.int32)}
         states = make(op, variant, B=4, T=1, seed=5)["initial_state"]
-        arguments = {**make(op, variant, T=T), "initial_state": states}
+        arguments = {**make(op, variant, T=40), "initial_state": states}
     assert_close(run(op, arguments, "triton", **packed), run(op, in_float64(arguments), "reference", **packed))
 
 

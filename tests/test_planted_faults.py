@@ -10,7 +10,7 @@ import test_conversion
 import test_generation
 import test_modeling
 import test_ops
-from cases import CASES, every_recurrent_family
+from cases import CASES, every_recurrent_family, make_model
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.mixers import base
@@ -21,7 +21,7 @@ from hf_memory.modeling.base import MemoryPreTrainedModel
 def test_a_reorder_that_does_nothing_is_seen(case, monkeypatch):
     monkeypatch.setattr(MemoryLayer, "reorder_cache", lambda self, beam_idx: None)
     with pytest.raises(AssertionError):
-        test_generation.test_cache_changes_no_token(case, "beams")
+        test_generation.test_cache_changes_no_token(case, "several of sampled beams")
 
 
 @every_recurrent_family
@@ -35,7 +35,7 @@ def test_ignored_padding_is_seen(case, monkeypatch):
 def test_ignored_packing_is_seen(case, monkeypatch):
     monkeypatch.setattr(base.MemoryMixer, "forward", _without("cu_seqlens"))
     with pytest.raises(AssertionError):
-        test_modeling.test_packed_rows_equal_rows_apart(case, "position_ids")
+        test_modeling.test_packed_rows_equal_rows_apart(case)
 
 
 @every_recurrent_family
@@ -61,8 +61,9 @@ def test_a_forgotten_row_is_seen(case, monkeypatch):
 
 
 def test_a_decay_in_low_precision_is_seen(monkeypatch, tmp_path):
-    monkeypatch.setattr(MemoryPreTrainedModel, "_keep_in_fp32_modules_strict", [])
     case = next(case for case in CASES if case.name == "mamba2")
+    make_model(case)  # which other tests will use
+    monkeypatch.setattr(MemoryPreTrainedModel, "_keep_in_fp32_modules_strict", [])
     with pytest.raises(AssertionError, match="float32"):
         test_modeling.test_save_and_load_change_nothing(case, torch.bfloat16, tmp_path)
 
