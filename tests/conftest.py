@@ -9,6 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -16,6 +17,14 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish():
     """The garbage collector leaves out what was imported: accelerate calls it at each stage of training."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_stays():
+    """And what a file leaves behind, such as all that torch.compile imports and keeps."""
+    yield
+    gc.collect()
     gc.freeze()
 
 
