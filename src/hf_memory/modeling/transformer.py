@@ -11,19 +11,12 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.buckets import ReformerMixer, RoutingByHeadMixer, RoutingMixer
-from hf_memory.mixers.most_used import MostUsedMixer
-from hf_memory.mixers.pasts import (
-    COMPRESSIONS,
-    JOINS,
-    CompressiveMixer,
-    InfiniteMixer,
-    MemorizingMixer,
-    SegmentMixer,
-    TopTokensMixer,
-)
+from hf_memory.mixers.pasts import InfiniteMixer, SegmentMixer
 from hf_memory.mixers.patterns import LOCAL, pattern_of
 from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
+from hf_memory.mixers.slots import COMPRESSIONS, CompressiveMixer, MostUsedMixer
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
+from hf_memory.mixers.store import JOINS, MemorizingMixer, TopTokensMixer
 from hf_memory.mixers.transformer import LocalMixer, TransformerMixer
 from hf_memory.modeling.base import (
     MemoryDecoderLayer,
