@@ -13,7 +13,7 @@ from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windo
 from hf_memory.modeling.base import kept_positions
 from hf_memory.serving.memory_file import fingerprint
 
-WEIGHTS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+WEIGHTS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> Tensor:
