@@ -2,7 +2,7 @@
 
 One layer of the Memory Transformer reads a text and learns from it, forward and backward, on one CPU thread in float32.
 Sizes grow with the text as in the papers: strides and blocks of patterns with far tokens are sqrt(T) long, routing has
-sqrt(T) buckets, and reformer one for every 32 tokens. Seconds are the lesser of two turns; bytes are the most that
+sqrt(T) buckets, and reformer one for every 32 tokens. Seconds are the least of four turns; bytes are the most that
 tensors took at once beyond what was there before. Writes benchmarks/results/attention_patterns.json.
 """
 
@@ -21,7 +21,7 @@ from hf_memory.modeling.transformer import PATTERNS
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 256, "pattern_size": 64}
-TURNS = 2
+TURNS = 4
 
 
 LONGEST_SPANS = "adaptive_span, longest"
