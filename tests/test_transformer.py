@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from cases import CASE, CASES, make_config, make_model, random_tokens
 from hf_memory.mixers.attention_blocks import joined_softmax
-from hf_memory.mixers.buckets import attention_in_buckets
+from hf_memory.mixers.bucket_attention import attention_in_buckets
 from hf_memory.mixers.relations import POSITIONS, alibi_slopes
 from hf_memory.mixers.slots import COMPRESSIONS
 from hf_memory.mixers.store import JOINS
