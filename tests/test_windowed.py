@@ -8,11 +8,19 @@ from torch.testing import assert_close
 import hf_memory
 from cases import SIZES
 from hf_memory.mixers import attention_blocks
-from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
+from hf_memory.mixers.attention_blocks import (
+    Columns,
+    full_attention,
+    near_blocks,
+    rows_of,
+    softmax_and_mass,
+    softmax_attention,
+)
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.far_memory import Leaving, SlotMemory, centroids
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, sinks, window
+from hf_memory.mixers.relations import RELATIONS
+from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
 WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
 
@@ -51,6 +59,23 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks, gr
     do, dmass = torch.randn_like(o), torch.randn_like(mass)
     results = ((x * do).sum() + (y * dmass).sum() for x, y in ((o, mass), expected))
     assert_close(*(torch.autograd.grad(x, (q, k, v)) for x in results))
+
+
+def test_groups_of_near_blocks_keep_sequences_and_distances_apart(monkeypatch):
+    T, boundaries = 150, torch.tensor([0, 20, 90, 150])
+    q, k, v = (x[:1] for x in heads(T))
+    tokens = packed(boundaries, T)
+    padded = tokens.map(lambda x: F.pad(x, (15, 0), value=-1))
+    keys, values = (F.pad(x, (0, 0, 0, 0, 15, 0)) for x in (k, v))
+    near = Columns(padded, keys, values, causal & window(16))
+    alibi = RELATIONS["alibi"](hf_memory.MemoryTransformerConfig(**SIZES))
+
+    def attended() -> torch.Tensor:
+        return rows_of([softmax_attention(x, 0.3, None, alibi) for x in near_blocks(q, tokens, near, None)], q)
+
+    expected = attended()
+    monkeypatch.setattr(attention_blocks, "SCORES", 1)
+    assert_close(attended(), expected)
 
 
 @pytest.mark.parametrize("longest", [None, 70, 300])

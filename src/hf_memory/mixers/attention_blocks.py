@@ -33,8 +33,10 @@ class Columns(NamedTuple):
 
     def by_block(self, B: int) -> list["Columns"]:
         """The columns of each block, from [B * blocks, ...]. The backward of unbind is cheaper than slices."""
-        blocks = (x.unflatten(0, (B, -1)).unbind(1) for x in (self.tokens.position, self.keys, self.values))
-        return [Columns(Tokens(position), keys, values, self.sees) for position, keys, values in zip(*blocks)]
+        position, sequence = self.tokens
+        each = [x.unflatten(0, (B, -1)).unbind(1) for x in (position, self.keys, self.values)]
+        sequences = [None] * len(each[0]) if sequence is None else sequence.unflatten(0, (B, -1)).unbind(1)
+        return [Columns(Tokens(x, number), k, v, self.sees) for x, k, v, number in zip(*each, sequences)]
 
 
 class Blocks(NamedTuple):
@@ -90,10 +92,10 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     B, T, HQ, _ = q.shape
     past = near.keys.shape[1] - T
     C = min(T, BLOCK if past <= LONG_BLOCK else 2 * BLOCK) if past and not varies(T) else T
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
+    if C == T or q.device.type != "cpu" or torch.compiler.is_compiling():
         return [_group(q, queries, near, first, C)]
     size = max(1, SCORES // (B * HQ * C * (past + C))) * C
-    if C == T or size >= T:
+    if size >= T:
         return [_group(q, queries, near, first, C)]
     asking = (queries.of(slice(i, i + size)) for i in range(0, T, size))
     nears = near_columns(near, B, past, size).by_block(B)
@@ -104,23 +106,20 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
 
 
 def _group(q: Tensor, queries: Tokens, near: Columns, first: Columns | None, C: int) -> Blocks:
-    (B, T), past = q.shape[:2], near.keys.shape[1] - q.shape[1]
-    n = 1 if C == T else -(-T // C)
-    asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, n, -1))
-    columns = [near_columns(near, B, past, C)]
+    B, past = len(q), near.keys.shape[1] - q.shape[1]
+    asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
+    mine, columns = _blocks_of(q, 0, C), [near_columns(near, B, past, C)]
     if first is not None:
-        columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), n)), *columns]
-        return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)
+        columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), len(mine) // B)), *columns]
+        return Blocks.of(mine, asking, *columns)
     place = torch.arange(past + C, device=q.device)[None]  # distances are the same in all blocks
-    return Blocks.of(_blocks_of(q, 0, C, n), asking, *columns)._replace(asking=place[:, past:], asked=place)
+    return Blocks.of(mine, asking, *columns)._replace(asking=place[:, past:], asked=place)
 
 
 def near_columns(near: Columns, B: int, past: int, C: int) -> Columns:
-    """The columns that each of n blocks of C queries may see, [B * n, ...]; B rows with `past` columns before them."""
-    T = near.keys.shape[1] - past
-    n = 1 if C == T else -(-T // C)
-    tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, n, -1))
-    return Columns(tokens, _blocks_of(near.keys, past, C, n), _blocks_of(near.values, past, C, n), near.sees)
+    """The columns that each block of C queries may see, [B * blocks, ...]; B rows with `past` columns before them."""
+    tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, -1))
+    return Columns(tokens, _blocks_of(near.keys, past, C), _blocks_of(near.values, past, C), near.sees)
 
 
 def rows_of(groups: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -257,10 +256,12 @@ def full_attention(
     return _joined(parts, 1)
 
 
-def _blocks_of(x: Tensor, past: int, C: int, n: int, value: float = 0.0) -> Tensor:
+def _blocks_of(x: Tensor, past: int, C: int, value: float = 0.0) -> Tensor:
     """[B, past + T, ...] -> [B * n, past + C, ...]: blocks of C tokens, each after the `past` ones before it."""
-    if n == 1:
+    T = x.shape[1] - past
+    if C == T:
         return x
+    n = -(-T // C)
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, past + n * C - x.shape[1]), value=value)
     if not past:
         return x.unflatten(1, (n, C)).flatten(0, 1)

@@ -271,7 +271,7 @@ class MemoryMixer(Projections):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         new_states = {}
         if self.has_convolutions:
-            _, attention_mask, cu_seqlens, states, _ = context
+            attention_mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
             q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
             k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
             v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)

@@ -141,7 +141,8 @@ class RoutingMixer(BucketMixer):
         """See `MemoryMixer.forward`; in training, the loss of the centroids is added to the losses."""
         if own_losses is not None and self.training:
             with torch.no_grad():
-                x = unit_length(self.routed(self.queries_and_values(hidden_states)[0]))
+                q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+                x = unit_length(self.routed(q))
             own_losses.append(1 - self._cosines(x).amax(-1).mean())
         return super().forward(hidden_states, *args, **kwargs)
 

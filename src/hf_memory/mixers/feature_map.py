@@ -40,7 +40,7 @@ class FeatureMap(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None, States]:
         """Features of q and k, a decay that keeps the memory in range (favor only), and the states of the map."""
-        _, mask, cu_seqlens, states, _ = context
+        mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
         if self.name == "favor":
             starts = None if cu_seqlens is None else _starts(cu_seqlens, k.shape[1])
             q = feature_maps.favor_query(q, self.projection)

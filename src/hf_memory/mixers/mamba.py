@@ -43,7 +43,7 @@ class MambaMixer(MemoryMixer):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, 1, K, V] and that of the convolution."""
-        _, attention_mask, cu_seqlens, states, _ = context
+        attention_mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
         x, new_states = self.v_proj(hidden_states), {}
         if self.has_convolution:
             x, new_states["v_conv"] = self.v_conv1d(x, states.get("v_conv"), attention_mask, cu_seqlens)

@@ -211,12 +211,14 @@ class MostUsedMixer(SlotsMixer):
 
     def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
         """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
-        sums, i = q.new_zeros(len(q), near.keys.shape[1] + 2 * BLOCK, near.keys.shape[2], dtype=wide(q).dtype), 0
-        for blocks in near_blocks(q, tokens, near, None):
+        groups, i = near_blocks(q, tokens, near, None), 0
+        (_, S, H, _), C = near.keys.shape, groups[0].queries.shape[1]
+        sums = q.new_zeros(len(q), S + C, H, dtype=wide(q).dtype)  # the last block may be padded
+        for blocks in groups:
             weights, _ = attention_weights(blocks, self.scaling, self.config.attn_logit_softcapping, self.relation)
             received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
-            C, (n, S) = blocks.queries.shape[1], received.shape[1:3]
-            places = i + C * torch.arange(n, device=q.device)[:, None] + torch.arange(S, device=q.device)
+            n, seen = received.shape[1:3]
+            places = i + C * torch.arange(n, device=q.device)[:, None] + torch.arange(seen, device=q.device)
             sums.index_add_(1, places.flatten(), received.flatten(1, 2))
             i += n * C
-        return sums[:, : near.keys.shape[1]]
+        return sums[:, :S]
