@@ -158,7 +158,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/10 of heads, a third of the tokens, distillation alone": replace(
             quick, transfer=quick.transfer._replace(steps=0), distillation=quick.distillation._replace(steps=20)
         ),
-        "1/10 of heads, a third of the tokens, half of the loss the text's": replace(quick, cross_entropy=0.5),
+        "1/10 of heads, a third of the tokens, half of the loss from the text": replace(quick, cross_entropy=0.5),
         "1/10 of heads, start alone": times(0, first),
     }
 

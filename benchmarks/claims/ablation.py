@@ -111,7 +111,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     diverged = sum(not isfinite(row["nats"]) for row in rows)
     summary += f"; {diverged} of {len(rows)} runs diverged" * (diverged > 0)
     return (
-        "differently" if wrong else "reproduced"
+        "partly reproduced" if wrong else "reproduced"
     ), f"increase of the loss over that of the variant with all parts, in nats per byte: {summary}"
 
 

@@ -32,7 +32,7 @@ class Claim:
         measure: runs one of these and returns what it found.
         table: rows for the page.
         draw: the picture.
-        verdict: "reproduced", "not reproduced" or "differently", and why, from the rows.
+        verdict: "reproduced", "not reproduced" or "partly reproduced", and why, from the rows.
         decisive: models without which there is no verdict; by default all.
     """
 

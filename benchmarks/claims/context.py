@@ -144,7 +144,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     linear, one, two = MEMORIES
     more = [gain[r, m] > gain[r, linear] and last[r, m] < last[r, linear] for r in RULES for m in (one, two)]
     holds = [all(more), last["network", two] < last["network", one]]
-    return ("reproduced" if all(holds) else "differently" if any(more) else "not reproduced"), figures
+    return ("reproduced" if all(holds) else "partly reproduced" if any(more) else "not reproduced"), figures
 
 
 CLAIM = Claim("context", "Use of longer contexts", __doc__, 2, plan, measure, table, draw, verdict)

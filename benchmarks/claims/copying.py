@@ -121,7 +121,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
         return "not reproduced", said
     learned = all(copied.values())  # what copies no string at all says nothing about how much its state holds
     as_expected = all((n == ASKED[-1]) == (model in KEEPS) for model, n in copied.items())
-    return ("reproduced" if learned and as_expected else "differently"), said
+    return ("reproduced" if learned and as_expected else "partly reproduced"), said
 
 
 CLAIM = Claim("copying", "Copying", __doc__, 5, plan, measure, table, draw, verdict, DECISIVE)

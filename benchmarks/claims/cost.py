@@ -122,7 +122,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     )
     memories = [x for m, x in reading.items() if m not in GROWING]
     return (
-        ("differently", "; ".join(off))
+        ("partly reproduced", "; ".join(off))
         if off
         else (
             "reproduced",

@@ -134,7 +134,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     said += f"; at most {changed:.2f} of the predictions change, and the guaranteed limit is {TOLERANCE}"
     if changed > TOLERANCE:
         return "not reproduced", said
-    return ("reproduced" if min(layers.values()) <= LAYERS / 3 else "differently"), said
+    return ("reproduced" if min(layers.values()) <= LAYERS / 3 else "partly reproduced"), said
 
 
 CLAIM = Claim("early_exit", "Early exit", __doc__, 5, plan, measure, table, draw, verdict)

@@ -1,19 +1,19 @@
 """Without training: how long gated memories remember what they have read, given the initial values of their gates.
 
 **Claim.** A memory without a gate never forgets; a gate limits how long it remembers. Head h of retention keeps a
-fraction 1 - 2^(-5 - h) of its memory at each token, so its half lives are 22, 44, 88 ... tokens (Sun et al.,
+fraction 1 - 2^(-5 - h) of its memory at each token, so its half-lives are 22, 44, 88 ... tokens (Sun et al.,
 https://arxiv.org/abs/2307.08621). The sigmoid gates of GLA and gated retention have a temperature of 16, which gives
-them a half life of 16 tokens at initialization (https://arxiv.org/abs/2312.06635). The logarithmic gates of Mamba-2,
+them a half-life of 16 tokens at initialization (https://arxiv.org/abs/2312.06635). The logarithmic gates of Mamba-2,
 Gated DeltaNet and KDA are -A softplus(W x + b), with A in (1, 16) and initial steps in (0.001, 0.1), so their half
 lives range from one token to 693 (https://arxiv.org/abs/2405.21060).
 
 **Setting.** Models of eight heads with their initial weights read random tokens. The gates that they compute are then
-applied to one key-value pair followed by 2,048 empty tokens. The half life is the number of tokens during which the
+applied to one key-value pair followed by 2,048 empty tokens. The half-life is the number of tokens during which the
 answer to the key of this pair stays above half of what was written; three seeds. In a second part, a memory with 64 key
-channels and one given half life reads 256 random pairs. Recall is measured by the age of a pair, that is, by how many
+channels and one given half-life reads 256 random pairs. Recall is measured by the age of a pair, that is, by how many
 pairs were read since.
 
-**Expected.** The half lives above. With a gate, a memory recalls only pairs that are not older than a few half lives,
+**Expected.** The half-lives above. With a gate, a memory recalls only pairs that are not older than a few half-lives,
 and it recalls these better than without a gate, since forgotten pairs no longer interfere.
 """
 
@@ -43,7 +43,7 @@ def plan(rows: Rows):
 
 
 def measure(*, seed: int, gate: str | None = None, half_life: int | None = None) -> dict:
-    """Half lives of a model's gate, or recall by age with one."""
+    """Half-lives of a model's gate, or recall by age with one."""
     torch.manual_seed(seed)
     return half_lives(gate) if gate else recall_by_age(half_life)
 
@@ -76,25 +76,25 @@ def recall_by_age(half_life: int | None) -> dict:
 
 
 def gate_rows(rows: Rows) -> dict[str, list[int]]:
-    """Half lives by gate, of all seeds."""
+    """Half-lives by gate, of all seeds."""
     return {gate: [x for row in rows if row.get("gate") == gate for x in row["half_lives"]] for gate in GATES}
 
 
 def table(rows: Rows) -> Rows:
-    """Half lives, then recall by age."""
+    """Half-lives, then recall by age."""
     return [
         {
             "gate": gate,
-            "shortest half life, tokens": min(lives),
-            "median half life": round(median(lives)),
-            "longest half life": at_most(max(lives)),
+            "shortest half-life, tokens": min(lives),
+            "median half-life": round(median(lives)),
+            "longest half-life": at_most(max(lives)),
         }
         for gate, lives in gate_rows(rows).items()
     ]
 
 
 def at_most(tokens: int) -> str:
-    """A half life, if it ended within what was read."""
+    """A half-life, if it ended within what was read."""
     return f"{tokens}" if tokens < FAR else f"over {FAR}"
 
 
@@ -105,13 +105,13 @@ def recall(rows: Rows, rule: str, half_life: int | None) -> list[float]:
 
 
 def draw(rows: Rows, figure) -> None:
-    """How half lives are spread, and recall by age for both rules."""
+    """How half-lives are spread, and recall by age for both rules."""
     figure.set_size_inches(12, 3.6)
     lives, *axes = figure.subplots(1, 3)
     for gate, found in gate_rows(rows).items():
         lives.plot(sorted(found), [i / len(found) for i in range(len(found))], label=gate, marker="")
     lives.set(
-        xscale="log", xlabel="half life of a gate at its start, tokens", ylabel="fraction of heads and channels below"
+        xscale="log", xlabel="half-life of a gate at its start, tokens", ylabel="fraction of heads and channels below"
     )
     for panel, (rule, title) in zip(axes, {"additive": "additive memory", "delta": "delta rule"}.items()):
         for half_life in HALF_LIVES:
@@ -122,32 +122,32 @@ def draw(rows: Rows, figure) -> None:
     lives.xaxis.set_major_formatter("{x:,g}")
     lives.set(xlim=(0.02, None), xticks=(1, 10, 100, 1000))
     lives.legend(loc="upper left")
-    axes[1].legend(title="half life", loc="upper right")
+    axes[1].legend(title="half-life", loc="upper right")
 
 
 def verdict(rows: Rows) -> tuple[str, str]:
-    """Retention's half lives by head, the start of sigmoid gates, the spread of the others, and recall by age."""
+    """Retention's half-lives by head, the start of sigmoid gates, the spread of the others, and recall by age."""
     lives = gate_rows(rows)
     heads = enumerate(lives["retention"])
     off = [f"head {i % 8} of retention: {x}" for i, x in heads if x not in near(RETENTION[i % 8])]
     off += [f"{gate}: median {median(lives[gate])}" for gate in GATES[1:3] if abs(median(lives[gate]) - 16) > 1]
     wide = {gate: max(lives[gate]) / min(lives[gate]) for gate in GATES[3:]}
-    off += [f"{gate}: the longest half life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
+    off += [f"{gate}: the longest half-life is {x:.0f} times the shortest" for gate, x in wide.items() if x < 50]
     plain, (newest, *_, oldest) = recall(rows, "additive", None)[0], recall(rows, "additive", 64)
-    summary = f"with a half life of 64, recall of 256 pairs is {newest:.2f} for the newest 32"
+    summary = f"with a half-life of 64, recall of 256 pairs is {newest:.2f} for the newest 32"
     summary += f" and {oldest:.2f} for the oldest 32"
     if not oldest < 0.2 < plain < newest:
         off.append(summary)
     return (
-        ("differently", "; ".join(off))
+        ("partly reproduced", "; ".join(off))
         if off
         else ("reproduced", f"{summary}; without decay it is about {plain:.2f} for all")
     )
 
 
 def near(tokens: int) -> range:
-    """What counts as this half life; all that is longer than what was read counts as FAR."""
+    """What counts as this half-life; all that is longer than what was read counts as FAR."""
     return range(min(tokens, FAR) - 1, min(tokens, FAR) + 2)
 
 
-CLAIM = Claim("forgetting", "Half lives of gates", __doc__, 0.1, plan, measure, table, draw, verdict)
+CLAIM = Claim("forgetting", "Half-lives of gates", __doc__, 0.1, plan, measure, table, draw, verdict)

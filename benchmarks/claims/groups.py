@@ -162,7 +162,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     )
     above = ", ".join(f"{model} on {group} {x:.2f}" for (group, model), x in others.items())
     figures += f"; unexpectedly above chance: {above}" if others else "; all others are at chance"
-    return ("differently" if others or min(map(min, follow.values())) < 0.95 else "reproduced"), figures
+    return ("partly reproduced" if others or min(map(min, follow.values())) < 0.95 else "reproduced"), figures
 
 
 CLAIM = Claim("groups", "State tracking in groups", __doc__, 14, plan, measure, table, draw, verdict)

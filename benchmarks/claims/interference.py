@@ -202,7 +202,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     found = figures(rows)
     off = [key for key, (value, tolerance) in EXPECTED.items() if abs(found[key] - value) > tolerance]
     if off:
-        return "differently", ", ".join(
+        return "partly reproduced", ", ".join(
             f"{key}: {found[key]:.2f}, but {EXPECTED[key][0]:.2f} was expected" for key in off
         )
     return "reproduced", f"{len(EXPECTED)} of {len(EXPECTED)} figures agree with the expected values"

@@ -85,7 +85,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
         f"{base} " + ", ".join(f"{x:+.2f} with {n} pairs" for n, x in gain.items()) for base, gain in gains.items()
     )
     better = [min(gain.values()) > 0 for gain in gains.values()]
-    return ("reproduced" if all(better) else "differently" if any(better) else "not reproduced"), figures
+    return ("reproduced" if all(better) else "partly reproduced" if any(better) else "not reproduced"), figures
 
 
 CLAIM = Claim(

@@ -103,7 +103,9 @@ def verdict(rows: Rows) -> tuple[str, str]:
     if not min(known[MOSAIC]) > KNOWN > max(known[ONE]):
         return "not reproduced", said
     slower = median(map(steps_to_know, found[TWO])) > median(map(steps_to_know, found[MOSAIC]))
-    return ("reproduced" if max(known[ONE]) <= GUESSED and min(known[TWO]) > KNOWN and slower else "differently"), said
+    return (
+        "reproduced" if max(known[ONE]) <= GUESSED and min(known[TWO]) > KNOWN and slower else "partly reproduced"
+    ), said
 
 
 CLAIM = Claim("mosaics", "Recall with one layer of a Memory Mosaic", __doc__, 5, plan, measure, table, draw, verdict)

@@ -11,7 +11,8 @@ HEAD = """# Claims: does each memory do what its paper says?
 
 Small models on one CPU core, with several seeds for most figures. `make claims` runs all claims and continues where it
 was stopped; `python benchmarks/claims NAME` runs one. This page is written by the program from its results
-(`benchmarks/results/claims/`) and not edited by hand.
+(`benchmarks/results/claims/`) and not edited by hand. "Partly reproduced" means that some of the expected results were
+found and others were not; the section of the claim says which.
 """
 
 
@@ -28,7 +29,7 @@ def texts(claims: Iterable[Claim]) -> dict[Path, str]:
 
 def by_verdict(summary: Rows) -> Rows:
     """The claims of each verdict that there is."""
-    verdicts = {verdict: [] for verdict in ("reproduced", "differently", "not reproduced")}
+    verdicts = {verdict: [] for verdict in ("reproduced", "partly reproduced", "not reproduced")}
     for row in summary:
         verdict, so_far, _ = row["verdict"].strip("*").partition(" so far")
         if verdict in verdicts:

@@ -133,7 +133,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     summary += f"; best seed of the models that are expected to be at chance: {max(others.values()):.2f}"
     above = {model: x for model, x in others.items() if x > 0.6}
     if above or min(turned.values()) < 0.99:
-        return "differently", summary + "".join(f", {model} {x:.2f}" for model, x in above.items())
+        return "partly reproduced", summary + "".join(f", {model} {x:.2f}" for model, x in above.items())
     return "reproduced", summary
 
 

@@ -204,7 +204,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
 of 128. A store of 96 tokens: {few:.2f}; of 224: {many:.2f}. The first four tokens and a window of 124: \
 {loss["4 first tokens and window of 124"]:.2f}. kNN-LM beside the window of 32, with {share:.0%} of the bytes of a \
 window of 256: {beside:.2f}"""
-    return ("reproduced" if all(holds) else "differently" if any(holds[1:]) else "not reproduced"), said
+    return ("reproduced" if all(holds) else "partly reproduced" if any(holds[1:]) else "not reproduced"), said
 
 
 def compared(loss: float, other: float) -> str:

@@ -86,7 +86,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     goes_on = max(x for position, x in change.items() if position not in FAILING)
     if change["alibi"] < 0.05 < fails and goes_on < fails:
         return "reproduced", said
-    return ("differently" if change["alibi"] < 0.05 else "not reproduced"), said
+    return ("partly reproduced" if change["alibi"] < 0.05 else "not reproduced"), said
 
 
 CLAIM = Claim(

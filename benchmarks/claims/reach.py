@@ -182,7 +182,7 @@ def verdict(rows: Rows) -> tuple[str, str]:
     figures = f"{len(EXACT) * len(LAYERS)} numbers equal those of the papers; "
     figures += f"of {T} tokens, so many reach the last one with 1 / 2 / 3 layers: "
     figures += ", ".join(f"{word} {x}" for word, x in by_layers.items())
-    return ("differently", "; ".join(off)) if off else ("reproduced", figures)
+    return ("partly reproduced", "; ".join(off)) if off else ("reproduced", figures)
 
 
 CLAIM = Claim("reach", "Reach of attention patterns", __doc__, 1, plan, measure, table, draw, verdict)

@@ -72,7 +72,7 @@ def write_text(
     folder.mkdir(parents=True, exist_ok=True)
     texts = _whole_batches(partial)
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
-    with written(partial.name, folder, "what is there stays, and the same call goes on"), partial.open("w") as lines:
+    with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:
         lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         for number in count(len(texts) // BATCH):
             report(Progress("the teacher writes", min(tokens, num_tokens), num_tokens, 1))

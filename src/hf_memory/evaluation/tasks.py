@@ -145,7 +145,7 @@ def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
     figures: Figures = {TEXTS: texts}
     if theirs := subject.theirs.get("answers", {}).get(str(new_tokens)):
         pairs = zip(texts, theirs[TEXTS]["value"])
-        figures["words as the teacher's"] = Estimate([words_alike(*pair) for pair in pairs])
+        figures["words before they differ from the teacher's"] = Estimate([words_alike(*pair) for pair in pairs])
     return {new_tokens: figures}
 
 

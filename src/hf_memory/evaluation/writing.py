@@ -14,7 +14,7 @@ PROMPTS = (
     "What is the capital of France, and what is it known for?",
     "Explain in one sentence what a computer program is.",
     "Write a sentence about a dog and a river.",
-    "How many days has a week? Name them.",
+    "How many days are there in a week? Name them.",
     "What is the opposite of cold?",
     "Give me a short recipe for pancakes.",
     "What does a doctor do?",

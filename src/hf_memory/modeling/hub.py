@@ -29,7 +29,7 @@ except ImportError as error:
 
 
 class HubClassMixin:
-    """For configs and models: prevents that `save_pretrained` copies the code of this package."""
+    """Keeps `save_pretrained` of configs and models from copying the code of this package."""
 
     @classmethod
     def register_for_auto_class(cls, *auto_class):
