@@ -1,5 +1,6 @@
 """What every model keeps: one function of its tokens, however they are fed, padded, packed, saved or differentiated."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -285,10 +286,16 @@ def test_compiled_forward_runs_through_inductor():
 def test_hidden_states_and_attentions_are_returned(case):
     model, tokens = make_model(case, attn_implementation="eager"), random_tokens(1, 5)
     outputs = model(tokens, output_hidden_states=True, output_attentions=True)
-    assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+    assert [x.shape for x in outputs.hidden_states] == [(1, 5, 32)] * (model.config.num_hidden_layers + 1)
     attentions = sum(isinstance(layer.mixer, AttentionMixer) for layer in model.model.layers)
     shown = getattr(model.config, "read_kernel", "softmax") == "softmax"
     assert len(outputs.attentions) == attentions * shown
+
+
+@every_family
+def test_the_first_argument_is_the_main_input(case):
+    for model_class in (family_of(case).model, family_of(case).causal_lm):
+        assert list(inspect.signature(model_class.forward).parameters)[1] == model_class.main_input_name
 
 
 @every_case

@@ -178,7 +178,7 @@ class MemoryModel(MemoryPreTrainedModel):
             attention_mask = None
             position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
         elif use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = self.new_cache()
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
@@ -202,6 +202,10 @@ class MemoryModel(MemoryPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             own_loss=sum(own_losses) if self.training and own_losses else None,
         )
+
+    def new_cache(self) -> Cache | None:
+        """The cache that a forward with `use_cache` creates if none is given."""
+        return DynamicCache(config=self.config)
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
         """Run each layer with its mask on [B, T, hidden_size]; layers may append to the list `own_losses`."""

@@ -84,11 +84,14 @@ def _mean(cost: Tensor, mask: Tensor | None) -> Tensor:
 class ReversibleLayer(MemoryDecoderLayer):
     """y_1 = x_1 + mixer(x_2), y_2 = x_2 + MLP(y_1), each with its norms. https://arxiv.org/abs/2001.04451."""
 
-    def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
-        """(x_1, x_2) concatenated as [B, T, 2 hidden_size] -> (y_1, y_2) in the same form."""
-        x1, x2 = hidden_states.chunk(2, dim=-1)
+    def forward(self, hidden_states: Tensor, x1: Tensor, x2: Tensor, read_values: Callable | None = None, **kwargs):
+        """((x_1 + x_2) / 2, x_1, x_2) -> ((y_1 + y_2) / 2, y_1, y_2), all [B, T, hidden_size].
+
+        The mean is not an input of the equations: it is what other layers call hidden states.
+        """
         y1 = x1 + self.mixed(x2, **kwargs)
-        return torch.cat([y1, x2 + self.fed(y1, read_values) if self.has_mlp else x2], dim=-1)
+        y2 = x2 + self.fed(y1, read_values) if self.has_mlp else x2
+        return (y1 + y2) / 2, y1, y2
 
 
 def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
@@ -97,18 +100,16 @@ def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **
     FSDP gathers the parameters of a layer when the layer is called as a whole. With it, the input of each layer is
     stored, and the backward pass computes the layer again from it.
     """
-    both = hidden_states.repeat(1, 1, 2)
     in_training = torch.is_grad_enabled() and kwargs.get("past_key_values") is None
-    if in_training and any(isinstance(x, DTensor) for x in layers.parameters()):
-        for layer, mask in zip(layers, masks):
-            both = checkpoint(partial(layer, attention_mask=mask, **kwargs), both, use_reentrant=False)
-    elif in_training:
-        both = _Reversible.apply(layers, masks, kwargs, both, *(x for layer in layers for x in _learns(layer)))
-    else:
-        for layer, mask in zip(layers, masks):
-            both = layer(both, attention_mask=mask, **kwargs)
-    x1, x2 = both.chunk(2, dim=-1)
-    return (x1 + x2) / 2
+    is_sharded = any(isinstance(x, DTensor) for x in layers.parameters())
+    if in_training and not is_sharded:
+        learns = [x for layer in layers for x in _learns(layer)]
+        return _Reversible.apply(layers, masks, kwargs, hidden_states, *learns)
+    states = (hidden_states, hidden_states, hidden_states)
+    for layer, mask in zip(layers, masks):
+        run = partial(layer, attention_mask=mask, **kwargs)
+        states = checkpoint(run, *states, use_reentrant=False) if in_training else run(*states)
+    return states[0]
 
 
 class _Reversible(torch.autograd.Function):
@@ -116,19 +117,22 @@ class _Reversible(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layers, masks, kwargs, hidden_states, *parameters):
+        states = (hidden_states, hidden_states, hidden_states)
         for layer, mask in zip(layers, masks):
-            hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
-        ctx.save_for_backward(hidden_states)
+            states = layer(*states, attention_mask=mask, **kwargs)
+        mean, *halves = states
+        ctx.save_for_backward(*halves)
         ctx.layers, ctx.masks, ctx.kwargs = layers, masks, kwargs
         kind = hidden_states.device.type
         ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast["enabled"] = torch.is_autocast_enabled(kind)
-        return hidden_states
+        return mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        (y1, y2), (d1, d2) = ctx.saved_tensors[0].chunk(2, dim=-1), gradient.chunk(2, dim=-1)
+        (y1, y2), d1 = ctx.saved_tensors, gradient / 2
+        d2 = d1
         of_parameters: list[Tensor | None] = []
         read_values, kwargs = ctx.kwargs["read_values"], {x: y for x, y in ctx.kwargs.items() if x != "read_values"}
         for layer, mask in reversed(list(zip(ctx.layers, ctx.masks))):
@@ -141,7 +145,7 @@ class _Reversible(torch.autograd.Function):
             y1, d2 = y1 - mixed, d2 + more
             by_mlp = by_mlp or [None] * len(learns)
             of_parameters = [x if y is None else y for x, y in zip(by_mlp, by_mixer)] + of_parameters
-        return None, None, None, torch.cat([d1, d2], dim=-1), *of_parameters
+        return None, None, None, d1 + d2, *of_parameters
 
 
 def _differentiate(function: Callable, x: Tensor, gradient: Tensor, parameters: list, **kwargs):

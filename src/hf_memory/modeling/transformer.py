@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
@@ -22,7 +22,6 @@ from hf_memory.modeling.base import (
     MemoryDecoderLayer,
     MemoryForCausalLM,
     MemoryModel,
-    MemoryModelOutput,
     MemoryPreTrainedModel,
 )
 from hf_memory.modeling.configuration import MemoryConfig, check_word
@@ -365,11 +364,9 @@ class MemoryTransformerModel(MemoryModel):
         """The layer class for `depth`."""
         return ReversibleLayer if self.config.depth == "reversible" else MemoryDecoderLayer
 
-    def forward(self, *args, **kwargs) -> MemoryModelOutput:
-        """See `MemoryModel.forward`. In training, a reversible model creates no cache, which would hold activations."""
-        if self.training and self.config.depth == "reversible" and kwargs.get("past_key_values") is None:
-            kwargs["use_cache"] = False
-        return super().forward(*args, **kwargs)
+    def new_cache(self) -> Cache | None:
+        """See `MemoryModel.new_cache`. In training, a reversible model has none, which would hold activations."""
+        return None if self.training and self.config.depth == "reversible" else super().new_cache()
 
     def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
         """Add embedded positions and run the layers as `depth` says; see `MemoryModel.run_layers`."""
