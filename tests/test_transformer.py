@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from cases import CASE, CASES, make_config, make_model, random_tokens
 from hf_memory.mixers.attention_blocks import joined_softmax
 from hf_memory.mixers.bucket_attention import attention_in_buckets
-from hf_memory.mixers.relations import POSITIONS, alibi_slopes
+from hf_memory.mixers.relations import POSITIONS, RELATIONS, alibi_slopes
 from hf_memory.mixers.slots import COMPRESSIONS
 from hf_memory.mixers.store import JOINS
 from hf_memory.modeling.depth import DEPTHS
@@ -111,14 +111,14 @@ def joined(mixer, h, scores, values, more, found):
     return (1 - gate) * (scores.softmax(0) @ values) + gate * (more.softmax(0) @ found)
 
 
-def slot(mixer, h, start, used, plain, k, v):
+def slot(mixer, position, h, start, used, plain, k, v):
     """Key and value of one head of the slot of two tokens."""
     block = slice(start, start + 2)
     if used is not None:
         j = start + used[block, h].argmax()
         return k[j, h], v[j, h]
     key, value = compressed(mixer.compress_keys, plain[block, h]), compressed(mixer.compress_values, v[block, h])
-    return turned(F.pad(key[None, None], (0, 0, 0, 0, start + 1, 0)))[-1, 0], value
+    return (turned(F.pad(key[None, None], (0, 0, 0, 0, start + 1, 0)))[-1, 0] if position == "rope" else key), value
 
 
 def attention_got(q, k):
@@ -179,7 +179,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
             if past == "compressive":
                 seen = i // 4 * 4 - 6
                 for start in range(max(0, seen - 6), seen, 2):
-                    pairs.append((*slot(mixer, h // 2, start, used, plain[1], k, v), i - start - 1))
+                    pairs.append((*slot(mixer, position, h // 2, start, used, plain[1], k, v), i - start - 1))
                 queries = [q[i, h]] * len(pairs)
             scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             values = [
@@ -204,8 +204,11 @@ WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # 
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
 WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
 WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "attention")]
-WORDS += [{"past": "memorizing", "memory_join": "attention", "position": "relative"}]
+WORDS += [
+    {"past": "memorizing", "memory_join": "attention", "position": word} for word in ("relative", "distance_aware")
+]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
+WORDS += [{"past": "compressive", "compression": "mean", "position": word} for word in RELATIONS]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
 
 
@@ -296,6 +299,18 @@ def test_no_token_sees_later_ones_wherever_blocks_begin(words):
         torch.testing.assert_close(model(changed).logits[:, :t], expected[:, :t], rtol=0, atol=1e-10)
     before = model(tokens[:, :33])
     after = model(tokens[:, 33:], past_key_values=before.past_key_values).logits
+    torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("join", JOINS)
+@torch.no_grad()
+def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
+    model, tokens = make(SIZES | {"past": "memorizing", "memory_join": join}), random_tokens(1, 40)
+    model.model.embed_tokens.weight[0] = 0
+    tokens[:, 12::7] = 0  # all of its scores are zero
+    expected = model(tokens).logits
+    before = model(tokens[:, :19])
+    after = model(tokens[:, 19:], past_key_values=before.past_key_values).logits
     torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -15,6 +15,7 @@ from hf_memory.mixers.window_attention import after, columns, last
 from hf_memory.ops.masks import Tokens, causal, older, window
 
 JOINS = ("gate", "softmax", "attention")
+LEAST = torch.finfo(torch.float32).tiny  # changes no score but zero
 
 
 class TopTokensMixer(RowsMixer):
@@ -64,8 +65,9 @@ class TopTokensMixer(RowsMixer):
         return o, mass
 
     def _best(self, blocks: Blocks) -> Attended:
-        unseen = torch.where(blocks.visible[:, :, None], 0.0, -torch.inf)  # adding it is much faster than masked_fill_
-        scores = self.scores(blocks).add_(unseen)  # [B, H, G, C, S]
+        later_first = LEAST * blocks.asked[:, None, None]  # among scores that are exactly zero
+        unseen = torch.where(blocks.visible, later_first, -torch.inf)  # adding it is much faster than masked_fill_
+        scores = self.scores(blocks).add_(unseen[:, :, None])  # [B, H, G, C, S]
         best, places = scores.topk(min(self.config.memory_top_k, scores.shape[-1]))
         weights, mass = softmax_of(best, best.isfinite())
         o = sums_at(places, weights, blocks.values)
