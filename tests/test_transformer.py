@@ -22,7 +22,7 @@ from hf_memory.modeling.transformer import (
 )
 from hf_memory.ops.masks import random_block
 
-H, D = 4, 8
+H, D, FARTHEST = 4, 8, 9  # distances that are told apart
 
 
 def make(options):
@@ -47,7 +47,7 @@ def score(position, relation, h, q, k, d):
     """Of one query and one key at the distance d, before the softmax."""
     s = q @ k / math.sqrt(D)
     if position == "relative":
-        return q @ (k + relation.keys.weight[min(d, 4)]) / math.sqrt(D)
+        return q @ (k + relation.keys.weight[min(d, FARTHEST)]) / math.sqrt(D)
     if position == "xl":
         angles = d * 10000.0 ** (-torch.arange(0, 32, 2, dtype=q.dtype) / 32)
         r = relation.distance_proj.unflatten(0, (H, D))[h] @ torch.cat([angles.sin(), angles.cos()])
@@ -183,7 +183,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 queries = [q[i, h]] * len(pairs)
             scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             values = [
-                value + mixer.relation.values.weight[min(d, 4)] if position == "relative" else value
+                value + mixer.relation.values.weight[min(d, FARTHEST)] if position == "relative" else value
                 for _, value, d in pairs
             ]
             scores, values = torch.stack(scores), torch.stack(values)
@@ -198,7 +198,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
 SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
 SIZES |= {"past_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
 SIZES |= {"compression_rate": 2, "compressed_length": 3, "num_buckets": 4, "num_hashes": 2}
-SIZES |= {"max_relative_distance": 4, "max_position_embeddings": 40, "pattern_seed": 5}
+SIZES |= {"max_relative_distance": FARTHEST, "max_position_embeddings": 40, "pattern_seed": 5}
 WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
