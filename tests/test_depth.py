@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASE, make_config, make_model, random_tokens
+from hf_memory.modeling.depth import run_reversible
 
 TRANSFORMER = CASE["transformer"]
 STEPS, T = 4, 7
@@ -86,6 +87,26 @@ def test_a_reversible_transformer_is_its_equation_and_so_are_its_gradients():
     parameters = list(model.parameters())
     for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), parameters) for y in (found, expected))):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_reversible_layers_are_computed_again_in_the_precision_of_the_forward():
+    model = make_model(TRANSFORMER, depth="reversible", num_hidden_layers=3).train()
+    x, positions = torch.randn(1, T, 32), torch.arange(T)[None]
+    given = {"position_embeddings": model.model.rotary_emb(x, positions), "read_values": None}
+    parameters, gradients = list(model.model.layers.parameters()), []
+    for run in (run_reversible, run_one_after_the_other):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(model.model.layers, x, [None] * 3, **given)
+        gradients.append(torch.autograd.grad(y.square().sum(), parameters))
+    for mine, theirs in zip(*gradients):
+        assert (mine - theirs).norm() < 1e-3 * theirs.norm()
+
+
+def run_one_after_the_other(layers, hidden_states, masks, **kwargs):
+    both = hidden_states.repeat(1, 1, 2)
+    for layer in layers:
+        both = layer(both, **kwargs)
+    return sum(both.chunk(2, dim=-1)) / 2
 
 
 def test_what_training_keeps_does_not_grow_with_reversible_layers():

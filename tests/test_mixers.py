@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import CASES, make_model
+from cases import CASE, CASES, make_model
 from hf_memory.mixers.base import MemoryMixer
 
 T = 11
@@ -58,3 +58,20 @@ def test_what_stands_at_padding_reaches_nothing(case, side):
     assert_same(padded[1:, real], alone)
     fixed = expected.keys() - growing  # padding has a place in what grows
     assert_same({name: states[name][1:] for name in fixed}, {name: expected[name] for name in fixed})
+
+
+@torch.no_grad()
+def test_the_first_values_of_rwkv7_are_those_of_its_first_memory_layer():
+    """Layers before it, which have attention, change nothing: the same memory layers without them give the same."""
+    hybrid = make_model(CASE["rwkv7"], num_hidden_layers=3, layer_types=["full_attention", "memory", "memory"]).model
+    alone = make_model(CASE["rwkv7"]).model
+    for mine, theirs in zip(alone.layers, hybrid.layers[1:]):
+        mine.load_state_dict(theirs.state_dict())
+    outputs = []
+    for layers in (hybrid.layers[1:], alone.layers):
+        x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(1, T, 32)
+        for layer in layers:
+            x = layer(*x)
+        outputs.append(x)
+    assert outputs[0][1].std() > 0.01
+    assert_same(*outputs)
