@@ -114,6 +114,7 @@ PACKINGS = {
     "position_ids": {"position_ids": POSITIONS},
     "seq_idx": {"seq_idx": SEQ_IDX},
     "cu_seq_lens": {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 6, "max_length_k": 6},
+    "empty sequences": {"cu_seq_lens_q": CU_SEQLENS[[0, 0, 1, 2, 2, 2, 3, 3]]},
     "all": {"position_ids": POSITIONS, "seq_idx": SEQ_IDX, "cu_seq_lens_q": CU_SEQLENS},
     "all ones": {"seq_idx": SEQ_IDX, "attention_mask": torch.ones(1, 11, dtype=torch.long)},
 }

@@ -314,6 +314,22 @@ def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
     torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("pattern", ["sliding", "longformer", "dilated"])
+@torch.no_grad()
+def test_a_token_that_sees_itself_alone_needs_no_past(pattern):
+    model, tokens = make(SIZES | {"pattern": pattern, "pattern_size": 1, "dilation": 1}), random_tokens(1, 6)
+    before = model(tokens[:, :4])
+    after = model(tokens[:, 4:], past_key_values=before.past_key_values).logits
+    torch.testing.assert_close(torch.cat([before.logits, after], 1), model(tokens).logits)
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model = make(SIZES | {"position": "learned"})
+    model(random_tokens(1, 40))
+    with pytest.raises(ValueError, match=r"max_position_embeddings must be at least 41 .* got 40"):
+        model(random_tokens(1, 41))
+
+
 def test_alibi_slopes_are_the_published_ones():
     def published(n):
         if math.log2(n).is_integer():

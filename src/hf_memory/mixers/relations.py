@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
+from transformers.utils.import_utils import is_tracing
 
 from hf_memory.mixers.attention_blocks import Blocks
 
@@ -36,6 +37,15 @@ class Learned(nn.Embedding):
 
     def __init__(self, config):
         super().__init__(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Embeddings [B, T, hidden_size] of positions [B, T]."""
+        if not is_tracing(position_ids) and (newest := int(position_ids.max())) >= self.num_embeddings:
+            raise ValueError(
+                f"max_position_embeddings must be at least {newest + 1} to read a token at position {newest} with "
+                f"position='learned', got {self.num_embeddings}"
+            )
+        return super().forward(position_ids)
 
 
 class Shaw(nn.Module):

@@ -66,7 +66,7 @@ class TransformerMixer(MemoryMixer):
 
     def apart(self, hidden_states: Tensor, context: Context, cu_seqlens: Tensor) -> tuple[Tensor, States]:
         """Mix each packed sequence separately; they have no states."""
-        bounds = [slice(a, b) for a, b in pairwise(cu_seqlens.tolist())]
+        bounds = [slice(a, b) for a, b in pairwise(cu_seqlens.unique().tolist())]  # without empty sequences
         parts = [(hidden_states[:, x], context.of(x, {})._replace(cu_seqlens=None)) for x in bounds]
         return torch.cat([self.mix(*part)[0] for part in parts], 1), {}
 
@@ -114,8 +114,8 @@ class LocalMixer(TransformerMixer):
         """See `mix`."""
         _, heads, _, D, _ = config.attention_heads
         pattern = pattern_of(config, layer_idx)
-        sizes = {"": pattern.reach - 1, "sink_": pattern.first}
-        spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values") if n}
+        sizes = {"": pattern.reach - 1} | ({"sink_": pattern.first} if pattern.first else {})
+        spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
         return spec | {"seen": State((), torch.long)}
 
     def reach(self, T: int) -> int | None:
