@@ -9,15 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cases import CASE, SIZES, make_model
+from hf_memory.cli import terminal
 from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import measure, record, tasks
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt
 from hf_memory.evaluation.writing import greedy, words_alike
+from hf_memory.files.claims import claimed
 from test_cli import _wide_console, run  # fixtures
 
 TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
@@ -221,3 +224,60 @@ def test_tasks_of_lm_eval_stand_in_the_table(evaluate, monkeypatch):
 
 def test_words_alike_are_those_before_the_first_that_differs():
     assert [words_alike("a b c", x) for x in ("", "b", "a b", "a  b\nd", "a b c d")] == [0, 0, 2, 2, 3]
+
+
+def test_a_model_is_not_compared_with_itself_under_another_path(evaluate, folder):
+    code, _, err, _ = evaluate("--tasks", "copying", "--against", f"{folder}/../{folder.name}/student")
+    assert code == 2
+    assert "student with the same weights" in err
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
+    with claimed(tmp_path / "out"):
+        code, _, err, found = evaluate("--tasks", "copying")
+        assert (code, found) == (2, [])
+        assert "to which process" in err
+    assert not any((tmp_path / "out").iterdir())
+    with claimed(tmp_path / "out"):
+        pass
+
+
+def test_results_of_a_model_are_found_again_under_another_path():
+    models = {"a/model": {"weights": "1", "found": {"copying": {}}}, "b/model": {"weights": "2", "found": {}}}
+    known = {"settings": {}, "models": models}
+    assert record.row_of(known, "./a/model", "1") is models["a/model"]["found"]
+    assert record.row_of(known, "c/mod\x1bel", "3") == {}
+    assert record.labels(known) == {"a/model": "a/model", "b/model": "b/model", "c/mod\x1bel": r"mod\x1bel"}
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "{", '{"settings": {}, "models": []}', '{"settings": {}, "models": {"x": 1}}']
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path, text):
+    (tmp_path / "evaluation.json").write_text(text)
+    with pytest.raises(ValueError, match=r"evaluation.json must be the record of an evaluation"):
+        record.open_record(tmp_path, {})
+
+
+def test_names_cannot_control_the_terminal(capsys):
+    rows = Table("col\x1b[31m", title="title\x1b[0m")
+    rows.add_row("cell\x9b5m")
+    terminal.console.print(rows)
+    terminal.console.out("line\x1b]0;x\x07")
+    out = capsys.readouterr().out
+    assert not any(code in out for code in "\x1b\x9b\x07")
+    assert r"cell\x9b5m" in out
+
+
+def test_short_lengths_are_measured_or_refused():
+    model, tokens = make_model(CASE["deltanet"]), torch.arange(300) % 20
+    found = tasks.evaluate(tasks.Subject(model, tokens, lengths=(2, 40, 64)), ["positions", "recall", "speed"])
+    assert {task: list(places) for task, places in found.items()} == {
+        "positions": ["32", "64"],
+        "recall": ["32"],
+        "speed": ["2", "40", "64"],
+    }
+    too_long = tasks.Subject(model, tokens, lengths=(301,))
+    assert tasks.evaluate(too_long, ["positions"]) == {}
+    with pytest.raises(ValueError, match="lengths must be at least 2 tokens, got -5, 0"):
+        tasks.Subject(model, tokens, lengths=(-5, 0, 64))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -316,6 +317,35 @@ def test_an_estimate_weighs_its_samples_and_is_copied_whole():
     again = copy.deepcopy(found)
     assert again == found
     assert again.interval() == found.interval() == pytest.approx((1, math.e**3))
+
+
+def drawn(found, monkeypatch):
+    """The panels and the legend of a task's picture."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    plot_task(None, found)
+    ((figure,), legends) = figures, figures[0].legends
+    return figure.axes, [text.get_text() for legend in legends for text in legend.get_texts()]
+
+
+def test_a_picture_shows_all_models_also_at_one_length_and_with_equal_figures(monkeypatch):
+    one = described(Estimate([19.0, 21.0]))
+    names = ["_teacher", "$student$", "new\x1b[31m"]
+    (panel,), legend = drawn({name: {"256": {"perplexity": one}} for name in names}, monkeypatch)
+    places = [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"]
+    low, high = panel.get_xlim()
+    assert len({round(x, 3) for x in places}) == 3
+    assert low < min(places) <= max(places) < high
+    assert [name.lstrip("\u200b") for name in legend] == ["_teacher", r"\$student\$", r"new\x1b[31m"]
+    assert not any(name.startswith("_") for name in legend)  # matplotlib would hide it
+    assert panel.get_xlabel() == "tokens"
+    assert [x.get_text() for x in panel.get_xticklabels()] == ["256"]
+
+
+def test_an_axis_of_zeros_does_not_show_rounding(monkeypatch):
+    zeros = {at: {"KL": described(Estimate([x, -x]))} for at, x in (("256", 0.0), ("512", 1e-18))}
+    (panel,), _ = drawn({"model": zeros}, monkeypatch)
+    assert panel.get_ylim()[1] > 0.1
 
 
 def test_the_plot_is_a_picture(tmp_path):

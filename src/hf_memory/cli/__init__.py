@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from hf_memory.cli.terminal import errors, visible
+from hf_memory.cli.terminal import errors
 from hf_memory_cli import app
 
 __all__ = ["app", "explain", "load"]
@@ -31,7 +31,7 @@ def explain(error: Exception) -> None:
     if not isinstance(error, EXPECTED):
         raise error
     errors.print("Error: ", style="red", end="")
-    errors.out(visible(_sentence(error)))
+    errors.out(_sentence(error))
     sys.exit(2)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_memory import conversion
 from hf_memory.cli.options import MaxTokens
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.terminal import console
 from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_output
@@ -76,6 +76,4 @@ def datastore(
             made.keep_mixture(choose(loaded, made, read(tune), length=length))
     size = sum(file.stat().st_size for file in output.iterdir())
     mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())
-    console.out(
-        visible(f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size / 1e6:,.1f} MB{mixture}")
-    )
+    console.out(f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size / 1e6:,.1f} MB{mixture}")

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from torch import Tensor
 
 from hf_memory import conversion
 from hf_memory.cli.options import MaxTokens, MeasureTokens
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.terminal import console
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
@@ -24,6 +23,7 @@ from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.evaluation.tasks import WINDOW
+from hf_memory.files.claims import claimed
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
@@ -97,34 +97,31 @@ def evaluate(
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: load(source, device, dtype) for name, source in sources.items()}
         _check_vocabularies(models)
+        attached.enter_context(claimed(output))
         if store:
             attached.enter_context(NearestNeighbours(models[mine][0], store))
         tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
         settings = {name: context.params[name] for name in SETTINGS} | {"prompts": asked}
-        known = record.open_record(output, settings | _identity(tokens, models, against))
+        weights = {name: model_fingerprint(loaded) for name, (loaded, _) in models.items()}
+        if store:
+            weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
+        if against and len({*weights.values()}) == 1:
+            raise ValueError(f"against must be another model than {model}, got {against} with the same weights")
+        settings |= {"against": weights.get(against), "text": tokens_fingerprint(tokens)}
+        known = record.open_record(output, settings | {"device": models[mine][0].device.type})
         keep, earlier = partial(record.keep, output, known), dict[str, Any]()
         for name, (loaded, tokenizer) in models.items():
             check_tokens(tokens, loaded.config, max(WINDOW, min(sizes)))
-            weights = model_fingerprint(loaded)
-            if store and name == mine:
-                weights += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
-            found = record.row_of(known, name, weights)
+            found = record.row_of(known, name, weights[name])
             how: dict = {"samples": samples, "seed": seed, "prompts": asked, "new_tokens": max_new_tokens, **earlier}
             subject = Subject(loaded, tokens, tokenizer=tokenizer, lengths=sizes, max_tokens=measure_tokens, **how)
             carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
             _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
             earlier = {"teacher": loaded, "theirs": found}
-    record.draw(output, known)
+        record.draw(output, known)
     _show(known)
     console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
-
-
-def _identity(tokens: Tensor, models: dict[str, tuple], against: str | None) -> dict[str, str | None]:
-    """Further settings on which results depend: text, teacher and device."""
-    (loaded, _), *_ = models.values()
-    teacher = against and model_fingerprint(loaded)
-    return {"text": tokens_fingerprint(tokens), "against": teacher, "device": loaded.device.type}
 
 
 def _chosen(tasks: str) -> list[str]:
@@ -157,7 +154,7 @@ def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable
 
 def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
-    names = [Path(name).name for name in known["models"]]
+    names = list(record.labels(known).values())
     rows = Table(*record.HEADER, *names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=TITLE)
     before = None
     for task, *cells in record.table(known):
@@ -167,6 +164,6 @@ def _show(known: dict[str, Any]) -> None:
         before = task
     console.print(rows)
     for prompt, *texts in record.side_by_side(known):
-        console.print(visible(f"\n{prompt}"), style="bold", soft_wrap=True)
+        console.print(f"\n{prompt}", style="bold", soft_wrap=True)
         for name, text in zip(names, texts):
-            console.print(visible(f"  {name}: {' '.join(text.split())}"), soft_wrap=True)
+            console.print(f"  {name}: {' '.join(text.split())}", soft_wrap=True)

@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_memory.cli.options import found
-from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.terminal import console
 from hf_memory.conversion import load_config
 from hf_memory.evaluation import bytes_per_token, cache_bytes, kv_cache_bytes, layer_types
 
@@ -23,8 +23,7 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name of a mode
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     kinds = layer_types(config)
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    line = f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}"
-    console.out(visible(line))
+    console.out(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}")
     console.print(_memory_table(config))
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from rich import progress as rich
 
 from hf_memory.cli.terminal import console
+from hf_memory.files.names import visible
 from hf_memory.progress import Progress
 
 MINUTE = 60.0  # seconds
@@ -19,7 +20,7 @@ def signs_of_life() -> Iterator[Callable[[Progress], None]]:
     if not console.is_terminal:
         yield Lines()
         return
-    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
+    columns = rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn()
     times = rich.TimeElapsedColumn(), rich.TimeRemainingColumn(), rich.TextColumn("{task.fields[loss]}")
     with rich.Progress(*columns, *times, console=console) as bars:
         yield Bars(bars)
@@ -36,7 +37,7 @@ class Bars:
         """Advance the bar of a task, or add one."""
         bar, done = self.of_task.get(now.task, (None, 0))
         if bar is None or now.done < done:
-            bar = self.bars.add_task(now.task, loss="")
+            bar = self.bars.add_task(visible(now.task), loss="")
         self.of_task[now.task] = bar, now.done
         loss = "" if now.loss is None else f"loss {now.loss:.3f}"
         self.bars.update(bar, completed=now.done, total=now.total or None, loss=loss)

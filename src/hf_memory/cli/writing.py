@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from hf_memory import conversion
 from hf_memory.cli.options import found
-from hf_memory.cli.terminal import console, errors, visible
+from hf_memory.cli.terminal import console, errors
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -70,7 +70,7 @@ class Writer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print text that later tokens cannot change."""
-        console.out(visible(text), end="\n" if stream_end else "")
+        console.out(text, end="\n" if stream_end else "")
         console.file.flush()
 
     def say_speed(self) -> None:

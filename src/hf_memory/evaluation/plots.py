@@ -1,5 +1,6 @@
 """The plots of a conversion."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,8 +9,11 @@ from matplotlib.figure import Figure
 
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.writing import TEXTS
+from hf_memory.files.names import visible
 
 Curve = Mapping[int, float]  # values by position, distance or context length, in tokens
+APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
+SMALLEST = 1e-12  # an axis that spans less shows rounding only
 History = list[dict[str, float]]  # [{"step": ..., "loss": ...}, ...]
 
 
@@ -35,19 +39,9 @@ def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels
     """
     figure, axes = _panels(len(panels))
     for panel, (measure, curves) in zip(axes, panels.items()):
-        for model, curve in curves.items():
-            panel.plot(list(curve), list(curve.values()), marker="o", label=model)
-        panel.set_xscale("log", base=2)
+        _plot_models(panel, {m: {str(at): {"value": x} for at, x in curve.items()} for m, curve in curves.items()})
         panel.set(title=measure, xlabel=xlabels[measure])
-    axes[0].legend()
-    figure.savefig(path, dpi=120, format="png")
-
-
-def _panels(count: int):
-    """A figure with axes side by side, which needs no display."""
-    figure = Figure(figsize=(4 * count, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
+    _finish(figure, path)
 
 
 def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]) -> None:
@@ -55,7 +49,7 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
 
     Args:
         path: the file to write; there is none for a task without figures.
-        models: {model: {tokens: {figure: described}}}.
+        models: {model: {tokens or the name of a task: {figure: described}}}.
     """
     rows = [figures for found in models.values() for figures in found.values()]
     labels = list(dict.fromkeys(label for row in rows for label in row if label != TEXTS))
@@ -64,26 +58,37 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
         return
     figure, axes = _panels(len(labels) + len(maps))
     for panel, label in zip(axes, labels):
-        for model, found in models.items():
-            _plot_figure(panel, model, {at: row[label] for at, row in found.items() if label in row})
-        panel.set(title=label)
-    axes[0].legend()
+        curves = {
+            model: {at: row[label] for at, row in found.items() if label in row} for model, found in models.items()
+        }
+        _plot_models(panel, curves)
+        panel.set(
+            title=label, xlabel="tokens" if all(at.isdigit() for curve in curves.values() for at in curve) else ""
+        )
     for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
         panel.imshow(list(zip(*(row[RIGHT]["samples"] for row in found.values()))), vmin=0, vmax=1, aspect="auto")
         panel.set_xticks(range(len(found)), found)
-        panel.set(title=f"{RIGHT}, {model}", xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[])
-    figure.savefig(path, dpi=120, format="png")
+        title = f"{RIGHT}, {_shown(model)}"
+        panel.set(title=title, xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[])
+    _finish(figure, path)
 
 
-def _plot_figure(panel, model: str, curve: Mapping[str, dict]) -> None:
-    """Values with their intervals, over numbers of tokens, or over the names of tasks."""
-    are_tokens = all(at.isdigit() for at in curve)
-    places = [int(at) for at in curve] if are_tokens else list(curve)
-    values = [x["value"] for x in curve.values()]
-    sides = list(zip(*map(_sides, curve.values())))
-    panel.errorbar(places, values, sides, marker="o", capsize=3, label=model)
-    if are_tokens and curve:
-        panel.set_xscale("log", base=2)
+def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
+    """Values with their intervals, over numbers of tokens or names of tasks; the models stand beside each other."""
+    names = sorted(
+        {at for curve in models.values() for at in curve}, key=lambda at: (int(at) if at.isdigit() else 0, at)
+    )
+    places = {at: math.log2(int(at)) if at.isdigit() else i for i, at in enumerate(names)}
+    for i, (model, curve) in enumerate(models.items()):
+        x = [places[at] + APART * (i - (len(models) - 1) / 2) for at in curve]
+        sides = list(zip(*map(_sides, curve.values()))) or None
+        values = [figure["value"] for figure in curve.values()]
+        panel.errorbar(x, values, sides, marker="o", capsize=3, color=f"C{i}", label=_shown(model))
+    panel.set_xticks(list(places.values()), list(places))
+    panel.set_xlim(min(places.values(), default=0) - 0.5, max(places.values(), default=0) + 0.5)
+    low, high = panel.get_ylim()
+    if high - low < SMALLEST:
+        panel.set_ylim(low - 1, high + 1)
 
 
 def _sides(figure: dict) -> tuple[float, float]:
@@ -91,3 +96,23 @@ def _sides(figure: dict) -> tuple[float, float]:
     if figure.get("low") is None:
         return 0.0, 0.0
     return max(0.0, figure["value"] - figure["low"]), max(0.0, figure["high"] - figure["value"])
+
+
+def _panels(count: int):
+    """A figure with axes side by side, which needs no display."""
+    figure = Figure(figsize=(4 * count, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def _finish(figure: Figure, path: Path) -> None:
+    """Add a legend of all models below the panels, and write the picture."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(figure.axes))
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _shown(name: str) -> str:
+    """The name of a model as matplotlib shows it: $ begins a formula there, and names with a leading _ are hidden."""
+    name = visible(name).replace("$", r"\$")
+    return f"\u200b{name}" if name.startswith("_") else name

@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hf_memory.evaluation.plots import plot_task
 from hf_memory.evaluation.tasks import TASKS
 from hf_memory.evaluation.writing import TEXTS
+from hf_memory.files.names import visible
 
 FILE = "evaluation.json"
 HEADER = ("task", "at", "figure")
@@ -28,7 +30,7 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
     file = folder / FILE
     if not file.exists():
         return {"settings": settings, "models": {}}
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = _read(file)
     before = record["settings"]
     if others := sorted(name for name in settings | before if settings.get(name) != before.get(name)):
         wanted = "output must be a new folder or one of the same settings"
@@ -36,12 +38,35 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
     return record
 
 
+def _read(file: Path) -> Record:
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        rows = record["models"].values()
+        if all(isinstance(x, dict) for x in (record["settings"], *(row["found"] for row in rows))):
+            return record
+    raise ValueError(f"{file} must be the record of an evaluation, got another or a damaged file")
+
+
 def row_of(record: Record, name: str, weights: str) -> dict[str, Any]:
-    """The results of a model so far; empty if its weights have changed."""
-    row = record["models"].get(name)
-    if row is None or row["weights"] != weights:
-        row = record["models"][name] = {"weights": weights, "found": {}}
-    return row["found"]
+    """The results of a model so far, also under the name of another path; empty if its weights have changed."""
+    for row in record["models"].values():
+        if row["weights"] == weights:
+            return row["found"]
+    record["models"][name] = {"weights": weights, "found": {}}
+    return record["models"][name]["found"]
+
+
+def labels(record: Record) -> dict[str, str]:
+    """{name: label}: the last part of each name, or as many parts as it takes to tell two models apart."""
+    parts = {name: Path(name).parts for name in record["models"]}
+
+    def label(name: str) -> str:
+        for n in range(1, len(parts[name])):
+            if [x[-n:] for x in parts.values()].count(parts[name][-n:]) == 1:
+                return str(Path(*parts[name][-n:]))
+        return name
+
+    return {name: visible(label(name)) for name in parts}
 
 
 def keep(folder: Path, record: Record) -> None:
@@ -70,8 +95,9 @@ def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
 
 def draw(folder: Path, record: Record) -> None:
     """Write a picture of each task that has figures."""
+    shown = labels(record)
     for task, models in _by_task(record).items():
-        plot_task(folder / f"{task}.png", {Path(name).name: found for name, found in models.items() if found})
+        plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items() if found})
 
 
 def _by_task(record: Record) -> dict[str, dict[str, dict]]:

@@ -52,6 +52,9 @@ class Subject:
         new_tokens: tokens of an answer.
         theirs: the results of the teacher, to compare answers with.
         tell: is called with the number of tokens of each batch.
+
+    Raises:
+        ValueError: if a length is less than two tokens.
     """
 
     model: PreTrainedModel
@@ -67,6 +70,10 @@ class Subject:
     theirs: Found = field(default_factory=dict)
     tell: Tell = say_nothing
 
+    def __post_init__(self):
+        if short := [x for x in self.lengths if x < 2]:
+            raise ValueError(f"lengths must be at least 2 tokens, got {', '.join(map(str, short))}")
+
     @property
     def contexts(self) -> list[int]:
         """The lengths that model and text are long enough for."""
@@ -75,8 +82,8 @@ class Subject:
 
     @property
     def distances(self) -> list[int]:
-        """The distances between two readings of a passage."""
-        return [x // 2 for x in self.contexts]
+        """The distances between two readings of a passage, which do not overlap."""
+        return [x // 2 for x in self.contexts if x // 2 >= PASSAGE]
 
     def reading(self, part: float) -> dict[str, Any]:
         """Arguments of a measure: a fraction of the largest number of tokens, and the progress report."""
@@ -158,7 +165,7 @@ def _contexts(subject: Subject) -> list[int]:
 
 
 def _whole_window(subject: Subject) -> list[int]:
-    return [2 ** (max(subject.contexts).bit_length() - 1)]
+    return [2 ** (longest.bit_length() - 1) for longest in sorted(subject.contexts)[-1:]]
 
 
 TASKS = {
