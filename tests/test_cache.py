@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from cases import CASES, every_case, every_recurrent_family, make_config, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 from hf_memory.evaluation import cache_bytes
 
@@ -47,10 +48,10 @@ def test_states_keep_their_address(case):
 
 @every_case
 def test_reset_forgets_everything(case):
-    model, tokens = make_model(case, layer_types=["memory"] * 2), random_tokens(1, 6)
+    model, tokens = make_model(case, layer_types=["memory"] * 2).double(), random_tokens(1, 6)
     cache = read(model, random_tokens(1, 9, seed=1))
     cache.reset()
-    torch.testing.assert_close(next_logits(model, cache, tokens), model(tokens).logits)
+    assert_close(next_logits(model, cache, tokens), model(tokens).logits)
 
 
 @every_case
@@ -64,34 +65,34 @@ def test_reset_forgets_everything(case):
     ids=["reorder", "select", "repeat"],
 )
 def test_rows_move_with_their_past(case, change, rows):
-    model, tokens, word = make_model(case), random_tokens(3, 6), random_tokens(1, 1, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(3, 6), random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     change(cache)
     moved = next_logits(model, cache, word.expand(len(rows), 1))
     expected = next_logits(model, read(model, tokens[rows]), word.expand(len(rows), 1))
-    torch.testing.assert_close(moved, expected)
+    assert_close(moved, expected)
     assert cache.layers[0].get_seq_length() == 7
 
 
 @every_case
 def test_a_copied_cache_leads_its_own_life(case):
-    model, tokens, word = make_model(case), random_tokens(1, 6), random_tokens(1, 1, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     other = copy.deepcopy(cache)
     expected = next_logits(model, cache, word)
     next_logits(model, cache, word)
-    torch.testing.assert_close(next_logits(model, other, word), expected)
+    assert_close(next_logits(model, other, word), expected)
 
 
 @every_recurrent_family
 def test_offloaded_states_come_back(case):
-    model, tokens, word = make_model(case), random_tokens(1, 6), random_tokens(1, 1, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
     cache, expected = read(model, tokens), next_logits(model, read(model, tokens), word)
     for layer in cache.layers:
         layer.offload()
         assert all(state.device.type == "cpu" for state in layer.states.values())
         layer.prefetch()
-    torch.testing.assert_close(next_logits(model, cache, word), expected)
+    assert_close(next_logits(model, cache, word), expected)
 
 
 @every_recurrent_family
@@ -117,23 +118,22 @@ def recorded(model, tokens, lengths):
     ids=["a part", "all", "nothing", "a part of a piece", "all tokens one by one"],
 )
 def test_cropped_tokens_were_never_read(case, lengths, n):
-    model, tokens, word = make_model(case), random_tokens(2, 13), random_tokens(2, 3, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(2, 13), random_tokens(2, 3, seed=1)
     cache = recorded(model, tokens, lengths)
     before = addresses(cache)
     cache.crop(-n)
     assert addresses(cache) == before
     assert cache.get_seq_length() == 13 - n
     expected = next_logits(model, read(model, tokens[:, : 13 - n]), word)
-    rounding = {"rtol": 1e-3, "atol": 1e-4}
-    torch.testing.assert_close(next_logits(model, cache, word), expected, **rounding)
+    assert_close(next_logits(model, cache, word), expected)
     cache.crop(-2)
     expected = next_logits(model, read(model, torch.cat([tokens[:, : 13 - n], word[:, :1]], 1)), word)
-    torch.testing.assert_close(next_logits(model, cache, word), expected, **rounding)
+    assert_close(next_logits(model, cache, word), expected)
 
 
 @every_case
 def test_padded_tokens_are_cropped_too(case):
-    model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 1, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(2, 9), random_tokens(2, 1, seed=1)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     caches = [DynamicCache(config=model.config) for _ in range(2)]
@@ -144,7 +144,7 @@ def test_padded_tokens_are_cropped_too(case):
             model(tokens[:, 3:length], attention_mask=mask[:, :length], past_key_values=cache)
         caches[0].crop(-3)
         results = [model(word, attention_mask=mask[:, :7], past_key_values=cache).logits for cache in caches]
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 @every_recurrent_family
@@ -161,14 +161,14 @@ def test_a_token_of_padding_is_not_read(case):
 @pytest.mark.parametrize("kernel_dim", [0, 3])
 def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
     """What stands at padding is no token, with a convolution that keeps it away and without one."""
-    model = make_model(case, layer_types=["memory"] * 2, linear_conv_kernel_dim=kernel_dim)
+    model = make_model(case, layer_types=["memory"] * 2, linear_conv_kernel_dim=kernel_dim).double()
     tokens, words, mask = random_tokens(2, 6), random_tokens(2, 2, seed=1), torch.ones(2, 8, dtype=torch.long)
     mask[1, 3:6] = 0
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens, attention_mask=mask[:, :6], past_key_values=cache)
         together = model(words, attention_mask=mask, past_key_values=cache).logits
-    torch.testing.assert_close(together[1:], next_logits(model, read(model, tokens[1:, :3]), words[1:]))
+    assert_close(together[1:], next_logits(model, read(model, tokens[1:, :3]), words[1:]))
 
 
 def test_a_reset_ends_the_recording():
@@ -199,7 +199,7 @@ def test_more_than_was_recorded_cannot_be_cropped():
 @pytest.mark.parametrize("copied", ["recording", "cropped"])
 def test_a_copied_recording_needs_no_model(case, copied):
     """Its rows move with it; whichever model comes next reads again what stays."""
-    model, tokens, word = make_model(case), random_tokens(2, 9), random_tokens(2, 1, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(2, 9), random_tokens(2, 1, seed=1)
     cache = recorded(model, tokens, [4, 2, 3])
     if copied == "cropped":
         cache.crop(-4)
@@ -209,26 +209,26 @@ def test_a_copied_recording_needs_no_model(case, copied):
     other.reorder_cache(torch.tensor([1, 0, 0]))
     if copied == "recording":
         other.crop(-4)
-    model, rows = make_model(case), [1, 0, 0]
+    model, rows = make_model(case).double(), [1, 0, 0]
     expected = next_logits(model, read(model, tokens[rows, :5]), word[rows])
-    torch.testing.assert_close(next_logits(model, other, word[rows]), expected, rtol=1e-3, atol=1e-4)
+    assert_close(next_logits(model, other, word[rows]), expected)
 
 
 @every_recurrent_family
 def test_everything_can_be_undone(case):
-    model, tokens, word = make_model(case), random_tokens(1, 5), random_tokens(1, 2, seed=1)
+    model, tokens, word = make_model(case).double(), random_tokens(1, 5), random_tokens(1, 2, seed=1)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     next_logits(model, cache, tokens)
     cache.crop(-5)
-    torch.testing.assert_close(next_logits(model, cache, word), model(word).logits, rtol=1e-3, atol=1e-4)
+    assert_close(next_logits(model, cache, word), model(word).logits)
 
 
 @every_recurrent_family
 def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     monkeypatch.setattr(MemoryLayer, "window", 4)
     model, tokens, word = (
-        make_model(case, layer_types=["memory"] * 2),
+        make_model(case, layer_types=["memory"] * 2).double(),
         random_tokens(1, 20),
         random_tokens(1, 1, seed=1),
     )
@@ -244,7 +244,7 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
         copy.deepcopy(cache).crop(-7)
     cache.crop(-4)
     expected = next_logits(model, read(model, tokens[:, :16]), word)
-    torch.testing.assert_close(next_logits(model, cache, word), expected)
+    assert_close(next_logits(model, cache, word), expected)
 
 
 def test_keys_and_values_are_refused():

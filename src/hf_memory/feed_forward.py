@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.layers import SwiGLU
+from hf_memory.layers import SwiGLU, wide
 from hf_memory.ops.product_keys import best_slots
 
 ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> weighted sums of values
@@ -69,7 +69,7 @@ class ProductKeyMemory(nn.Module):
         """[B, T, hidden_size] -> [B, T, hidden_size]."""
         q = self.q_proj(hidden_states).unflatten(-1, (self.keys.shape[1], -1))
         scores, slots = best_slots(q, self.keys.to(q.dtype), self.top_k)
-        weights = scores.softmax(-1, dtype=torch.float32)
+        weights = wide(scores).softmax(-1)
         y = read_values(slots.flatten(-2), weights.flatten(-2)).to(hidden_states.dtype)
         return self.o_proj(y * F.silu(self.g_proj(hidden_states)))
 

@@ -1,11 +1,13 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # as in Llama, with a soft cap
 
 from hf_memory.cache import Spec, State
+from hf_memory.layers import wide
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
 
@@ -53,7 +55,7 @@ class AttentionMixer(Projections):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_losses=None, **kwargs):
         """q, k and v [B, H, T, D] -> (outputs [B, T, H, D], attention weights or None)."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         return attend(
             self,
             q,
@@ -66,3 +68,25 @@ class AttentionMixer(Projections):
             softcap=self.config.attn_logit_softcapping,
             **kwargs,
         )
+
+
+def eager_attention(
+    mixer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """Attention as in Gemma 2, whose implementation in transformers has a softmax in float32 for float64 too."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(wide(scores).softmax(-1).to(q.dtype), dropout, mixer.training)
+    return (weights @ v).transpose(1, 2), weights

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from hf_memory.layers import unit_length
+from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.base import Context, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.levels import LevelsMixer
@@ -35,7 +35,7 @@ class DeltaNetMixer(LevelsMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        beta = self.largest_beta * self.b_proj(hidden_states).float().sigmoid()
+        beta = self.largest_beta * wide(self.b_proj(hidden_states)).sigmoid()
         g = self.decay(hidden_states)[0] if self.decays else None
         o, memory = self.remember(hidden_states, context, unit_length(q), unit_length(k), v, g, beta)
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory

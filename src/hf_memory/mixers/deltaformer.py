@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 from hf_memory.cache import Spec
-from hf_memory.layers import unit_length
+from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.deltaformer import corrected_values, read
@@ -86,7 +86,7 @@ class DeltaFormerMixer(AttentionMixer):
         """The write strength [B, T, H] in float32: how much of what is read for a key is subtracted from its value."""
         if self.config.beta_mode == "none":
             return None
-        beta, activation = self.b_proj(hidden_states).float(), self.config.beta_activation
+        beta, activation = wide(self.b_proj(hidden_states)), self.config.beta_activation
         return beta if activation == "identity" else getattr(torch, activation)(beta)
 
     def _write(self, kept: Tensor, v: Tensor, beta: Tensor | None, past: Past, cu_seqlens: Tensor | None) -> Tensor:

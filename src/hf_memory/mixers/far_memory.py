@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
+from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.ops import delta_rule, linear_attention
@@ -130,7 +131,7 @@ class SlotMemory(nn.Module):
         groups = q.shape[1] // k.shape[1]
         learned = self.k_slots.weight, self.k_slots.bias, self.q_slots.weight
         weights = (x.unflatten(0, (k.shape[1], -1)) for x in learned)
-        for of_head, queries, keys in zip(zip(*weights), q.float().split(groups, 1), k.float().unbind(1)):
+        for of_head, queries, keys in zip(zip(*weights), wide(q).split(groups, 1), wide(k).unbind(1)):
             self._start_head(of_head, queries.flatten(0, 1), keys, rotation)
         self.q_slots.bias.zero_()
 
@@ -186,7 +187,7 @@ class DeltaSlots(SlotMemory):
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The write strength, as a gate."""
-        return self.b_proj(hidden_states).float().sigmoid()[..., None]
+        return wide(self.b_proj(hidden_states)).sigmoid()[..., None]
 
     def forward(self, q: Tensor, leaving: Leaving, context: Context) -> tuple[Tensor, Tensor, States]:
         """See `SlotMemory.forward`; the states are `slot_values` [B, H, slots, V] and `slot_counts` [B, H, slots]."""

@@ -1,4 +1,4 @@
-"""Decay gates: they map hidden states to the natural logarithm of the decay factor, which is <= 0 and in float32."""
+"""Decay gates: from hidden states to the natural logarithm of the decay factor, <= 0 and in float32 or wider."""
 
 import math
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
+
+from hf_memory.layers import wide
 
 
 def low_rank(hidden_size: int, rank: int | None) -> tuple[nn.Module, int]:
@@ -52,7 +54,7 @@ class SigmoidDecay(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K]."""
-        g = F.logsigmoid(self.proj(self.down(hidden_states)).float()) / self.temperature
+        g = F.logsigmoid(wide(self.proj(self.down(hidden_states)))) / self.temperature
         return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
 
 
@@ -91,8 +93,8 @@ class SoftplusDecay(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, hidden_size] -> g [B, T, H] or [B, T, H, K], and the positive steps of the same shape."""
-        steps = F.softplus(self.proj(self.down(hidden_states)).float() + self.dt_bias.float())
-        A = self.A_log.float().exp()
+        steps = F.softplus(wide(self.proj(self.down(hidden_states))) + wide(self.dt_bias))
+        A = wide(self.A_log).exp()
         if self.channels is not None:
             A, steps = A[:, None], steps.unflatten(-1, (-1, self.channels))
         return -A * steps, steps
@@ -120,8 +122,8 @@ class ChannelDecay(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, channels] -> positive steps [B, T, channels], and rates [1, keys, channels]."""
-        steps = F.softplus(self.proj(self.down(x)).float() + self.dt_bias.float())
-        return steps, self.A_log.float().mT.exp()[None]
+        steps = F.softplus(wide(self.proj(self.down(x))) + wide(self.dt_bias))
+        return steps, wide(self.A_log).mT.exp()[None]
 
 
 def _start_steps(dt_bias: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
+from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
@@ -30,7 +31,7 @@ class LevelWeights(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Weights [B, T, HV, L + 1] in float32 for hidden states [B, T, hidden_size]."""
-        return F.softplus(self.proj(hidden_states).float() + ONE).unflatten(-1, (-1, self.levels + 1))
+        return F.softplus(wide(self.proj(hidden_states)) + ONE).unflatten(-1, (-1, self.levels + 1))
 
 
 class LevelsMixer(MemoryMixer):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import RMSNorm, token_before, unit_length
+from hf_memory.layers import RMSNorm, token_before, unit_length, wide
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.ops import linear_attention
@@ -97,7 +97,7 @@ class LeakyAverage(nn.Module):
             ones,
             ones,
             x,
-            -self.rate.float().abs().expand(x.shape[:3]),
+            -wide(self.rate).abs().expand(x.shape[:3]),
             scale=1.0,
             mask=context.attention_mask,
             initial_state=context.states.get(name),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
+from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
@@ -112,8 +113,8 @@ class WindowedMixer(MemoryMixer):
         if self.far is None:
             return
         q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.projected(hidden_states)))
-        units = torch.eye(self.head_dim, device=k.device)[None, :, None]  # keys that are unit vectors
-        back = Positions(*(x.mean(1, keepdim=True).float() for x in (distances.cos, -distances.sin)))
+        back = Positions(*(wide(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin)))
+        units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[None, :, None]  # unit vectors as keys
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

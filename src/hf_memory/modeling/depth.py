@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
+from hf_memory.layers import wide
 from hf_memory.mixers.relations import Sinusoidal
 from hf_memory.modeling.base import MemoryDecoderLayer
 
@@ -58,13 +59,13 @@ class AdaptiveUniversal(Universal):
 
     def forward(self, layer: MemoryDecoderLayer, hidden_states: Tensor, masks: list, positions, **kwargs) -> Tensor:
         """Run the layer at most once for each mask: [B, T, hidden_size] -> [B, T, hidden_size]."""
-        spent = hidden_states.new_zeros(hidden_states.shape[:2], dtype=torch.float32)  # p_1 + ... so far
+        spent = torch.zeros_like(wide(hidden_states[..., 0]))  # p_1 + ... so far
         cost, output = torch.zeros_like(spent), torch.zeros_like(hidden_states)
         running = torch.ones_like(spent, dtype=torch.bool)
         for t, mask in enumerate(masks):
             made = self.step(t, layer, hidden_states, mask, positions, **kwargs)
             hidden_states = torch.where(running[..., None], made, hidden_states)
-            p = self.halt(hidden_states)[..., 0].float().sigmoid()
+            p = wide(self.halt(hidden_states)[..., 0]).sigmoid()
             ends = running & ((spent + p >= 1 - self.epsilon) | (t == len(masks) - 1))
             cost = cost + running + torch.where(ends, 1 - spent, 0.0)
             weight = torch.where(ends, 1 - spent, p) * running
