@@ -327,7 +327,7 @@ def main() -> None:
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
     best, most = best_recipe()
     tokens = read_tokens([text], tokenizer, limit=most)
-    tokens, held_out = tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
+    tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     gains = known.get("teacher's recall, nats a token") or recall(teacher, held_out)
     about = {

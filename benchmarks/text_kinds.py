@@ -38,7 +38,7 @@ def texts(teacher: PreTrainedModel, tokenizer) -> dict[str, tuple[Tensor, Tensor
     own = write_text(WORK, teacher, tokenizer, OWN, report=tell)
     kinds = {}
     for name, file, most in (("documents", smollm2.example.fetch_text(), 400_000), ("teacher's own", own, OWN)):
-        tokens = read_tokens([file], tokenizer, limit=most)
+        tokens = read_tokens([file], tokenizer, limit=most).tokens
         kinds[name] = tokens[: -len(tokens) // 4], tokens[-len(tokens) // 4 :][:HELD_OUT]
     shortest = min(len(train) for train, _ in kinds.values())
     parts = [part for train, _ in kinds.values() for part in train[:shortest].split(2048)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from pyarrow import parquet
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -46,6 +46,7 @@ from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.conversion.students.weights import rename, rename_back
 from hf_memory.evaluation import Cost, agreement, measure
+from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
 
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -515,7 +516,7 @@ def test_text_files_are_read_in_order(tmp_path):
     (tmp_path / "a.txt").write_text("w4 w5")
     (tmp_path / "b.txt").write_text("w6")
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    assert conversion.read_tokens(files, make_tokenizer()).tolist() == [4, 5, 2, 6, 2]
+    assert conversion.read_tokens(files, make_tokenizer()).tokens.tolist() == [4, 5, 2, 6, 2]
     files[0].write_bytes(b"\xff")
     with pytest.raises(ValueError, match="must be text in UTF-8, got byte 0xff"):
         conversion.read_tokens(files, make_tokenizer())
@@ -525,7 +526,7 @@ def test_a_folder_of_plain_files_is_a_document_each(tmp_path):
     (tmp_path / "part").mkdir()
     for name, content in (("b.txt", "w4\nw5\n"), ("part/a.md", "w6"), (".hidden", "w7"), ("c", "w8")):
         (tmp_path / name).write_text(content)
-    assert conversion.read_tokens([tmp_path], make_tokenizer()).tolist() == [4, 5, 2, 8, 2, 6, 2]
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [4, 5, 2, 8, 2, 6, 2]
 
 
 @pytest.fixture
@@ -542,8 +543,8 @@ def written(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
 def test_documents_of_every_kind_of_source_end_with_the_end_of_text(written, name, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(written / "cache"))
-    assert conversion.read_tokens([written / name], make_tokenizer()).tolist() == [4, 5, 2, 6, 2]
-    assert conversion.read_tokens([str(written / name)] * 2, make_tokenizer(), limit=4).tolist() == [4, 5, 2, 6]
+    assert conversion.read_tokens([written / name], make_tokenizer()).tokens.tolist() == [4, 5, 2, 6, 2]
+    assert conversion.read_tokens([str(written / name)] * 2, make_tokenizer(), limit=4).tokens.tolist() == [4, 5, 2, 6]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -556,7 +557,7 @@ def test_talks_go_through_the_chat_template(tmp_path, name):
         conversion.read_tokens([tmp_path / name], tokenizer)
     turn = "{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2"
     tokenizer.chat_template = f"{{% for m in messages %}}{turn} {{% endfor %}}"
-    assert conversion.read_tokens([tmp_path / name], tokenizer).tolist() == [4, 7, 2, 5, 8, 2, 4, 7, 2]
+    assert conversion.read_tokens([tmp_path / name], tokenizer).tokens.tolist() == [4, 7, 2, 5, 8, 2, 4, 7, 2]
 
 
 @pytest.mark.parametrize(
@@ -676,3 +677,37 @@ def test_mse_of_the_transfer_is_that_of_the_definition():
         made, _ = layer.mixer(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
         expected += F.mse_loss(made, output) / output.square().mean()
     torch.testing.assert_close(AttentionTransfer(student, teacher)(tokens)["loss"], expected)
+
+
+def bos_tokenizer():
+    """One that writes w1 before a text, as its chat template does."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="w1 $A", special_tokens=[("w1", 1)]
+    )
+    tokenizer.chat_template = "w1 {% for m in messages %}{{ m.content }} w2 {% endfor %}"
+    return tokenizer
+
+
+def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatch):
+    talk = [{"role": "user", "content": "w7"}]
+    lines = [{"text": "w1 w4 w5"}, {"messages": talk}, {"messages": talk}, *[{"text": "w8 w9"}] * 90]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    text = conversion.read_tokens([tmp_path / "a.jsonl"], bos_tokenizer())
+    assert text.start.tolist() == [1] != start_of(make_tokenizer())
+    assert text.tokens.tolist() == [4, 5, 2, 7, 2, 7, 2, *[8, 9, 2] * 90]  # the template's own is not a second one
+
+    read, teacher = [], make_teacher()
+    schedule = SCHEDULE._replace(steps=2, repeats=0.5)
+    teacher.register_forward_pre_hook(
+        lambda module, args, given: read.append((*args, *given.values())[0]), with_kwargs=True
+    )
+    convert(teacher, text, to="deltanet", keep="auto:1/2", transfer=schedule, distillation=schedule)
+    convert(teacher, text, to="deltanet", keep="heads:1/2", transfer=schedule._replace(steps=0), distillation=schedule)
+    monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
+    measure("teacher", teacher, text, None, contexts=(64, 256), max_tokens=2048)
+    assert {rows.shape[1] for rows in read} > {16, 256}
+    assert all((rows[:, 0] == 1).all() and not (rows[:, 1:] == 1).any() for rows in read)
+    again = conversion.TokenWindows.of(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]
+    assert again[0] == 60
+    assert torch.equal(again[-4:], again[1:5])

@@ -5,17 +5,16 @@ from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 
 from hf_memory import conversion
 from hf_memory.cli.options import MaxTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.writing import Device, Dtype, load
-from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_output
 from hf_memory.decoding import Datastore, build_datastore
 from hf_memory.decoding import tune as choose
+from hf_memory.files.text import Text, check_tokens
 
 KEY_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -64,7 +63,7 @@ def datastore(
     loaded, tokenizer = load(model, device, dtype)
     with signs_of_life() as report:
 
-        def read(sources: list[str], limit: int | None = None) -> Tensor:
+        def read(sources: list[str], limit: int | None = None) -> Text:
             tokens = conversion.read_tokens(sources, tokenizer, limit=limit, report=report)
             check_tokens(tokens, loaded.config, min(length, len(tokens)))
             return tokens

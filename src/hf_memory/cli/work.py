@@ -10,7 +10,6 @@ import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
@@ -23,6 +22,7 @@ from hf_memory.conversion.run_file import RUN, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import measure
 from hf_memory.export import find_target
+from hf_memory.files.text import Text
 from hf_memory.progress import Progress
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
@@ -35,8 +35,8 @@ class Job(NamedTuple):
     plan: Plan
     run: Run
     tokenizer: Any
-    tokens: Tensor  # [T], the training text
-    held_out: Tensor  # [T], the held-out text
+    tokens: Text  # the training text
+    held_out: Text
     measure_tokens: int  # number of held-out tokens to compare models on
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
@@ -154,12 +154,12 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def split(tokens: Tensor) -> list[Tensor]:
+def split(tokens: Text) -> tuple[Text, Text]:
     """The training text, and the held-out text: the last tenth, or less if that is enough."""
     if len(tokens) < MINIMUM:
         raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
     held_out = min(len(tokens) // 10, MAXIMUM)
-    return list(tokens.split([len(tokens) - held_out, held_out]))
+    return tokens[:-held_out], tokens[-held_out:]
 
 
 def print_plan(plan: Plan) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memory.files.text import Text
+
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
 OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
@@ -64,9 +66,10 @@ def describe(description: dict[str, Any]) -> dict[str, str]:
     return {name: _words(value) for name, value in description.items()}
 
 
-def tokens_fingerprint(tokens: Tensor) -> str:
+def tokens_fingerprint(tokens: Text | Tensor) -> str:
     """A fingerprint of a text."""
-    return hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()
+    text = Text.of(tokens)
+    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes()).hexdigest()
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -85,7 +88,7 @@ def _work(folder: Path) -> list[Path]:
 
 
 def _words(value: Any) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, Text | Tensor):
         return tokens_fingerprint(value)
     if isinstance(value, PreTrainedModel):
         return model_fingerprint(value)

@@ -21,6 +21,7 @@ from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 
 
@@ -44,7 +45,7 @@ class Conversion(NamedTuple):
 
 def convert(
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     plan: Plan,
     run: Run = Run(),
     *,
@@ -89,7 +90,7 @@ def convert(
     return Conversion(student, plan, weights, losses, ranking)
 
 
-def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Tensor) -> None:
+def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:
     planned, given = (shared_options(config) | {"dtype": None} for config in (plan.teacher, teacher.config))
     if others := sorted(name for name in given if given[name] != planned.get(name)):
         raise ValueError(f"teacher must be the one of the plan, got one with another {' and '.join(others)}")
@@ -98,7 +99,7 @@ def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Tensor) -> None:
 
 
 def _ranking(
-    teacher: PreTrainedModel, observed: PreTrainedModel, tokens: Tensor, plan: Plan, run: Run
+    teacher: PreTrainedModel, observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run
 ) -> tuple[LayerScore, ...]:
     """Scores of all layers, the best to keep first, found with a student without attention."""
     recipe = plan.recipe
@@ -111,7 +112,7 @@ def _ranking(
 
 
 def _learn(
-    stage: Stage, student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Tensor, plan: Plan, run: Run
+    stage: Stage, student: MemoryForCausalLM, teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run
 ) -> History:
     """Run one stage."""
     schedule, seed, temperature = stage.schedule, stage.seed, plan.recipe.temperature

@@ -1,22 +1,11 @@
-"""Text as windows of tokens. Which windows a step reads depends only on the seed and the step."""
-
-import json
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from pathlib import Path
+"""Training data: windows of a text. Which windows a step reads depends only on the seed and the step."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig
 
 from hf_memory.conversion.recipe import Schedule
-from hf_memory.progress import Progress, silent
-
-FIELDS = ("text", "messages")  # the first of these fields that a row has is read
-Document = str | list[dict]  # a text or a conversation
+from hf_memory.files.text import Text, check_length
 
 
 class TokenWindows(Dataset):
@@ -26,14 +15,14 @@ class TokenWindows(Dataset):
     text rarely needs what has left a window of attention.
     """
 
-    def __init__(self, tokens: Tensor, length: int, count: int, seed: int = 0, repeats: float = 0.0):
+    def __init__(self, tokens: Text | Tensor, length: int, count: int, seed: int = 0, repeats: float = 0.0):
         check_length(tokens, length)
-        self.tokens, self.length, self.seed, self.repeats = tokens, length, seed, repeats
+        self.text, self.length, self.seed, self.repeats = Text.of(tokens), length, seed, repeats
         places = len(tokens) - length + 1
-        self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed))
 
     @classmethod
-    def of(cls, tokens: Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
+    def of(cls, tokens: Text | Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
         """All windows that a stage with this schedule reads."""
         return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed, schedule.repeats)
 
@@ -41,169 +30,8 @@ class TokenWindows(Dataset):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = self.tokens[self.starts[index] : self.starts[index] + self.length]
+        (window,) = self.text.windows(self.starts[index].view(1), self.length)
         if int((index + 1) * self.repeats) > int(index * self.repeats):
-            passage = window[: self.length // 4]
-            window = torch.cat([window[: self.length - len(passage)], passage])
+            size, first = self.length // 4, len(self.text.start)
+            window[self.length - size :] = window[first : first + size].clone()
         return {"input_ids": window, "labels": window}
-
-
-def read_tokens(
-    sources: Iterable[Path | str],
-    tokenizer,
-    *,
-    limit: int | None = None,
-    report: Callable[[Progress], None] = silent,
-) -> Tensor:
-    """Tokenise texts into one tensor [T], with the tokenizer's end-of-text token after each document.
-
-    Args:
-        sources: each of them a text file, which is one document; a `.jsonl` or `.parquet` file with a field `text`, or
-            with a field `messages`, which goes through the chat template; a folder of text files; or a folder or a name
-            on the Hub that `datasets` can load, as `name` or `name:config`, whose split `train` is streamed.
-        tokenizer: the teacher's tokenizer.
-        limit: largest number of tokens to read; default: all.
-        report: is called with the progress.
-
-    Raises:
-        ValueError: if a source is not text, or all sources are empty.
-        OSError: if a source cannot be read.
-    """
-    sources, tokens, count = list(sources), [], 0
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for document in chain.from_iterable([documents(source) for source in sources]):  # fails first if one is missing
-        if count >= (limit or math.inf):
-            break
-        ids = _ids(document, tokenizer)
-        tokens.append(torch.tensor(ids + end if ids and isinstance(document, str) else ids, dtype=torch.long))
-        count += len(tokens[-1])
-        report(Progress("reading the text", count, limit or 0, 1))
-    if not count:
-        raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
-    return torch.cat(tokens)[:limit]
-
-
-def check_tokens(tokens: Tensor, config: PreTrainedConfig, *lengths: int) -> None:
-    """Check that a model can read windows of a text.
-
-    Args:
-        tokens: [T], the text.
-        config: the model's config.
-        *lengths: lengths of the windows in tokens.
-
-    Raises:
-        ValueError: if a token has no embedding, a window is longer than the model's positions, or the text is shorter
-            than a window.
-    """
-    if tokens.numel() and tokens.max() >= config.vocab_size:
-        raise ValueError(
-            f"tokenizer must be the teacher's, which has {config.vocab_size} tokens, got token {int(tokens.max())}"
-        )
-    longest, positions = max(lengths, default=1), getattr(config, "max_position_embeddings", None)
-    if positions and longest > positions:
-        raise ValueError(f"length must be at most the teacher's {positions} positions, got {longest}")
-    check_length(tokens, longest)
-
-
-def check_length(tokens: Tensor, length: int) -> None:
-    """Raise ValueError if a text is shorter than a window."""
-    if len(tokens) < length:
-        raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
-
-
-def documents(source: Path | str) -> Iterator[Document]:
-    """The texts and conversations of one source; see `read_tokens`."""
-    path = Path(source)
-    if not str(source):
-        raise ValueError("text must be a file, a folder or the name of a data set, got ''")
-    if path.is_file():
-        return READERS.get(path.suffix, _text)(path)
-    if path.is_dir() and (files := _plain_files(path)):
-        return chain.from_iterable(map(_text, files))
-    if path.is_dir() or _may_be_on_the_hub(str(source)):
-        return _data_set(str(source))
-    raise FileNotFoundError(f"No such file or directory, and no name of a data set: {source}")
-
-
-def _may_be_on_the_hub(name: str) -> bool:
-    return (
-        re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?", name) is not None and Path(name).suffix not in SUFFIXES
-    )
-
-
-def _plain_files(folder: Path) -> list[Path]:
-    """The files of a folder of text files, sorted; none if the folder is a data set."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return [] if any(path.suffix in DATA for path in files) else files
-
-
-def _text(file: Path) -> Iterator[str]:
-    if file.suffix in DATA:
-        raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
-    if "\0" in text:
-        raise ValueError(f"{file} must be text, got a binary file (it has a zero byte)")
-    yield text
-
-
-def _jsonl(file: Path) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line) if line.strip() else {"text": ""}
-            except ValueError as error:
-                raise ValueError(f"{file} must have JSON in each line, got none in line {number}") from error
-            yield _text_of(row, f"line {number} of {file}")
-
-
-def _parquet(file: Path) -> Iterator[Document]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError as error:
-        raise ValueError("parquet files need pyarrow: pip install datasets") from error
-    try:
-        table = parquet.ParquetFile(file)
-    except ArrowInvalid as error:
-        raise ValueError(f"{file} must be a parquet file, got something else or a part of one") from error
-    with table:
-        names = [name for name in FIELDS if name in table.schema_arrow.names]
-        if not names:
-            raise ValueError(f"{file} must have a column text or messages, got {', '.join(table.schema_arrow.names)}")
-        for batch in table.iter_batches(columns=names[:1]):
-            yield from (_text_of(row, str(file)) for row in batch.to_pylist())
-
-
-def _data_set(name: str) -> Iterator[Document]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"data sets such as {name} need datasets: pip install datasets") from error
-    path, _, config = (name, "", "") if Path(name).is_dir() else name.partition(":")
-    for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
-        yield _text_of(row, f"each row of {name}")
-
-
-def _text_of(row, where: str) -> Document:
-    text, talk = (row.get(name) if isinstance(row, dict) else None for name in FIELDS)
-    if isinstance(text, str):
-        return text
-    if isinstance(talk, list) and talk and all(isinstance(x, dict) and {"role", "content"} <= set(x) for x in talk):
-        return talk
-    given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    raise ValueError(f"{where} must have a text in its field text, or roles and contents in messages, got {given}")
-
-
-def _ids(document: Document, tokenizer) -> list[int]:
-    if not isinstance(document, str):
-        if tokenizer.chat_template is None:
-            raise ValueError("messages need a tokenizer with a chat template, got one without")
-        document = tokenizer.apply_chat_template(document, tokenize=False)
-    return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-READERS = {".jsonl": _jsonl, ".parquet": _parquet}
-DATA = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", *READERS}
-SUFFIXES = {".txt", ".md", *DATA}  # of files; a misspelt file name is thus not looked for on the Hub

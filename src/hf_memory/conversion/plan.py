@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.claims import check_claimable
-from hf_memory.conversion.data import check_tokens
 from hf_memory.conversion.folders import check_folder, check_output, check_room, size_of
 from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.run import Run
@@ -25,6 +24,7 @@ from hf_memory.conversion.students.placement import auto_count, head_count, kept
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
+from hf_memory.files.text import Text, check_tokens
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
@@ -111,7 +111,7 @@ class Plan:
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
-def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Tensor) -> Plan:
+def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) -> Plan:
     """Make the plan of a recipe for a teacher and a text. No weights are loaded or created.
 
     Args:
@@ -215,7 +215,7 @@ def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:
         raise ValueError(f"top_k must be from 1 to the teacher's {teacher.vocab_size} tokens, got {recipe.top_k}")
 
 
-def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Tensor) -> int:
+def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor) -> int:
     """Tokens of the longest window before fine-tuning, after a check that both models can read it."""
     lengths = [schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps]
     check_tokens(tokens, teacher, *lengths)
@@ -234,7 +234,7 @@ def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreT
         yield _fine_tuning(recipe, student, recipe.seed + 2)
 
 
-def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Tensor) -> Plan:
+def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text | Tensor) -> Plan:
     check_fine_tuning(tokens, config, recipe.fine_tuning)
     model = _on_meta(config)
     return Plan(

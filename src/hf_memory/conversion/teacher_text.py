@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
 from hf_memory.conversion.folders import written
+from hf_memory.files.text import start_of
 from hf_memory.progress import Progress, silent
 
 SOURCE = re.compile(r"teacher:(\d+)(k|M)?(?::(.+))?")
@@ -119,7 +120,9 @@ def _opening(tokenizer) -> str:
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    read = tokenizer(starts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    read, start = tokenizer(starts, add_special_tokens=False)["input_ids"], start_of(tokenizer)
+    begun = [ids if ids[: len(start)] == start else start + ids for ids in read]  # templates may write it themselves
+    read = tokenizer.pad({"input_ids": begun}, return_tensors="pt", padding_side="left")
     inputs = {name: read[name].to(teacher.device) for name in ("input_ids", "attention_mask")}
     made = teacher.generate(**inputs, do_sample=True, max_new_tokens=length)  # type: ignore[operator]
     return tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
+from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 from hf_memory.serving.memory_file import fingerprint
 
@@ -143,7 +144,7 @@ class Datastore:
 @torch.no_grad()
 def build_datastore(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     folder: str | Path,
     *,
     length: int = 1024,
@@ -158,7 +159,7 @@ def build_datastore(
 
     Args:
         model: any causal language model of transformers.
-        tokens: [T], the text, at least two tokens.
+        tokens: the text, at least two tokens.
         folder: a new folder. It has a temporary name until it is complete.
         length: tokens of the windows that the model reads. They overlap by half, so that the model has read at least
             half a window before each key, except at the beginning of the text.
@@ -171,9 +172,9 @@ def build_datastore(
     Raises:
         ValueError: if there are too few tokens, the folder is in use, or the model has no such module.
     """
-    folder = Path(folder)
-    if tokens.ndim != 1 or len(tokens) < 2:
-        raise ValueError(f"tokens must be [T] with at least two tokens, got shape {tuple(tokens.shape)}")
+    folder, text = Path(folder), Text.of(tokens)
+    if text.tokens.ndim != 1 or len(text) < 2:
+        raise ValueError(f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}")
     if length < 2:
         raise ValueError(f"length must be at least 2 tokens, got {length}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -184,7 +185,7 @@ def build_datastore(
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        shape = _write_keys(model, tokens, unfinished, length, dtype, module, report)
+        shape = _write_keys(model, text, unfinished, length, dtype, module, report)
         header = {"format": FORMAT, "module": module, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
         header |= {
             "fingerprint": fingerprint(model.base_model),
@@ -229,14 +230,14 @@ def inputs_of(model: PreTrainedModel, module: str) -> Iterator[list[Tensor]]:
         yield seen
 
 
-def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> list[int]:
+def _write_keys(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> list[int]:
     """Write all keys and tokens, and return the shape of the keys."""
-    width, last, was_training = 0, len(tokens) - 1, model.training
+    width, last, was_training = 0, len(text) - 1, model.training
     model.eval()
     try:
         with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
-            for window, scored in windows(last, length):
-                model.base_model(tokens[None, window].to(model.device), use_cache=False)
+            for window, scored in windows(last, length - len(text.start)):
+                model.base_model(text.begun(text.tokens[None, window]).to(model.device), use_cache=False)
                 keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
                 if not keys.isfinite().all():
                     raise ValueError(f"dtype must have the range of the keys, got {dtype}, in which some are infinite")
@@ -245,7 +246,7 @@ def _write_keys(model, tokens, folder: Path, length: int, dtype: torch.dtype, mo
                 report(Progress("reading into the datastore", window.stop, last, 1))
     finally:
         model.train(was_training)
-    tokens[1:].to("cpu", torch.int32).contiguous().numpy().tofile(folder / TOKENS)
+    text.tokens[1:].to("cpu", torch.int32).contiguous().numpy().tofile(folder / TOKENS)
     return [last, width]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import kept_positions
 from hf_memory.serving.memory_file import fingerprint
 
@@ -119,7 +120,7 @@ class NearestNeighbours(Beside):
 def tune(
     model: PreTrainedModel,
     datastore: Datastore,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     k: int = 1024,
     length: int = 1024,
@@ -133,18 +134,18 @@ def tune(
     Args:
         model: the model that made the datastore.
         datastore: the datastore; see `build_datastore`.
-        tokens: [T], a text that is not in the datastore.
+        tokens: a text that is not in the datastore.
         k: number of neighbours of each position.
         length: tokens of a window, as in `build_datastore`.
         weights: the weights to choose from.
         temperatures: the temperatures to choose from; default: the mean distance divided by 1, 2, 4, ..., 256.
     """
-    parts = []
+    text, parts = Text.of(tokens), []
     with Beside(model, datastore, k) as beside:
-        for window, scored in windows(len(tokens) - 1, length):
-            read = tokens[None, window].to(model.device)
+        for window, scored in windows(len(text) - 1, length - len(text.start)):
+            read = text.begun(text.tokens[None, window]).to(model.device)
             log_p = model(read, use_cache=False).logits[0, -scored:].float().log_softmax(-1)
-            following = tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device)
+            following = text.tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device)
             near = beside.nearest(scored, log_p)
             parts.append((log_p.gather(-1, following)[:, 0], near.distances.float(), near.tokens == following))
     log_p, distances, same = (torch.cat(x) for x in zip(*parts))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
+from hf_memory.files.text import Text, check_length
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
 SLICE = 2**24  # number of logits that are converted to float32 at once
@@ -39,7 +40,7 @@ def say_nothing(tokens: int) -> None:
 
 def perplexity(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     length: int = 256,
     batch_size: int = 8,
@@ -52,7 +53,7 @@ def perplexity(
 
     Args:
         model: a causal language model.
-        tokens: [T], a text, T >= length. Up to half a window at its end may be left out.
+        tokens: a text of at least one window. Up to half a window at its end may be left out.
         length: tokens of a window; windows overlap by half.
         batch_size: windows in a batch.
         max_tokens: largest number of tokens to read.
@@ -72,7 +73,7 @@ def perplexity(
 def agreement(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     length: int = 256,
     batch_size: int = 8,
@@ -104,7 +105,7 @@ def _compared(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor)
 
 def perplexity_by_position(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     length: int = 1024,
     windows: int = 16,
@@ -116,7 +117,7 @@ def perplexity_by_position(
 
     Args:
         model: a causal language model.
-        tokens: [T], a text, T >= length.
+        tokens: a text of at least one window.
         length: tokens of a window, a power of two.
         windows: largest number of windows, evenly spread over the text.
         batch_size: windows in a batch.
@@ -137,7 +138,7 @@ def perplexity_by_position(
 
 def recall_by_distance(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     distances: Iterable[int],
     *,
     passage: int = 32,
@@ -154,7 +155,7 @@ def recall_by_distance(
 
 def copy_gain(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     passage: int = 64,
     gap: int = 96,
@@ -171,7 +172,7 @@ def copy_gain(
 
     Args:
         model: a causal language model.
-        tokens: [T], a text that the model was not trained on.
+        tokens: a text that the model was not trained on.
         passage: tokens of a passage.
         gap: tokens between the two readings.
         trials: number of passages, evenly spread over the text.
@@ -179,16 +180,17 @@ def copy_gain(
         max_tokens: largest number of tokens to read; fewer passages are tried if they have more.
         progress: is called with the number of tokens of each batch.
     """
-    before, trials = passage // 2, trials_within(max_tokens, [gap], passage=passage, trials=trials)
-    starts = torch.linspace(0, len(tokens) - passage, trials).long()
-    fillers = torch.linspace(len(tokens) // 2, len(tokens) // 2 + len(tokens) - 1, trials).long()
-    texts = tokens[starts[:, None] + torch.arange(passage)]
-    others = tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(tokens)]
+    text, before = Text.of(tokens), passage // 2
+    trials = trials_within(max_tokens, [gap], passage=passage, trials=trials)
+    starts = torch.linspace(0, len(text) - passage, trials).long()
+    fillers = torch.linspace(len(text) // 2, len(text) // 2 + len(text) - 1, trials).long()
+    texts = text.tokens[starts[:, None] + torch.arange(passage)]
+    others = text.tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(text)]
     unread = torch.cat([others, texts], dim=1)
     read = unread.clone()
     read[:, before : before + passage] = texts
     losses = [
-        _losses(model, rows, batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
+        _losses(model, text.begun(rows), batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
     ]  # without the first token, which cannot be predicted
     return Estimate((losses[0] - losses[1]).mean(1))
 
@@ -236,10 +238,12 @@ def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         model.train(was_training)
 
 
-def _windows(tokens: Tensor, length: int, stride: int, max_tokens: int | None) -> Tensor:
+def _windows(tokens: Text | Tensor, length: int, stride: int, max_tokens: int | None) -> Tensor:
     """[N, length]: the windows of a text, or as many of them as may be read."""
-    if len(tokens) < length:
-        raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
-    windows = tokens.unfold(0, length, stride)
-    most = len(windows) if max_tokens is None else max(1, max_tokens // length)
-    return windows if len(windows) <= most else windows[torch.linspace(0, len(windows) - 1, most).long()]
+    check_length(tokens, length)
+    text = Text.of(tokens)
+    places = torch.arange(0, len(text) + len(text.start) - length + 1, stride)
+    most = len(places) if max_tokens is None else max(1, max_tokens // length)
+    if most < len(places):
+        places = places[torch.linspace(0, len(places) - 1, most).long()]
+    return text.windows(places, length)

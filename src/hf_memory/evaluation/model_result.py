@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.efficiency import Cost
 from hf_memory.evaluation.language import BUDGET
 from hf_memory.evaluation.tasks import BYTES, GAP, LENGTHS, READ, WINDOW, WRITTEN, Subject, evaluate
+from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
 OF_CARD = ("agreement", "perplexity", "copying", "positions", "recall", "speed")
@@ -43,7 +44,7 @@ class ModelResult:
 def measure(
     name: str,
     model: PreTrainedModel,
-    held_out: Tensor,
+    held_out: Text | Tensor,
     teacher: PreTrainedModel | None,
     *,
     contexts: Iterable[int] = LENGTHS,
@@ -55,7 +56,7 @@ def measure(
     Args:
         name: name of the row in tables.
         model: the model.
-        held_out: [T], a text that it was not trained on.
+        held_out: a text that it was not trained on.
         teacher: the teacher to compare it with; None if it is the teacher.
         contexts: context lengths; those that are too long for the model or the text are left out.
         max_tokens: largest number of tokens to read for all measures except speed; None: as many as they can use.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.evaluation.estimates import Estimate
 from hf_memory.evaluation.writing import greedy
+from hf_memory.files.text import Text, start_of
 
 ADJECTIVES = ("quiet", "golden", "broken", "ancient", "hollow", "gentle", "distant", "frozen", "crooked", "humble")
 NOUNS = ("river", "lantern", "orchard", "falcon", "harbor", "violin", "meadow", "compass", "anchor", "garden")
@@ -87,7 +88,7 @@ class Sample(NamedTuple):
 def hunt(
     model: PreTrainedModel,
     tokenizer,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     kind: Hunt,
     length: int,
     *,
@@ -100,7 +101,7 @@ def hunt(
     Args:
         model: a causal language model.
         tokenizer: the model's tokenizer.
-        tokens: [T], a text to hide them in.
+        tokens: a text to hide them in.
         kind: the kind of needle.
         length: tokens of the prompt and of the answer together.
         samples: number of texts.
@@ -112,9 +113,9 @@ def hunt(
         the most likely ones after the tokens before them; log-probability: of these tokens, in nats per token. A small
         model may know the number, but generate something else first.
     """
-    found = []
+    found, hay = [], Text.of(tokens).tokens
     for i, depth in enumerate(torch.linspace(0, 1, samples).tolist()):
-        sample = hide(tokenizer, tokens, kind, length, depth, random.Random(f"{seed} {length} {i}"))
+        sample = hide(tokenizer, hay, kind, length, depth, random.Random(f"{seed} {length} {i}"))
         found.append(_look(model, tokenizer, sample))
         progress(length)
     return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
@@ -149,7 +150,7 @@ def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
     asked = "\n" + kind.question.format(key=keys[0])
     question = _ids(tokenizer, asked)
     answer = _ids(tokenizer, f"{asked} {numbers[0]}")[len(question) :]
-    opening = tokenizer(kind.opening)["input_ids"]  # with the beginning-of-text token, if there is one
+    opening = [*start_of(tokenizer), *_ids(tokenizer, kind.opening)]
     return Words(opening, [_ids(tokenizer, needle) for needle in needles], question, answer, numbers[0])
 
 

@@ -23,6 +23,7 @@ from hf_memory.evaluation.language import (
 )
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, shortest
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
+from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -58,7 +59,7 @@ class Subject:
     """
 
     model: PreTrainedModel
-    tokens: Tensor
+    tokens: Text | Tensor
     teacher: PreTrainedModel | None = None
     lengths: tuple[int, ...] = LENGTHS
     max_tokens: int | None = BUDGET

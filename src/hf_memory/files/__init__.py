@@ -1,1 +1,1 @@
-"""What commands read: texts as tokens, cut into windows that begin as a tokenizer begins a text."""
+"""Files and folders: texts as tokens, and folders that one process at a time writes to."""

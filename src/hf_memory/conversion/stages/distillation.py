@@ -22,6 +22,7 @@ from hf_memory.conversion.stages.divergence import (
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 
 DISTILLATION = "distillation"
@@ -72,7 +73,7 @@ class DistillationTrainer(StageTrainer):
 def distill(
     student: MemoryForCausalLM,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     temperature: float = 1.0,

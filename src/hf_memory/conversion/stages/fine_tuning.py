@@ -10,20 +10,21 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memory.conversion.data import TokenWindows, check_length, check_tokens
+from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text, check_length, check_tokens
 
 FINE_TUNING = "fine-tuning"
 
 
 def fine_tune(
     student: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     lora_rank: int | None = None,
@@ -99,7 +100,7 @@ def num_learned(model: PreTrainedModel, rank: int | None) -> int:
     return sum(rank * (x.in_features + x.out_features) for x in linears)
 
 
-def check_fine_tuning(tokens: Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
+def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
     """Raise ValueError if a model of this config cannot learn a text by a schedule."""
     schedule.check(FINE_TUNING)
     check_tokens(tokens, config)

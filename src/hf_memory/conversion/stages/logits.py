@@ -21,6 +21,7 @@ from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidd
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
@@ -37,7 +38,7 @@ def bytes_of_logits(schedule: Schedule, k: int = TOP_K) -> int:
 def save_logits(
     folder: Path,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     k: int = TOP_K,
@@ -87,7 +88,7 @@ def save_logits(
 def distill_from_logits(
     student: MemoryForCausalLM,
     folder: Path,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     temperature: float = 1.0,
@@ -157,7 +158,7 @@ class WindowsWithLogits(TokenWindows):
     """Windows of a text with the predictions that `save_logits` saved for them."""
 
     def __init__(self, folder: Path, windows: TokenWindows):
-        super().__init__(windows.tokens, windows.length, len(windows), windows.seed, windows.repeats)
+        super().__init__(windows.text, windows.length, len(windows), windows.seed, windows.repeats)
         self.folder = folder
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -180,7 +181,7 @@ def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None
 
 def _of_windows(windows: TokenWindows, temperature: float) -> dict:
     size = {"windows": len(windows), "length": windows.length, "repeats": windows.repeats}
-    return {"tokens": windows.tokens, **size, "temperature": temperature, "seed": windows.seed}
+    return {"tokens": windows.text, **size, "temperature": temperature, "seed": windows.seed}
 
 
 def _shards(folder: Path, windows: TokenWindows) -> list[Path]:

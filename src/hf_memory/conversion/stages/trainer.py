@@ -20,6 +20,7 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text
 from hf_memory.progress import Progress
 
 TRAINING = "training"
@@ -102,7 +103,7 @@ def not_finite(model: nn.Module) -> str:
 
 def train(
     model: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     name: str = TRAINING,
@@ -148,7 +149,7 @@ def run_trainer(
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
     if run.checkpoints and not run.is_claimed and processes().is_main_process:
-        own = {"stage": name, "tokens": data.tokens, "schedule": schedule, "seed": data.seed}
+        own = {"stage": name, "tokens": data.text, "schedule": schedule, "seed": data.seed}
         claim(run.checkpoints, {**own, **belongs_to, **run.training})
     with _output(run.checkpoints) as folder, sharded_learner(model) as learner:
         save, use_cpu = "steps" if run.checkpoints else "no", next(model.parameters()).device.type == "cpu"

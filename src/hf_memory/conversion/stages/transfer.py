@@ -17,6 +17,7 @@ from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 
 TRANSFER = "attention transfer"
@@ -81,7 +82,7 @@ def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[di
 def attention_transfer(
     student: MemoryForCausalLM,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     schedule: Schedule,
     *,
     seed: int = 0,

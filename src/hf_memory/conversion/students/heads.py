@@ -10,6 +10,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+from hf_memory.files.text import Text
+
 PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
 OBSERVED = "hf_memory_observed"  # name of an attention function that records its weights
 
@@ -22,7 +24,7 @@ class HeadScore(NamedTuple):
     score: float  # part of the attention, 0 to 1
 
 
-def rank_heads(teacher: PreTrainedModel, tokens: Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
+def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
     """Rank all key-value heads of a teacher; the head that retrieves most comes first.
 
     The teacher reads a passage, other text, and the same passage a second time. A head's score is the average attention
@@ -35,20 +37,20 @@ def rank_heads(teacher: PreTrainedModel, tokens: Tensor, *, passages: int = PASS
         tokens: [T], a text; if it is short, passages are shorter.
         passages: number of passages over which scores are averaged.
     """
-    passage = min(PASSAGE, len(tokens) // 8)
-    rows = _rows(tokens, passage, min(BETWEEN, 2 * passage), passages)
-    scores = torch.stack([_induction(teacher, row, passage) for row in rows]).mean(0)  # [layers, HQ]
+    passage, text = min(PASSAGE, len(tokens) // 8), Text.of(tokens)
+    rows = _rows(text, passage, min(BETWEEN, 2 * passage), passages)
+    scores = torch.stack([_induction(teacher, row, len(text.start), passage) for row in rows]).mean(0)  # [layers, HQ]
     groups = scores.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1)
     found = [HeadScore(i, h, x) for i, layer in enumerate(groups.tolist()) for h, x in enumerate(layer)]
     return sorted(found, key=lambda head: -head.score)
 
 
-def _rows(tokens: Tensor, passage: int, between: int, passages: int) -> Iterator[Tensor]:
+def _rows(text: Text, passage: int, between: int, passages: int) -> Iterator[Tensor]:
     """A passage, other text from elsewhere, and the passage a second time."""
-    for start in torch.linspace(0, len(tokens) - 2 * (passage + between), passages).long().tolist():
-        text = tokens[start : start + passage]
-        other = tokens[start + passage + between : start + passage + 2 * between]
-        yield torch.cat([text, other, text])[None]
+    for start in torch.linspace(0, len(text) - 2 * (passage + between), passages).long().tolist():
+        read = text.tokens[start : start + passage]
+        other = text.tokens[start + passage + between : start + passage + 2 * between]
+        yield text.begun(torch.cat([read, other, read])[None])
 
 
 def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int]]:
@@ -58,13 +60,13 @@ def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int
 
 
 @torch.no_grad()
-def _induction(teacher: PreTrainedModel, row: Tensor, passage: int) -> Tensor:
-    """[layers, HQ]: mean attention of the second reading to the tokens that followed in the first reading."""
+def _induction(teacher: PreTrainedModel, row: Tensor, start: int, passage: int) -> Tensor:
+    """[layers, HQ]: mean attention of the second reading to what followed in the first, which begins at `start`."""
     scores: list[Tensor] = []
 
     def observed(module, query, key, value, attention_mask, **kwargs):
         output, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        followed = weights[0, :, -passage:, 1 : passage + 1].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
+        followed = weights[0, :, -passage:, start + 1 : start + passage + 1].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
         scores.append(followed.float().mean(-1).cpu())
         return output, None
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.recipe import Keep
 from hf_memory.conversion.teachers import attention_types
 from hf_memory.evaluation import agreement, recall_by_distance
+from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
@@ -83,7 +84,7 @@ def head_count(keep: Keep, num_heads: int) -> int:
 def rank_layers(
     student: MemoryForCausalLM,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     *,
     length: int = 256,
     report: Callable[[Progress], None] = silent,

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
+from hf_memory.files.text import Text
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.mixers.gates import SoftplusDecay
 from hf_memory.mixers.positions import Positions
@@ -24,7 +25,7 @@ FARTHEST = 32  # the slots' queries are initialised for distances up to so many 
 def start_near(
     student: MemoryForCausalLM,
     teacher: PreTrainedModel,
-    tokens: Tensor,
+    tokens: Text | Tensor,
     length: int,
     *,
     observed: PreTrainedModel | None = None,
@@ -43,7 +44,7 @@ def start_near(
     weights = carry_over(student, teacher)
     runs = observed or teacher
     number = min(CALIBRATION, max(1, CALIBRATION_TOKENS // length), len(tokens) // length)
-    windows = tokens[: number * length].view(-1, length).to(runs.device)
+    windows = Text.of(tokens).windows(length * torch.arange(number), length).to(runs.device)
     _fill_slots(student, runs, windows)
     start_open(student, length)
     if not is_exact:
