@@ -145,6 +145,8 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
         ({"tokenizer.ggml.pre": None}, "known pre-tokenizer, got None"),
         ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
         ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
+        ({"llama.block_count": 10**9}, "got 1,000,000,000 and 20 tensors"),
+        ({"llama.embedding_length": 10**9}, "other.gguf must have the weights of its header, got"),
         ({"extra": None}, "differs in rope_freqs.weight"),
     ],
 )

@@ -4,9 +4,8 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import (
@@ -64,7 +63,7 @@ def fine_tune(
 
 def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedModel, list, list] | None:
     """The trained model, its losses, and measurements before and after; None in all processes except the first."""
-    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    student = conversion.load_teacher(model)
     processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]
     rows = []

@@ -6,11 +6,12 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_memory import conversion
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, errors
+from hf_memory.modeling.loading import load_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,11 +48,13 @@ def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, P
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises these for unknown or missing devices
         raise ValueError(f"device must be available to torch, got {device}: {error}") from error
+    if torch.device(device).type == "meta":
+        raise ValueError(f"device must hold numbers, got {device}")
     if conversion.find_gguf(model) is not None:
         loaded = conversion.load_teacher(model).eval()
         loaded = loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(model, config=conversion.load_config(found(model)), dtype=dtype)
+        loaded = load_model(found(model), dtype=dtype)
     return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
 
 

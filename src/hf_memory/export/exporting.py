@@ -19,6 +19,7 @@ from hf_memory.export.parts import kept_layers
 from hf_memory.export.targets import Target, find_target
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.loading import load_model
 
 TOKENS = 24  # tokens of the two rows that both models read for the comparison
 TOLERANCE = 1e-4  # relative to the largest logit, in float32: rounding gives 1e-5 in small models, a real fault 1e-2
@@ -66,8 +67,8 @@ def export_model(
         raise ValueError(f"folder must not exist yet, got {folder}")
     if not isinstance(model, PreTrainedModel):
         if cached_file(str(model), TOKENIZER, _raise_exceptions_for_missing_entries=False):
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        model = AutoModelForCausalLM.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        model = load_model(model)
     if not isinstance(model, MemoryForCausalLM):
         raise ValueError(f"model must be a causal language model of hf_memory, got {type(model).__name__}")
     found = find_target(model.config, target)

@@ -23,6 +23,8 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.utils import is_gguf_available
 
+from hf_memory.modeling.loading import load_model
+
 ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 SAMPLING = {
     "temp": "temperature",
@@ -59,8 +61,10 @@ def read_config(file: Path) -> PreTrainedConfig:
         ValueError: if the file has metadata that transformers does not read, or lacks some that it needs.
     """
     metadata, tensors = read_gguf_metadata(str(file))
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     architecture = metadata["general.architecture"]
+    if (blocks := metadata.get(f"{architecture}.block_count", 0)) > len(tensors):
+        raise ValueError(f"{file.name} must have a tensor for each block, got {blocks:,} and {len(tensors)} tensors")
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     if window := metadata.get(f"{architecture}.attention.sliding_window"):
         config.sliding_window = window
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
@@ -77,6 +81,8 @@ def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, tens
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    if model.num_parameters() > 8 * file.stat().st_size:  # with less than one bit for each
+        raise ValueError(f"{file.name} must have the weights of its header, got {model.num_parameters():,}")
     read = {str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}  # tied ones once
     if others := sorted(read ^ tensors):
         raise ValueError(
@@ -112,7 +118,7 @@ def read_tokenizer(file: Path):
 def read_model(file: Path) -> PreTrainedModel:
     """The model of a GGUF file, dequantised to float32, so that it can be trained and saved."""
     dequantized = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_model(
         file.parent, gguf_file=file.name, config=read_config(file), dtype=torch.float32, quantization_config=dequantized
     )
     metadata, _ = read_gguf_metadata(str(file))

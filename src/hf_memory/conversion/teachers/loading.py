@@ -1,9 +1,10 @@
 """Loading a teacher from a folder, from the Hub, or from a GGUF file."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.teachers.gguf import find_gguf, read_config, read_model, read_tokenizer
+from hf_memory.modeling import loading
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -13,22 +14,19 @@ def load_config(name: str) -> PreTrainedConfig:
         name: a folder, a name on the Hub, or a GGUF file.
 
     Raises:
-        ValueError: if a GGUF file cannot be read completely (see `read_config`), or a size in the config is 0.
+        ValueError: if a GGUF file cannot be read completely (see `read_config`), or the config describes no model.
     """
     file = find_gguf(name)
-    try:
-        return AutoConfig.from_pretrained(name) if file is None else read_config(file)
-    except ZeroDivisionError as error:  # transformers divides one size by another before it checks them
-        raise ValueError(f"the config of {name} must have no size of 0") from error
+    return loading.load_config(name) if file is None else read_config(file)
 
 
 def load_tokenizer(name: str):
     """The tokenizer of a model; the argument is that of `load_config`."""
     file = find_gguf(name)
-    return AutoTokenizer.from_pretrained(name) if file is None else read_tokenizer(file)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False) if file is None else read_tokenizer(file)
 
 
 def load_teacher(name: str) -> PreTrainedModel:
     """The teacher in float32; the argument is that of `load_config`."""
     file = find_gguf(name)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) if file is None else read_model(file)
+    return loading.load_model(name, dtype=torch.float32) if file is None else read_model(file)

@@ -4,8 +4,10 @@ import logging
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
+
+from hf_memory.modeling.loading import load_model
 
 
 def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrainedModel:
@@ -25,9 +27,7 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
     quantized = BitsAndBytesConfig(
         load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, quantization_config=quantized, device_map={"": device}
-    )
+    model = load_model(name, dtype=torch.float32, quantization_config=quantized, device_map={"": device})
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # or it warns at each step that inputs are rounded
     return model.eval()
 

@@ -1,0 +1,106 @@
+"""Loading models whose files may be incomplete, or may not describe what is in them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+DEEPEST = 256  # layers of a model that can be built in seconds, even if its files have fewer tensors
+
+
+def load_config(name: str | Path) -> PreTrainedConfig:
+    """The config of a model, which is built without weights to check it. No code of the repository runs.
+
+    Args:
+        name: a folder or a name on the Hub.
+
+    Raises:
+        ValueError: if no model can be built from the config, or only one that is larger than the files of weights.
+    """
+    described, kept = PreTrainedConfig.get_config_dict(name)[0], _files(name)
+    tensors = sum(len(safe_open(file, "pt").keys()) for file in kept)
+    if (depth := _depth(described)) > max(DEEPEST, tensors):
+        raise ValueError(f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors")
+    with _explained(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return config
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    size = sum(file.stat().st_size for file in kept)
+    bits = 1 if getattr(config, "quantization_config", None) else 8  # the fewest that a parameter takes
+    if kept and parameters * bits > size * 8:
+        raise ValueError(f"{name} must have the weights of its config, got {parameters:,} in files of {size:,} bytes")
+    return config
+
+
+def load_model(name: str | Path, **options) -> PreTrainedModel:
+    """A causal language model with all of its weights. No code of the repository runs.
+
+    Args:
+        name: a folder or a name on the Hub.
+        **options: further arguments of `from_pretrained`; `config` is checked by `load_config` unless it is given.
+
+    Raises:
+        ValueError: if weights are missing, which transformers would replace by random ones, or have other shapes.
+    """
+    config = options.pop("config", None) or load_config(name)
+    checks = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = AutoModelForCausalLM.from_pretrained(name, config=config, **checks, **options)
+    parameters = {name for name, _ in model.named_parameters()}  # without tied ones
+    for what, keys in (
+        ("no values", info["missing_keys"] & parameters),
+        ("another shape", {key for key, *_ in info["mismatched_keys"]}),
+    ):
+        if keys:
+            first, more = sorted(keys)[:3], f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ValueError(f"{name} must have all weights of its config, got {what} for {', '.join(first)}{more}")
+    return model
+
+
+def _files(name: str | Path) -> list[Path]:
+    """The files of weights that have headers, which safetensors have; none if not all are on this machine."""
+    files = [SAFE_WEIGHTS_NAME]
+    if _local(name, SAFE_WEIGHTS_NAME) is None and (index := _local(name, SAFE_WEIGHTS_INDEX_NAME)):
+        files = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"weight_map must name files in the folder of {name}, got {file}")
+    found = [_local(name, file) for file in files]
+    return [] if None in found else found
+
+
+def _local(name: str | Path, file: str) -> Path | None:
+    path = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
+
+
+def _depth(described: dict) -> int:
+    """The largest number that a config calls a number of layers."""
+    counts = [x for key, x in described.items() if "layer" in key and type(x) is int]
+    return max([0, *counts, *(_depth(part) for part in described.values() if isinstance(part, dict))])
+
+
+@contextmanager
+def _explained(name: str | Path) -> Iterator[None]:
+    """Errors from a wrong value in a config, which transformers does not check everywhere, as a ValueError."""
+    try:
+        yield
+    except (ValueError, OSError, StrictDataclassError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the config of {name} must describe a model that can be built, got {type(error).__name__} ({error})"
+        ) from error

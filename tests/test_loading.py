@@ -1,0 +1,74 @@
+"""A model is loaded with all of its weights or not at all, and a config alone takes no time and no memory."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cases import CASE, SIZES, make_model
+from hf_memory import export_model
+from hf_memory.cli.writing import load
+from hf_memory.conversion import load_teacher
+from hf_memory.modeling.loading import load_config, load_model
+
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "tied": lambda: make_model(CASE["linear-sliding"]),
+    "own": lambda: make_model(CASE["deltanet"]),
+}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tmp_path):
+    MODELS[request.param]().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_whole_models_are_loaded(folder):
+    assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "use", [load_model, load_teacher, lambda x: load(x, "cpu", "auto"), lambda x: export_model(x, f"{x}-exported")]
+)
+def test_missing_weights_are_refused_by_name(folder, use):
+    file = folder / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if ".layers.1." not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"must have all weights .* no values for model\.layers\.1\.\S+ .*more"):
+        use(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 65}, r"must have all weights .* got another shape for .*model\.embed_tokens"),
+        ({"vocab_size": 10**9}, r"must have the weights of its config, got .* in files of"),
+        (
+            {"num_hidden_layers": 10**9, "layer_types": None},
+            "must have a tensor for each layer of its config",
+        ),
+        ({"text_config": {"n_layer": 10**9}}, "must have a tensor for each layer .* got 1,000,000,000"),
+        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "nope"),
+        ({"dtype": "nope"}, "must describe a model that can be built, got AttributeError"),
+        ({"model_type": "nope", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "custom code"),
+    ],
+)
+def test_a_config_unlike_its_weights_is_refused_before_they_are_made(folder, fields, message):
+    change(folder, **fields)
+    with pytest.raises(Exception, match=message):
+        load_model(folder)
+
+
+def test_an_index_of_weights_names_files_of_its_folder(folder):
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"weight_map must name files in the folder .* got \.\./model\.safetensors"):
+        load_model(folder)
