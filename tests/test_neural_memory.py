@@ -375,6 +375,20 @@ def test_no_gradients_are_needed_for_the_reference_to_learn():
         assert_equal(neural_memory(**arguments)[0], expected)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_second_derivatives_of_the_reference_are_those_of_differences(options):
+    """The inner gradient is one derivative already, so these are third ones of the norm and the activation."""
+    arguments = make(2, B=1, HV=1, K=3, depth=2, chunk_size=2, **OPTIONS[options])
+    named = {name: arguments.pop(name).requires_grad_() for name in ("q", "k", "v", "lr")}
+    weights = tuple(W.requires_grad_() for W in arguments.pop("weights"))
+
+    def outputs(*inputs):
+        given = dict(zip(named, inputs))
+        return neural_memory(**given, weights=inputs[4:], **arguments, backend="reference")[0]
+
+    assert torch.autograd.gradgradcheck(outputs, (*named.values(), *weights), fast_mode=True)
+
+
 def test_states_are_kept_before_groups_of_chunks_only():
     """What training saves for 64 chunks is less than the weights before each of them."""
     arguments = make(256, B=1, HV=1, depth=2, chunk_size=4, expansion=8)

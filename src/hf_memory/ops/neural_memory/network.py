@@ -53,9 +53,16 @@ def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:
     return F.pad(x, (0, 1), value=value) if rule.bias else x
 
 
-def normalize(z: Tensor, norm: Norm | None) -> Tensor:
-    """Layer norm over channels, or z itself without a norm."""
-    return z if norm is None else F.layer_norm(z, z.shape[-1:], eps=NORM_EPS) * norm[0] + norm[1]
+def standardized(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of mean 0 and variance 1, and their factors. The third derivative of PyTorch's layer_norm is wrong."""
+    centered = z - z.mean(-1, keepdim=True)
+    rstd = (centered.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    return centered * rstd, rstd
+
+
+def standardized_backward(g: Tensor, z_hat: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient of z from g, that of `standardized(z)`."""
+    return rstd * (g - g.mean(-1, keepdim=True) - z_hat * (g * z_hat).mean(-1, keepdim=True))
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -71,7 +78,8 @@ def orthogonal(x: Tensor) -> Tensor:
 
 def output(z: Tensor, x: Tensor, rule: Rule, norm: Norm | None) -> Tensor:
     """The output of the memory, from the last layer's rows z and the network's input x."""
-    return normalize(z, norm) + x if rule.residual else normalize(z, norm)
+    z = z if norm is None else standardized(z)[0] * norm[0] + norm[1]
+    return z + x if rule.residual else z
 
 
 def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | None) -> Tensor:
@@ -102,13 +110,11 @@ def pull(e: Tensor, threshold: Tensor | None, rule: Rule) -> Tensor:
 
 def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
-    e = pull(output(z, k, rule, norm) - v, threshold, rule)
     if norm is None:
-        return e
-    e, centered = e * norm[0], z - z.mean(-1, keepdim=True)
-    rstd = (centered.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
-    z_hat = centered * rstd
-    return rstd * (e - e.mean(-1, keepdim=True) - z_hat * (e * z_hat).mean(-1, keepdim=True))
+        return pull(output(z, k, rule, None) - v, threshold, rule)
+    z_hat, rstd = standardized(z)
+    e = pull(output(z_hat * norm[0] + norm[1], k, rule, None) - v, threshold, rule)
+    return standardized_backward(e * norm[0], z_hat, rstd)
 
 
 class Activation(NamedTuple):

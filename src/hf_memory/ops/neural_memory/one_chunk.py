@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, output
+from hf_memory.ops.neural_memory.network import (
+    ACTIVATIONS,
+    Norm,
+    Rule,
+    error,
+    lift,
+    output,
+    standardized,
+    standardized_backward,
+)
 
 Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
 Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
@@ -190,7 +199,7 @@ class Chunk:
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""
-        dU, direct = self._through_norm(output, do, self.U[-1], self.rows.q)
+        dU, direct = self._through_output(do)
         for layer in reversed(range(self.L)):
             X, Y, P, scores = self.X[layer], self.Y[layer], self.rows.P, self.scores[layer]
             G = dU @ self.D[layer].mT
@@ -253,8 +262,7 @@ class Chunk:
             dF = lift(self.act.backward(self.dD[layer - 1], Z), self.rule, 0.0)
             dZ[layer - 1] = self.dD[layer - 1] * self.F[layer] * self.act.second(Z)
             self.dD[layer] += self.anchor.backward_transposed(self.whole[layer], dF, layer)
-        dE, k, v = self.dD[self.L - 1], self.rows.k, self.rows.v
-        dZ[self.L - 1], direct, dv = self._through_norm(error, dE, self.Z[-1], k, v)
+        dZ[self.L - 1], direct, dv = self._through_error(self.dD[self.L - 1])
         for layer in reversed(range(self.L)):
             self.dX[layer] += self.anchor.backward(self.X[layer], dZ[layer], layer)
             if layer:
@@ -265,12 +273,24 @@ class Chunk:
         """The inverse of lift."""
         return x[..., :-1] if self.rule.bias else x
 
-    def _through_norm(self, function, g: Tensor, *inputs: Tensor) -> tuple:
-        """Gradients of the inputs of `output` or `error`, None for zero; both functions act on each row separately."""
-        if self.norm is None:  # then both functions are sums
-            return g, g if self.rule.residual else None, *(-g for _ in inputs[2:])
-        n = len(inputs)
-        pull: Any = torch.func.vjp(lambda *x: function(*x[:n], self.rule, x[n:]), *inputs, *self.norm)[1]
-        grads = pull(g)
-        self.d_norm[:] = map(add, self.d_norm, grads[n:])
-        return grads[:n]
+    def _through_output(self, do: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the last layer's rows and of q, None for zero, from that of the output."""
+        direct = do if self.rule.residual else None
+        if self.norm is None:
+            return do, direct
+        z_hat, rstd = standardized(self.U[-1])
+        self._gather_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
+        return standardized_backward(do * self.norm[0], z_hat, rstd), direct
+
+    def _through_error(self, dE: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of the last layer's rows, of k, None for zero, and of v, from that of `error`."""
+        if self.norm is None:  # then it is a sum
+            return dE, dE if self.rule.residual else None, -dE
+        inputs = self.Z[-1], self.rows.k, self.rows.v
+        pull: Any = torch.func.vjp(lambda *x: error(*x[:3], self.rule, x[3:]), *inputs, *self.norm)[1]
+        *grads, d_weight, d_bias = pull(dE)
+        self._gather_norm(d_weight, d_bias)
+        return tuple(grads)
+
+    def _gather_norm(self, *grads: Tensor) -> None:
+        self.d_norm[:] = map(add, self.d_norm, grads)
