@@ -1,8 +1,10 @@
 # ruff: noqa: F401, F811
 """generate, chat and info as a user types them, and how the command line begins and ends."""
 
+import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import CASE, make_model
-from hf_memory.cli import chat
+from hf_memory.cli import chat, turns
 from hf_memory.cli.info import CONTEXTS
 from hf_memory.cli.terminal import console
 from test_cli import _wide_console, run, teacher, text  # fixtures
@@ -93,6 +95,32 @@ def type_lines(monkeypatch):
     return lambda *lines: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines)), "utf-8"))
 
 
+TURNS = """import runpy, sys
+if sys.argv[2] == "plain": sys.modules["readline"] = None
+for text in runpy.run_path(sys.argv[1])["turns"](): print(repr(text), flush=True)"""
+
+
+@pytest.mark.parametrize("editor", ["readline", "plain"])
+def test_a_paste_is_one_turn_and_an_empty_line_is_none(editor):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", TURNS, turns.__file__, editor]
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    for typed in (b"snake\r", b"\r", b"\x1b[200~new\r\r/exit\r  old\x1b[201~ end\r", b"\x04", None):
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while not shown.endswith((b"> ", b"> \x1b[?2004h")) and (part := os.read(ours, 4096)):
+                shown += part
+        if typed:
+            os.write(ours, typed)
+            shown += b"|"
+    os.close(ours)
+    assert child.wait() == 0
+    said = [line for line in shown.decode().splitlines() if line.endswith("'")]
+    assert [line[line.index("'") :] for line in said] == ["'snake'", r"'new\n\n/exit\n  old end'"]
+    assert shown.rindex(b"\x1b[?2004l") > shown.rindex(b"\x1b[?2004h")
+
+
 def tokens_of(out):
     assert "Saved " in out
     return int(out.split(": ")[-1].split()[0])
@@ -101,9 +129,10 @@ def tokens_of(out):
 def test_a_chat_goes_on_from_its_memory(run, student, type_lines, tmp_path):
     memory = tmp_path / "memory"
     talk = ("chat", student, "--memory", memory, "--max-new-tokens", 3, "--temperature", 1)
-    type_lines(b"snake", b"new snake", b"", b"snake")
+    type_lines(b"snake", b"", b"/help", b" ", b"new snake", b"/exit", b"snake")
     code, out, err = run(*talk)
     assert code == 0, err
+    assert "/reset  empty the memory" in out
     assert err.count(" tokens/s") <= 2
     read = tokens_of(out)
     assert 2 * 6 + 3 <= read <= 2 * 6 + 3 + 2 * 3

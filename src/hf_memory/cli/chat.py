@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +12,14 @@ import typer
 
 from hf_memory.cli.options import Seed
 from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.turns import turns
 from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, Writer, load, sampling
 from hf_memory.serving import Conversation, load_memory, save_memory
 
-RESET = "/reset"
+HELP = """/help   show these words
+/reset  empty the memory: the conversation begins anew
+/exit   end the chat, as the end of the input does (Ctrl-D)
+A line is sent with Enter; a paste is one message, even of many lines, and is sent with Enter, too."""
 ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -35,7 +38,7 @@ def chat(
     dtype: Dtype = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Chat with a model; the conversation is in its memory. An empty line ends it, and /reset empties the memory."""
+    """Chat with a model; the conversation is in its memory. /exit ends it, /reset empties the memory."""
     options = sampling(temperature, top_p, top_k, greedy)
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
@@ -53,28 +56,30 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 must not end the chat
-    while line := _line():
-        if line == RESET:
-            conversation.reset()
-            continue
-        writer = Writer(conversation.tokenizer)
-        try:
-            with closing(conversation.answer(line)) as answer:
-                for token in answer:
-                    writer.put(torch.tensor([token]))
-        finally:
-            writer.end()
-        writer.say_speed()
+    if sys.stdin.isatty():
+        console.out("/help lists the words of this program; what else you write is for the model.")
+    with closing(turns()) as said:
+        for text in said:
+            match text:
+                case "/exit":
+                    return
+                case "/help":
+                    console.out(HELP)
+                case "/reset":
+                    conversation.reset()
+                case _:
+                    _answer(conversation, text)
 
 
-def _line() -> str:
+def _answer(conversation: Conversation, text: str) -> None:
+    writer = Writer(conversation.tokenizer)
     try:
-        return console.input("> ")
-    except EOFError:
-        console.out("")  # end the line of the prompt
-        return ""
+        with closing(conversation.answer(text)) as answer:
+            for token in answer:
+                writer.put(torch.tensor([token]))
+    finally:
+        writer.end()
+    writer.say_speed()
 
 
 @contextmanager
