@@ -10,6 +10,7 @@ from cases import CASES, every_case, every_recurrent_family, make_config, make_m
 from comparing import assert_close
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 from hf_memory.evaluation import cache_bytes
+from hf_memory.serving.rows import join, take
 
 CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_kernel_dim")]
 
@@ -235,8 +236,8 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     next_logits(model, cache, tokens[:, :10])  # a prefill, of which the last four can be undone
-    hidden_states = cache.layers[0].recorded[0].inputs[0]["hidden_states"]
-    assert hidden_states.untyped_storage().nbytes() == 4 * hidden_states[:, :1].nbytes
+    for x in cache.layers[0].recorded[0].inputs[0].values():
+        assert x.untyped_storage().nbytes() == 4 * x[:, :1].nbytes
     for t in range(10, 20):
         next_logits(model, cache, tokens[:, t : t + 1])
         assert 4 <= sum(stretch.num_tokens for stretch in cache.layers[0].recorded) < 8
@@ -276,4 +277,14 @@ def test_states_are_what_the_mixers_declare(case):
             assert {name: tuple(x.shape) for name, x in layer.states.items()} == shapes
             dtypes = {name: state.dtype or torch.float32 for name, state in spec.items()}
             assert {name: x.dtype for name, x in layer.states.items()} == dtypes
-    assert cache_bytes(model.config, 9) == state_bytes(read(model, random_tokens(1, 9)))
+
+
+@every_case
+def test_a_cache_holds_the_memory_that_its_states_declare(case):
+    """After a prefill, after a token, and in one row of a batch of unequal texts; nothing holds the whole prefill."""
+    model = make_model(case)
+    cache = read(model, random_tokens(1, 20))
+    assert state_bytes(cache) == cache_bytes(model.config, 20)
+    next_logits(model, cache, random_tokens(1, 1, seed=1))
+    assert state_bytes(cache) == cache_bytes(model.config, 21)
+    assert state_bytes(take(join(read(model, random_tokens(1, 25)), cache), 1, 21)) == cache_bytes(model.config, 21)

@@ -10,7 +10,8 @@ import test_conversion
 import test_generation
 import test_modeling
 import test_ops
-from cases import CASES, every_recurrent_family, make_model
+from cases import CASE, CASES, every_recurrent_family, make_model
+from hf_memory import cache
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.mixers import base
@@ -116,6 +117,13 @@ def test_a_decay_at_padding_is_seen(monkeypatch):
     case = next(case for case in CASES if case.name == "gla")
     with pytest.raises(AssertionError):
         test_cache.test_a_right_padded_cache_goes_on_as_the_row_alone(case, 0)
+
+
+@pytest.mark.parametrize("name", ["linear-favor", "linear-sliding"])
+def test_a_state_that_holds_the_whole_prefill_is_seen(name, monkeypatch):
+    monkeypatch.setattr(cache, "owned", lambda x: x)
+    with pytest.raises(AssertionError):
+        test_cache.test_a_cache_holds_the_memory_that_its_states_declare(CASE[name])
 
 
 def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
@@ -123,7 +124,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def record(self, inputs: Inputs) -> None:
         """Record the inputs that led to these states, and drop those that are too old to be undone."""
         last = self.recorded[-1]
-        last.inputs.append({name: x.detach() for name, x in inputs.items()})
+        last.inputs.append({name: owned(x.detach()) for name, x in inputs.items()})
         last.num_tokens += _length(inputs)
         if last.num_tokens >= self.window:
             self.recorded = [last, Stretch(self._copied())]
@@ -136,7 +137,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             if old is not None and _alike(old, state) and not torch.is_grad_enabled():
                 old.copy_(state)
             else:
-                self.states[name] = state
+                self.states[name] = owned(state)
 
     def _with_room(self, states: States, num_tokens: int) -> States:
         """Extend states that grow with the logarithm of tokens to `num_tokens`, by empty entries."""
@@ -176,7 +177,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def fill(self, states: States, seen_tokens: int) -> None:
         """Set the states, and the number of tokens that they have seen."""
         self._stop_recording()
-        self.states, self.seen_tokens, self.is_initialized = states, seen_tokens, True
+        self.states = {name: owned(x) for name, x in states.items()}
+        self.seen_tokens, self.is_initialized = seen_tokens, True
 
     def join(self, other: "MemoryLayer", length: int) -> None:
         """Append the rows of another layer. States that grow with the text are left-padded to `length` tokens."""
@@ -369,9 +371,29 @@ def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
     return cache.layers[layer_idx]
 
 
+def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`Cache.update`, after which a layer with a window holds the tokens of its window only.
+
+    transformers' own holds views of all keys and values that it has just read, until it reads the next token.
+    """
+    seen, layer = cache.update(keys, values, layer_idx), cache.layers[layer_idx]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.keys, layer.values = owned(layer.keys), owned(layer.values)
+    return seen
+
+
+def owned(x: Tensor) -> Tensor:
+    """x, or a copy if x is a part of a larger tensor, which it would keep in memory."""
+    return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
+
+
 def state_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds: memories, keys and values."""
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in _tensors(layer))
+    """Bytes of memory that a cache holds for memories, keys and values.
+
+    A tensor that is a part of a larger one counts as the larger one, since that stays in memory with it.
+    """
+    storages = [x.untyped_storage() for layer in cache.layers for x in _tensors(layer)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(layer) -> list[Tensor]:

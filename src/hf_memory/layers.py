@@ -150,7 +150,7 @@ def _over_last_tokens(
     context = torch.cat([state.to(x.dtype), x], dim=1)
     y = f(context).to(x.dtype)
     if attention_mask is None:
-        return y, context[:, T:] if T == 1 else context[:, T:].clone()  # a view would keep all of it in memory
+        return y, context[:, T:]
     last = attention_mask.sum(1, keepdim=True) + torch.arange(W - 1, device=x.device)  # [B, W - 1]
     state = context.gather(1, last.long()[..., None].expand(-1, -1, channels))
     return in_their_places(y, order) * attention_mask[..., None].to(y.dtype), state

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_memory.cache import Spec, State
+from hf_memory.cache import Spec, State, update
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
@@ -49,7 +49,7 @@ class AttentionMixer(Projections):
         q, k = self.normalize_and_rotate(q, k, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            k, v = update(past_key_values, self.layer_idx, k, v)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 

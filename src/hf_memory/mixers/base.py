@@ -240,8 +240,8 @@ class MemoryMixer(Projections):
         if early <= 0:
             return self._read_on(hidden_states, context, layer)
         before = self._read_on(hidden_states[:, :early], context.of(slice(early), {}), layer)
-        kept = hidden_states[:, early:].clone()  # a view would keep the whole tensor in memory
-        return torch.cat([before, self._read_on(kept, context.of(slice(early, T), {}), layer)], dim=1)
+        after = self._read_on(hidden_states[:, early:], context.of(slice(early, T), {}), layer)
+        return torch.cat([before, after], dim=1)
 
     def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
         T = hidden_states.shape[1]

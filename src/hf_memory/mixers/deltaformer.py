@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
-from hf_memory.cache import Spec
+from hf_memory.cache import Spec, update
 from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.positions import Positions
@@ -72,7 +72,7 @@ class DeltaFormerMixer(AttentionMixer):
         past = _past(layer, kept, v, attention_mask if cu_seqlens is None else None)
         u = self._write(kept, v, self._beta(hidden_states), past, cu_seqlens)
         if past_key_values is not None:
-            kept_all, u_all = past_key_values.update(kept.transpose(1, 2), u.transpose(1, 2), self.layer_idx)
+            kept_all, u_all = update(past_key_values, self.layer_idx, kept.transpose(1, 2), u.transpose(1, 2))
         else:
             kept_all, u_all = kept.transpose(1, 2), u.transpose(1, 2)  # [B, H, S + T, D]
         if self.config.read_kernel == "softmax":

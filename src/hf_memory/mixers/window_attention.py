@@ -114,8 +114,7 @@ def after(past: Tensor | None, x: Tensor, W: int) -> Tensor:
 def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
     """The last W real tokens of x [B, W + T, ...]; `lengths` [B] of the T new tokens are real, or all if it is None."""
     if lengths is None:
-        T = x.shape[1] - W
-        return x[:, T:] if T == 1 else x[:, T:].clone()  # a view would keep all of x in memory
+        return x[:, x.shape[1] - W :]
     return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
 

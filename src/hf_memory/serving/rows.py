@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer
+from hf_memory.cache import MemoryLayer, owned
 
 
 def check_layers(cache: Cache, model: PreTrainedModel) -> None:
@@ -44,7 +44,7 @@ def keep(cache: DynamicCache, rows: list[int], length: int) -> None:
             layer.keep_last(length)
             continue
         kept = min(length, held(layer, length))
-        layer.keys, layer.values = layer.keys[..., -kept:, :], layer.values[..., -kept:, :]
+        layer.keys, layer.values = (owned(x[..., -kept:, :]) for x in (layer.keys, layer.values))
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
 
