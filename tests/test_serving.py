@@ -107,13 +107,21 @@ FORGED = {
     "no count": (lambda header, tensors: header.pop("tokens_seen"), "was changed after it was written"),
     "negative count": (lambda header, tensors: header.update(tokens_seen="-9"), "got -9 tokens"),
     "layers": (lambda header, tensors: header.update(layers="["), "must have layers"),
-    "missing state": (lambda header, tensors: tensors.pop("1.keys"), "must have read tokens into the states"),
-    "other state": (lambda header, tensors: tensors.update(x=torch.ones(1)), "must have read tokens into the states"),
-    "not a number": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(float("nan")), "0.memory .* NaN"),
+    "missing state": (lambda header, tensors: tensors.pop("1.keys"), "must have the states .*1.keys"),
+    "other state": (lambda header, tensors: tensors.update(x=torch.ones(1)), "got .* x"),
+    "not a number": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(float("nan")), "0.memory of finite"),
+    "infinite": (lambda header, tensors: tensors["1.keys"].view(-1)[0].fill_(torch.inf), "1.keys of finite"),
+    "too large": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(-3e38), "0.memory of finite"),
+    "no texts": (lambda header, tensors: tensors.update({n: x[:0] for n, x in tensors.items()}), r"the shape \[1, "),
+    "no rows": (lambda header, tensors: tensors.update({"0.memory": torch.ones(())}), r"the shape \[1, "),
+    "too many tokens": (lambda header, tensors: header.update(tokens_seen="9" * 30), "from 1 to 2147483647 tokens"),
     "integers": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].int()}), "1.keys .*float32"),
     "other heads": (lambda header, tensors: tensors.update({"1.values": tensors["1.values"][:, :1]}), "the shape"),
     "more than was read": (lambda header, tensors: header.update(tokens_seen="8"), "after 8 tokens, got"),
-    "fewer than were read": (lambda header, tensors: header.update(tokens_seen="10"), "the keys of 10 tokens, got 9"),
+    "fewer than were read": (
+        lambda header, tensors: header.update(tokens_seen="10"),
+        r"\[1, 2, 10, 8\] after 10 tokens, got \[1, 2, 9, 8\]",
+    ),
     "fewer texts": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].repeat(2, 1, 1, 1)}), "shape"),
 }
 
@@ -122,13 +130,36 @@ FORGED = {
 def test_a_forged_memory_is_refused(memory, name):
     model, path = memory
     forge, message = FORGED[name]
+    rewrite(path, forge)
+    with pytest.raises(ValueError, match=message):
+        load_memory(path, model)
+
+
+def rewrite(path, forge):
+    """Change the header and the tensors of a memory, with a checksum that fits."""
     with safe_open(path, "pt") as file:
         header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     forge(header, tensors)
     tensors = {name: x.contiguous() for name, x in tensors.items()}
     save_file(tensors, path, metadata=header | {"checksum": memory_file._checksum(header, tensors)})
-    with pytest.raises(ValueError, match=message):
-        load_memory(path, model)
+
+
+COUNTS = {  # states that count, with their largest value after nine tokens
+    ("titans-mac", "0.memory_phase"): 2,
+    ("titans-mac", "0.offset"): 4,
+    ("deltanet-window", "0.count"): 9,
+    ("transformer-buckets", "0.buckets"): 3,
+}
+
+
+@pytest.mark.parametrize(("name", "state"), COUNTS)
+def test_counts_that_reading_cannot_have_led_to_are_refused(name, state, tmp_path):
+    model = make_model(CASE[name])
+    for wrong in (-2, COUNTS[name, state] + 1, 2**31 - 1):
+        save_memory(read(model, random_tokens(1, 9)), tmp_path / "memory", model)
+        rewrite(tmp_path / "memory", lambda header, tensors: tensors[state].fill_(wrong))  # noqa: B023
+        with pytest.raises(ValueError, match=rf"{state} of numbers from .* to {COUNTS[name, state]}, got {wrong}"):
+            load_memory(tmp_path / "memory", model)
 
 
 def test_another_models_memory_is_refused(memory):

@@ -39,6 +39,7 @@ class State:
         growth: how the number of entries grows with the number of tokens: not at all, with its logarithm, or with it.
         at_most: number of tokens after which it stops growing; None: it does not.
         absent: value of entries that belong to no token of a row.
+        largest: the largest value of whole numbers; None: the number of tokens.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class State:
     growth: Growth = "fixed"
     at_most: int | None = None
     absent: int = 0
+    largest: int | None = None
 
     def places(self, num_tokens: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""

@@ -108,7 +108,7 @@ def evaluate(
             weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
         if against and len({*weights.values()}) == 1:
             raise ValueError(f"against must be another model than {model}, got {against} with the same weights")
-        settings |= {"against": weights.get(against), "text": tokens_fingerprint(tokens)}
+        settings |= {"against": weights[against] if against else None, "text": tokens_fingerprint(tokens)}
         known = record.open_record(output, settings | {"device": models[mine][0].device.type})
         keep, earlier = partial(record.keep, output, known), dict[str, Any]()
         for name, (loaded, tokenizer) in models.items():

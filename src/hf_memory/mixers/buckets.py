@@ -36,7 +36,8 @@ class BucketMixer(TransformerMixer):
         (heads, values), (*_, D) = bucket_heads(config, layer_idx), config.attention_heads
         rounds = config.num_hashes if config.patterns[layer_idx] == "reformer" else 1
         spec = {"keys": State((heads, D), None, "token"), "values": State((values, D), None, "token")}
-        return super().state_spec(config, layer_idx) | spec | {"buckets": State((heads, rounds), torch.int32, "token")}
+        spec["buckets"] = State((heads, rounds), torch.int32, "token", largest=config.num_buckets - 1)
+        return super().state_spec(config, layer_idx) | spec
 
     def buckets(self, x: Tensor) -> Tensor:
         """Buckets [B, T, H, rounds] int32 of keys [B, T, H, D] of unit length."""

@@ -41,7 +41,7 @@ class LargeChunkMixer(NeuralMemoryMixer):
         query_heads, _, value_heads, *_ = config.memory_heads
         size = sum(d_in * d_out for d_in, d_out in cls.layer_shapes(config))
         spec = dict.fromkeys(LargeChunkState._fields[:3], State((max(query_heads, value_heads), size)))
-        return convolution_spec(config) | spec | {"phase": State((), torch.long)}
+        return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
     def make_gates(self, width: int, heads: int) -> None:
         """Create the gates for learning rate and momentum."""

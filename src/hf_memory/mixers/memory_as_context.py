@@ -42,7 +42,12 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         memory = NeuralMemoryMixer.state_spec(config, layer_idx)
         _, heads, _, D, _ = config.attention_heads
         pairs = State((config.segment_length, 2, heads, D), None)
-        own = {"then": memory["weights"], "offset": State((), torch.long), "keys": pairs, "values": pairs}
+        own = {
+            "then": memory["weights"],
+            "offset": State((), torch.long, largest=config.segment_length),
+            "keys": pairs,
+            "values": pairs,
+        }
         return own | {f"memory_{name}": state for name, state in memory.items()}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -126,7 +126,7 @@ class NeuralMemoryMixer(MemoryMixer):
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
         has = {"weights": True, "momentum": cls.has_momentum, "anchor": config.memory_chunk_size > 1}
         spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
-        return convolution_spec(config) | spec | {"phase": State((), torch.long)}
+        return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
         """Like any mixer; or, as a part of another mixer and with a `Context`, like `mix`, so that hooks run."""

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,12 +16,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_memory.cache import MemoryLayer, Spec, memory_layer
+from hf_memory.cache import MemoryLayer, Spec, State, memory_layer
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
-from hf_memory.serving.rows import check_layers, held
+from hf_memory.serving.rows import check_layers
 
 FORMAT = "hf_memory memory 1"
+MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
+LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
 HEADER = {"format", "model", "fingerprint", "tokens_seen", "layers", "checksum"}
 
 
@@ -51,7 +52,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         "model": model.config.name_or_path or type(model).__name__,
         "fingerprint": fingerprint(model),
         "tokens_seen": str(cache.get_seq_length()),
-        "layers": json.dumps([type(layer).__name__ for layer in cache.layers]),
+        "layers": _kinds(cache),
     }
     header["checksum"] = _checksum(header, tensors)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -75,64 +76,30 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
         ValueError: if the file is damaged, is not a memory, or belongs to another model.
         OSError: if it cannot be read.
     """
-    header, tensors = _read(Path(path))
-    if header["fingerprint"] != fingerprint(model):
-        raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
-    cache = DynamicCache(config=model.config)
-    kinds = json.dumps([type(layer).__name__ for layer in cache.layers])
-    if header["layers"] != kinds:
-        raise ValueError(f"{path} must have layers {kinds}, got {header['layers']}")
-    tokens_seen = int(header["tokens_seen"]) if header["tokens_seen"].isdecimal() else 0
-    expected = _expected(model)
-    if tokens_seen < 1 or tensors.keys() != expected.keys():
-        raise ValueError(
-            f"{path} must have read tokens into the states {', '.join(expected)}, got {header['tokens_seen']} tokens "
-            f"in {', '.join(tensors) or 'none'}"
-        )
-    texts = next(iter(tensors.values())).shape[:1]
-    for name, x in tensors.items():
-        fault = _fault(x, [*texts, *expected[name].shape[1:]], expected[name].dtype, tokens_seen)
-        if fault:
-            raise ValueError(f"{path} has a state {name} that {fault}")
-        tensors[name] = x.to(model.device, expected[name].dtype)
-    for i, layer in enumerate(cache.layers):
-        own = {n.removeprefix(f"{i}."): x for n, x in tensors.items() if n.startswith(f"{i}.")}
-        if not isinstance(layer, MemoryLayer) and own["keys"].shape[-2] != held(layer, tokens_seen):
-            raise ValueError(f"{path} must have the keys of {tokens_seen} tokens, got {own['keys'].shape[-2]}")
-        _fill(layer, own, tokens_seen, model.config.state_specs[i])
+    path, cache, specs = Path(path), DynamicCache(config=model.config), model.config.state_specs
+    header, tensors = _read(path, cache, model)
+    tokens_seen = int(header["tokens_seen"])
+    for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
+        own = {name: tensors[f"{i}.{name}"] for name in spec}
+        for name, x in own.items():
+            if fault := _fault(x, spec[name], tokens_seen):
+                raise ValueError(f"{path} must have a state {i}.{name} {fault}")
+            own[name] = x.to(model.device, spec[name].dtype or model.dtype)
+        _fill(layer, own, tokens_seen, spec)
     return cache
 
 
-class _State(NamedTuple):
-    """Shape and dtype of a state of one text."""
-
-    shape: list[int | None]  # None for a size that grows with the text
-    dtype: torch.dtype
-
-
-@torch.no_grad()
-def _expected(model: PreTrainedModel) -> dict[str, _State]:
-    """The states of a model, found by reading one token and then another one."""
-    cache, seen = DynamicCache(config=model.config), []
-    for _ in range(2):
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-        seen.append({name: (x.shape, x.dtype) for name, x in _states(cache)})
-    one, two = seen
-    return {
-        name: _State([m if m == n else None for m, n in zip(shape, two[name][0], strict=True)], dtype)
-        for name, (shape, dtype) in one.items()
-    }
-
-
-def _fault(x: Tensor, shape: list[int | None], dtype: torch.dtype, tokens_seen: int) -> str | None:
-    fits = len(x.shape) == len(shape) and all(
-        n == m or (m is None and 0 < n <= tokens_seen) for n, m in zip(x.shape, shape)
-    )
-    if not fits:
-        return f"must have the shape {shape} after {tokens_seen} tokens, got {list(x.shape)}"
-    if x.is_floating_point() != dtype.is_floating_point:
-        return f"must be of {dtype}, got {x.dtype}"
-    return "must not be NaN" if x.isnan().any() else None
+def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
+    """What a state must be, if its numbers are none that reading can have led to."""
+    declared = state.dtype or torch.float32
+    if x.is_floating_point() != declared.is_floating_point:
+        return f"of {declared}, got {x.dtype}"
+    if x.is_floating_point():
+        return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
+    largest = tokens_seen if state.largest is None else state.largest
+    if ((x >= state.absent) & (x <= largest)).all():
+        return None
+    return f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -147,20 +114,61 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the directory {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            header, names = file.metadata() or {}, list(file.keys())
+            _check_header(path, header, cache, model)
+            _check_shapes(
+                path, int(header["tokens_seen"]), cache, model, {x: file.get_slice(x).get_shape() for x in names}
+            )
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
-    if not header.keys() >= HEADER or header["checksum"] != _checksum(header, tensors):
+    if header["checksum"] != _checksum(header, tensors):
         raise ValueError(f"{path} is damaged or was changed after it was written")
     return header, tensors
+
+
+def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTrainedModel) -> None:
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
+    if not header.keys() >= HEADER:
+        raise ValueError(f"{path} is damaged or was changed after it was written")
+    if header["fingerprint"] != fingerprint(model):
+        raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
+    if header["layers"] != _kinds(cache):
+        raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
+    given = header["tokens_seen"]
+    if not given.isdecimal() or not 0 < int(given) <= MOST_TOKENS:
+        raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given} tokens")
+
+
+def _check_shapes(path: Path, tokens_seen: int, cache: Cache, model: PreTrainedModel, shapes: dict[str, list]) -> None:
+    expected = {}
+    for i, (layer, spec) in enumerate(zip(cache.layers, model.config.state_specs, strict=True)):
+        for name, state in spec.items():
+            places = state.places(tokens_seen)
+            is_memory = isinstance(layer, MemoryLayer)
+            expected[f"{i}.{name}"] = (
+                [*places, *state.shape] if is_memory else [state.shape[0], *places, state.shape[1]]
+            )
+    if shapes.keys() != expected.keys():
+        raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(shapes) or 'none'}")
+    texts = next(iter(shapes.values()))[:1]
+    for name, shape in shapes.items():
+        if shape != texts + expected[name] or texts == [0]:
+            wanted = [*(texts if texts > [0] else [1]), *expected[name]]
+            raise ValueError(
+                f"{path} must have a state {name} of the shape {wanted} after {tokens_seen} tokens, got {shape}"
+            )
+
+
+def _kinds(cache: Cache) -> str:
+    return json.dumps([type(layer).__name__ for layer in cache.layers])
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
