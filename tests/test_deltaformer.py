@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch.nn import functional as F
+from transformers import StaticCache
 
-from cases import CASES, make_model
+from cases import CASE, CASES, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.ops import delta_rule, deltaformer
-from hf_memory.ops.deltaformer import corrected_values
+from hf_memory.ops.deltaformer import KERNELS, corrected_values
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -99,9 +102,28 @@ def test_a_window_sees_nothing_before_it():
         assert not torch.equal(o[:, 20:25], other[:, 20:25])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@torch.no_grad()
+def test_a_static_cache_whose_window_rolls_equals_the_whole(kernel):
+    """Tokens come one by one and several at once, before the window of a layer is full and after."""
+    sliding = {"layer_types": ["sliding_memory", "memory"], "sliding_window": 4, "read_kernel": kernel}
+    model, tokens = make_model(CASE["deltaformer"], **sliding).double(), random_tokens(2, 16)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    parts = [model(part, past_key_values=cache).logits for part in tokens.split([3, 1, 1, 1, 4, 1, 5], 1)]
+    assert_close(torch.cat(parts, 1), model(tokens).logits)
+
+
 def test_attention_that_hides_its_padding_is_refused():
     with pytest.raises(ValueError, match="flex"):
         make_model(next(case for case in CASES if case.name == "deltaformer"), attn_implementation="flex_attention")
+
+
+def test_a_window_beside_a_memory_is_refused():
+    for window_memory in (True, False):
+        with pytest.raises(
+            StrictDataclassClassValidationError, match=r"attention_window must be None .* got 4: its layers"
+        ):
+            make_model(CASE["deltaformer"], attention_window=4, window_memory=window_memory)
 
 
 def swapped(write_kernel, n=256, swaps=1024, d=128):

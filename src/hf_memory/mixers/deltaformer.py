@@ -71,15 +71,14 @@ class DeltaFormerMixer(AttentionMixer):
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         past = _past(layer, kept, v, attention_mask if cu_seqlens is None else None)
         u = self._write(kept, v, self._beta(hidden_states), past, cu_seqlens)
+        output, weights = None, None
+        if self.config.read_kernel != "softmax":
+            output = self._read(q, k, u, past, cu_seqlens)  # before `update`, which may overwrite the past
+        kept, u = kept.transpose(1, 2), u.transpose(1, 2)  # [B, H, T, D]
         if past_key_values is not None:
-            kept_all, u_all = update(past_key_values, self.layer_idx, kept.transpose(1, 2), u.transpose(1, 2))
-        else:
-            kept_all, u_all = kept.transpose(1, 2), u.transpose(1, 2)  # [B, H, S + T, D]
-        if self.config.read_kernel == "softmax":
-            keys = kept_all[..., : self.head_dim]
-            output, weights = self.attend(q.transpose(1, 2), keys, u_all, attention_mask, **kwargs)
-        else:
-            output, weights = self._read(q, k, u, past, cu_seqlens), None
+            kept, u = update(past_key_values, self.layer_idx, kept, u)  # and those of the past
+        if output is None:
+            output, weights = self.attend(q.transpose(1, 2), kept[..., : self.head_dim], u, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
     def _beta(self, hidden_states: Tensor) -> Tensor | None:

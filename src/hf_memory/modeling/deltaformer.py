@@ -55,10 +55,19 @@ class DeltaFormerConfig(MemoryConfig):
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
         is_closed = self.beta_activation != "sigmoid" and self.beta_mode == "erase" and self.read_kernel == "softmax"
-        if not is_closed or self.attention_window is not None:
+        if not is_closed:
             return super().attends(layer_idx, length)
         is_sliding = self.mixer_types[layer_idx] == "sliding_memory"
         return min(length, self.sliding_window or length) if is_sliding else length
+
+    def validate_window(self):
+        """Refuse the window that other memories stand beside."""
+        if self.attention_window is not None:
+            raise ValueError(
+                f"attention_window must be None for {self.model_type}, got {self.attention_window}: its layers with a "
+                "window are 'sliding_memory' in layer_types, with sliding_window"
+            )
+        super().validate_window()
 
     def validate_kernels(self):
         """Check the options of this family."""
