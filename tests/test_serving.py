@@ -303,6 +303,17 @@ def test_a_conversation_goes_on_from_its_cache(case):
     assert answers == 2 * [expected[0, text.shape[1] :].tolist()]  # and the cache stays as it is
 
 
+def test_a_memory_made_with_gradients_is_read_without_them(tmp_path):
+    model, prefix, word = make_model(CASE["linear-full"]), random_tokens(1, 7), random_tokens(1, seed=1)
+    cache = DynamicCache(config=model.config)
+    model(prefix, past_key_values=cache)
+    expected = collect(model, [Request(word, NEW, cache=read(model, prefix))])
+    assert collect(model, 2 * [Request(word, NEW, cache=cache)]) == 2 * expected
+    save_memory(cache, tmp_path / "memory", model)
+    assert collect(model, [Request(word, NEW, cache=load_memory(tmp_path / "memory", model))]) == expected
+    assert cache.layers[0].states["memory"].requires_grad
+
+
 def test_a_stream_heeds_the_models_generation_config():
     model, prompt = make_model(CASE["linear-elu"]), random_tokens(8)
     plain = collect(model, [Request(prompt, 12)])[0]

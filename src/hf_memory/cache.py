@@ -4,6 +4,7 @@ Where a config's `layer_types` has "memory", `DynamicCache(config=...)` and `Sta
 `MemoryLayer`. `generate` creates these caches itself.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -387,6 +388,12 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
 def owned(x: Tensor) -> Tensor:
     """x, or a copy if x is a part of a larger tensor, which it would keep in memory."""
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
+
+
+def copied(cache: Cache) -> Cache:
+    """A copy of a cache, without gradients: `copy.deepcopy` refuses states that have them."""
+    states = [x for layer in cache.layers for x in _tensors(layer)]
+    return copy.deepcopy(cache, {id(x): x.detach().clone() for x in states})
 
 
 def state_bytes(cache: Cache) -> int:

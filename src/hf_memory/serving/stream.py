@@ -1,6 +1,5 @@
 """A scheduler for many requests: they join and leave a running batch between its steps."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_memory.cache import MemoryLayer
+from hf_memory.cache import MemoryLayer, copied
 from hf_memory.serving.rows import check_layers, join, keep, take
 
 MOMENT = 1e-3  # seconds that a running batch waits for the next request
@@ -30,7 +29,7 @@ class Request:
             repetition_penalty, eos_token_id ... Penalties consider only the tokens of this request.
         seed: seed for sampling; the result does not depend on the other requests of the batch.
         cache: a memory to start from: `Step.cache` of an earlier request, or from `load_memory`. It is not changed, so
-            several requests can start from the same one.
+            several requests can start from the same one. If its states have gradients, these are left out.
         keep_cache: return the cache with the last token, so that another request can continue from it.
     """
 
@@ -242,7 +241,7 @@ def _own_cache(model: PreTrainedModel, request: Request) -> DynamicCache:
     texts = {layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys) for layer in request.cache.layers}
     if texts != {1}:
         raise ValueError(f"cache must be of one text, got one of {max(texts)}")
-    return copy.deepcopy(request.cache)
+    return copied(request.cache)
 
 
 def _forward(model: PreTrainedModel, rows: list[_Row], cache: DynamicCache) -> Tensor:
