@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import demo
 from hf_memory.conversion import Recipe, Schedule, convert, distill, fine_tune, resolve, train
-from hf_memory.evaluation import copy_gain, measure, perplexity
+from hf_memory.evaluation import Subject, copy_gain, measure, perplexity
 
 RESULTS = Path(__file__).parent / "results" / "conversion_table.json"
 WORK = Path("demo_output/conversion_table")  # the teacher; not kept
@@ -193,7 +193,8 @@ def draw(rows: dict[str, dict]) -> None:
 def measured(name: str, model: PreTrainedModel, teacher, held_out: Tensor, new: Tensor) -> dict:
     """All columns of a row."""
     compared = None if name == "teacher" else teacher
-    row = asdict(measure(name, model, held_out, compared, contexts=(256, 1024), max_tokens=None))
+    subject = Subject(model, held_out, compared, lengths=(256, 1024), max_tokens=None)
+    row = asdict(measure(name, subject)) | {"perplexity": perplexity(model, held_out, max_tokens=None)}
     on_new_text = perplexity(model, new, length=FINE_TUNING.length, max_tokens=None)
     return row | {"recall": copy_gain(model, held_out, **RECALLED), "perplexity_on_new_text": on_new_text}
 

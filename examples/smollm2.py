@@ -115,7 +115,7 @@ def say_how_long(teacher: PreTrainedModel) -> None:
     second = 256 / (time.perf_counter() - start)  # tokens
     teacher.zero_grad()
     read = sum(x.steps * x.batch_size * x.length for x in stages.values())
-    minutes = 1.8 * read / second / 60 + 4  # the teacher reads too, and a memory costs more; measuring
+    minutes = 1.8 * read / second / 60 + 12  # the teacher reads too, and a memory costs more; measuring
     print(f"{read:,} tokens to learn on: about {minutes:.0f} minutes on this machine", flush=True)
 
 

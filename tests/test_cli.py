@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -94,6 +95,22 @@ def test_a_student_is_saved_before_it_is_measured(run, teacher, text, tmp_path, 
     assert run(*command, "--overwrite")[0] == 0
     assert (tmp_path / "student" / "model.safetensors").read_bytes() == weights
     assert (tmp_path / "student" / "README.md").exists()
+
+
+def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
+    student, window = tmp_path / "student", ["-o", "attention_window=32", "-o", "window_memory=false"]
+    code, out, _ = run("convert", teacher, "--to", "deltanet", *window, "--text", text, "--output", student, *FAST)
+    assert code == 0
+    models = ["teacher", "before training", "student"]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    shown = [line for line in lines if line.startswith("256 ")]
+    assert [line.startswith(f"256 {name} ") for line, name in zip(shown, models, strict=True)] == 3 * [True]
+    rows = {row["name"]: row for row in json.loads((student / "results.json").read_text())["rows"]}
+    assert list(rows) == models
+    untrained = rows["before training"]
+    assert untrained["kl"]["32"] < 1e-8 < untrained["kl"]["64"] / 100  # within its window it is its teacher
+    assert set(untrained["recall"]) == {str(cost["context"]) for cost in untrained["costs"]} == {"256"}
+    assert "are those of tokens N/2 + 1 to N, in 1 windows of 256 tokens" in (student / "README.md").read_text()
 
 
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
@@ -241,13 +258,15 @@ def test_the_demo_writes_what_it_shows_and_can_run_again(run, tmp_path, monkeypa
     settings = Settings(300, 32, 2, short, short, short)
     monkeypatch.setattr("hf_memory.cli.demo.run_demo", partial(run_demo, settings=settings))
     monkeypatch.setattr("hf_memory.demo.sections", lambda: sections()[:8])
-    monkeypatch.setattr("hf_memory.demo.measure", lambda *args, **how: measure(*args, **how | {"max_tokens": 2048}))
+    monkeypatch.setattr(
+        "hf_memory.demo.measure", lambda name, x, **how: measure(name, replace(x, max_tokens=2048), **how)
+    )
     output = tmp_path / "demo_output"
     for _ in range(2):
         code, out, err = run("demo", "--output", output)
         assert (code, err) == (0, "")
     for name in ("teacher", "control", "student"):
-        assert f"\n {name} " in out
+        assert re.search(rf"\n 2,048 +{name} ", out)
     assert str(output / "student") in out
     assert {"README.md", "conversion.png", "results.json", "tokenizer.json"} <= {
         path.name for path in (output / "student").iterdir()

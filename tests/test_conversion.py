@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pyarrow
 import pytest
@@ -38,14 +39,24 @@ from transformers import (
 
 from cases import SIZES, random_tokens
 from hf_memory import conversion
-from hf_memory.conversion import Recipe, Run, Schedule, attention_transfer, carry_over, distill, make_student, resolve
+from hf_memory.conversion import (
+    Recipe,
+    Run,
+    Schedule,
+    attention_transfer,
+    carry_over,
+    distill,
+    make_student,
+    report,
+    resolve,
+)
 from hf_memory.conversion.folders import check_output
 from hf_memory.conversion.stages.divergence import divergence, head, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.conversion.students.weights import rename, rename_back
-from hf_memory.evaluation import Cost, agreement, measure
+from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measure
 from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
 
@@ -617,8 +628,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     made = convert(teacher, text(), **BOTH_STAGES)
     held_out = text(600)
     rows = [
-        measure("teacher", teacher, held_out, None, contexts=(64, 128)),
-        measure("student", made.student, held_out, teacher, contexts=(64, 128)),
+        measure("teacher", Subject(teacher, held_out, lengths=(64, 128))),
+        measure("student", Subject(made.student, held_out, teacher, lengths=(64, 128))),
     ]
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
     results = conversion.results_of(made.plan, made.losses, rows, **names)
@@ -633,7 +644,11 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     card = ModelCard.load(tmp_path / "student" / "README.md")
     assert card.data.base_model == "someone/llama"
     assert "perplexity" in card.text
-    assert f"{results.rows[1].perplexity:.2f}" in card.text
+    assert "sees the last" not in card.text
+    assert "sees the last 33 tokens exactly" in report.model_card(replace(results, window=33)).text  # of 128
+    assert lengths_beyond(LlamaConfig())[-1] == 8192
+    assert lengths_beyond(MistralConfig(sliding_window=4097))[-1] == 32768
+    assert f"{results.rows[1].perplexity[128]:.2f}" in card.text
     assert json.loads((tmp_path / "student" / "results.json").read_text())["rows"][1]["name"] == "student"
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
 
@@ -642,7 +657,7 @@ def test_measuring_keeps_to_its_budget(monkeypatch):
     read, told, teacher = [], [], make_teacher()
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
     teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
-    measure("teacher", teacher, text(9000), None, contexts=(64, 512), max_tokens=8192, report=told.append)
+    measure("teacher", Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192), report=told.append)
     assert 4096 < sum(read) <= 8192
     assert len(told) > len(read)
 
@@ -705,7 +720,7 @@ def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatc
     convert(teacher, text, to="deltanet", keep="auto:1/2", transfer=schedule, distillation=schedule)
     convert(teacher, text, to="deltanet", keep="heads:1/2", transfer=schedule._replace(steps=0), distillation=schedule)
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
-    measure("teacher", teacher, text, None, contexts=(64, 256), max_tokens=2048)
+    measure("teacher", Subject(teacher, text, lengths=(64, 256), max_tokens=2048))
     assert {rows.shape[1] for rows in read} > {16, 256}
     assert all((rows[:, 0] == 1).all() and not (rows[:, 1:] == 1).any() for rows in read)
     again = conversion.TokenWindows.of(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]

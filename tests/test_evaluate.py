@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from cases import CASE, SIZES, make_model
 from hf_memory.cli import terminal
 from hf_memory.conversion import read_tokens
-from hf_memory.evaluation import measure, record, tasks
+from hf_memory.evaluation import Subject, measure, record, tasks
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt
 from hf_memory.evaluation.writing import greedy, words_alike
 from hf_memory.files.claims import claimed
@@ -71,7 +71,7 @@ def evaluate(run, folder, tmp_path, monkeypatch):
 
 
 def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, folder, tmp_path):
-    chosen = ["agreement", "perplexity", "positions", "recall", "passkey", "answers", "speed"]
+    chosen = ["agreement", "perplexity", "recall", "passkey", "answers", "speed"]
     code, out, err, (theirs, ours) = evaluate("--tasks", ",".join(chosen))
     assert (code, err) == (0, "")
     assert (list(ours), list(theirs)) == (chosen, chosen[1:])
@@ -81,14 +81,17 @@ def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, fold
 
     models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher")}
     tokens = read_tokens([folder / "text.txt"], make_tokenizer())
-    card = measure("student", models["student"], tokens, models["teacher"], contexts=(256,), max_tokens=2048)
-    agreed = ours["agreement"]["256"]
-    assert (agreed["KL"]["value"], agreed["same choice"]["value"]) == (card.kl, card.agreement)
-    assert ours["perplexity"]["256"]["perplexity"]["value"] == card.perplexity
-    assert {int(at): x["perplexity"]["value"] for at, x in ours["positions"].items()} == card.perplexity_by_position
-    assert ours["recall"]["128"]["recall"]["value"] == card.recall_by_distance[128]
+    subject = Subject(models["student"], tokens, models["teacher"], lengths=(256,), max_tokens=2048)
+    card = measure("student", subject)
+
+    def curve(task, figure):
+        return {int(at): x[figure]["value"] for at, x in ours[task].items()}
+
+    assert (curve("agreement", "KL"), curve("agreement", "same choice")) == (card.kl, card.agreement)
+    assert curve("perplexity", "perplexity") == card.perplexity
+    assert curve("recall", "recall") == card.recall
     assert ours["speed"]["256"]["cache bytes"]["value"] == card.costs[0].cache_bytes
-    recall = ours["recall"]["128"]["recall"]
+    recall = ours["recall"]["256"]["recall"]
     assert recall["low"] < recall["value"] < recall["high"]
     assert f"{recall['value']:.3g} [{recall['low']:.3g}, {recall['high']:.3g}]" in out
 
@@ -97,13 +100,13 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
     def fail(*args, **kwargs):
         raise OSError("stopped")
 
-    chosen = ["--tasks", "perplexity,copying,speed"]
+    chosen = ["--tasks", "perplexity,recall,speed"]
     with monkeypatch.context() as patch:
         patch.setattr(tasks, "cost_by_context", fail)
         code, *_, (stopped,) = evaluate(*chosen)
-    assert (code, list(stopped)) == (2, ["perplexity", "copying"])
+    assert (code, list(stopped)) == (2, ["perplexity", "recall"])
     counted = []
-    monkeypatch.setattr(tasks, "perplexity", lambda *args, **kwargs: counted.append(1) or 1.0)
+    monkeypatch.setattr(tasks, "perplexity_by_position", lambda *args, **kwargs: counted.append(1) or {256: 1.0})
     code, *_, (theirs, ours) = evaluate(*chosen)
     assert (code, len(counted)) == (0, 1)  # of the student alone
     assert theirs["perplexity"] == stopped["perplexity"]
@@ -120,7 +123,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
         (["--tasks", "perplexity,chess"], "tasks must be from agreement, perplexity,"),
         (["--lengths", "256,long"], "lengths must be numbers with commas between them, got '256,long'"),
         (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
-        (["--lm-eval", "arc_easy", "--tasks", "copying"], "pip install 'hf-memory[eval]'"),
+        (["--lm-eval", "arc_easy", "--tasks", "recall"], "pip install 'hf-memory[eval]'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(evaluate, monkeypatch, flags, sentence):
@@ -215,7 +218,7 @@ def test_tasks_of_lm_eval_stand_in_the_table(evaluate, monkeypatch):
     for name, names in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
     for _ in range(2):
-        code, out, _, (_, ours) = evaluate("--tasks", "copying", "--lm-eval", "some/last_word.yaml")
+        code, out, _, (_, ours) = evaluate("--tasks", "recall", "--lm-eval", "some/last_word.yaml")
     assert code == 0
     assert asked == [(name, ["last_word"], "some") for name in ("LlamaForCausalLM", "DeltaNetForCausalLM")]
     assert "acc 0.5 [0.304, 0.696]" in out
@@ -227,14 +230,14 @@ def test_words_alike_are_those_before_the_first_that_differs():
 
 
 def test_a_model_is_not_compared_with_itself_under_another_path(evaluate, folder):
-    code, _, err, _ = evaluate("--tasks", "copying", "--against", f"{folder}/../{folder.name}/student")
+    code, _, err, _ = evaluate("--tasks", "recall", "--against", f"{folder}/../{folder.name}/student")
     assert code == 2
     assert "student with the same weights" in err
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
     with claimed(tmp_path / "out"):
-        code, _, err, found = evaluate("--tasks", "copying")
+        code, _, err, found = evaluate("--tasks", "recall")
         assert (code, found) == (2, [])
         assert "to which process" in err
     assert not any((tmp_path / "out").iterdir())
@@ -243,7 +246,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
 
 
 def test_results_of_a_model_are_found_again_under_another_path():
-    models = {"a/model": {"weights": "1", "found": {"copying": {}}}, "b/model": {"weights": "2", "found": {}}}
+    models = {"a/model": {"weights": "1", "found": {"recall": {}}}, "b/model": {"weights": "2", "found": {}}}
     known = {"settings": {}, "models": models}
     assert record.row_of(known, "./a/model", "1") is models["a/model"]["found"]
     assert record.row_of(known, "c/mod\x1bel", "3") == {}
@@ -271,13 +274,13 @@ def test_names_cannot_control_the_terminal(capsys):
 
 def test_short_lengths_are_measured_or_refused():
     model, tokens = make_model(CASE["deltanet"]), torch.arange(300) % 20
-    found = tasks.evaluate(tasks.Subject(model, tokens, lengths=(2, 40, 64)), ["positions", "recall", "speed"])
+    found = tasks.evaluate(tasks.Subject(model, tokens, lengths=(2, 40, 64)), ["perplexity", "recall", "speed"])
     assert {task: list(places) for task, places in found.items()} == {
-        "positions": ["32", "64"],
-        "recall": ["32"],
+        "perplexity": ["32", "64"],
+        "recall": ["64"],
         "speed": ["2", "40", "64"],
     }
     too_long = tasks.Subject(model, tokens, lengths=(301,))
-    assert tasks.evaluate(too_long, ["positions"]) == {}
+    assert tasks.evaluate(too_long, ["perplexity"]) == {}
     with pytest.raises(ValueError, match="lengths must be at least 2 tokens, got -5, 0"):
         tasks.Subject(model, tokens, lengths=(-5, 0, 64))

@@ -28,8 +28,9 @@ from hf_memory.conversion import (
     resolve,
     results_of,
     train,
+    untrained_student,
 )
-from hf_memory.evaluation import measure
+from hf_memory.evaluation import Subject, measure
 
 END = "<|endoftext|>"
 SECTION = 4000  # characters of a section, which is held out as a whole or not at all
@@ -194,9 +195,12 @@ def run_demo(
     made = convert(teacher, tokens, plan, run)
     control = copy.deepcopy(teacher)  # a teacher that trains for as many steps as the student
     train(control, tokens, settings.distillation, name="control", seed=1, run=run)
-    rows = [measure("teacher", teacher, held_out, None, max_tokens=None, report=run.report)]
-    for name, model in (("control", control), ("student", made.student)):
-        rows.append(measure(name, model, held_out, teacher, max_tokens=None, report=run.report))
+    before, _ = untrained_student(teacher, tokens, made.plan)
+    models = {"teacher": teacher, "control": control, "before training": before, "student": made.student}
+    rows = [
+        measure(name, Subject(x, held_out, None if x is teacher else teacher, max_tokens=None), report=run.report)
+        for name, x in models.items()
+    ]
     results = results_of(
         made.plan,
         losses | made.losses,

@@ -1,11 +1,14 @@
 """hf-memory convert."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import (
@@ -28,6 +31,7 @@ from hf_memory.cli.work import Job, device, prepare, print_plan, results_of, sav
 from hf_memory.conversion import Conversion, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
 from hf_memory.evaluation import ModelResult
+from hf_memory.evaluation.model_result import OF_CARD
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
@@ -141,10 +145,23 @@ def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    del quantized
     save(context, job, made.student, recipe_flags(made.plan.recipe))
-    model.to(place)  # type: ignore[arg-type]
-    return made, [job.measure("teacher", model), job.measure("student", made.student, model)]
+    return made, list(_rows(job, made, model, quantized))
+
+
+def _rows(
+    job: Job, made: Conversion, teacher: PreTrainedModel, quantized: PreTrainedModel | None
+) -> Iterator[ModelResult]:
+    """The measurements of the teacher, and of the student before and after its training."""
+    place = made.student.device
+    yield job.measure("teacher", teacher.to(place))  # type: ignore[arg-type]
+    after = job.measure("student", made.student, teacher)
+    if made.plan.stages:
+        made.student.cpu()
+        before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
+        quality = [task for task in OF_CARD if task != "speed"]  # which does not depend on the weights
+        yield replace(job.measure("before training", before, teacher, tasks=quality), costs=after.costs)
+    yield after
 
 
 def _print_ranking(made: Conversion) -> None:

@@ -21,7 +21,6 @@ from hf_memory.conversion.folders import check_folder
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
-from hf_memory.evaluation.tasks import WINDOW
 from hf_memory.files.claims import claimed
 from hf_memory.files.text import check_tokens
 
@@ -112,7 +111,7 @@ def evaluate(
         known = record.open_record(output, settings | {"device": models[mine][0].device.type})
         keep, earlier = partial(record.keep, output, known), dict[str, Any]()
         for name, (loaded, tokenizer) in models.items():
-            check_tokens(tokens, loaded.config, max(WINDOW, min(sizes)))
+            check_tokens(tokens, loaded.config, min(sizes))
             found = record.row_of(known, name, weights[name])
             how: dict = {"samples": samples, "seed": seed, "prompts": asked, "new_tokens": max_new_tokens, **earlier}
             subject = Subject(loaded, tokens, tokenizer=tokenizer, lengths=sizes, max_tokens=measure_tokens, **how)

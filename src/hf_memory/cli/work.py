@@ -20,7 +20,7 @@ from hf_memory.conversion.folders import written
 from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.run_file import RUN, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
-from hf_memory.evaluation import measure
+from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure
 from hf_memory.export import find_target
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress
@@ -39,10 +39,11 @@ class Job(NamedTuple):
     held_out: Text
     measure_tokens: int  # number of held-out tokens to compare models on
 
-    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
-        """Measure a model, and compare it with a teacher if there is one."""
-        most, report = self.measure_tokens, self.run.report
-        return measure(name, model, self.held_out, teacher, max_tokens=most, report=report)
+    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
+        """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
+        lengths = lengths_beyond(self.plan.student)
+        subject = Subject(model, self.held_out, teacher, lengths, self.measure_tokens)
+        return measure(name, subject, report=self.run.report, **how)
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
@@ -172,10 +173,9 @@ def print_plan(plan: Plan) -> None:
 
 def print_results(results: conversion.Results) -> None:
     """Print the results of all models in one table."""
-    title = f"on held-out text; cache after {results.rows[0].costs[-1].context} tokens"
-    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
-    for row in table(results):
-        rows.add_row(*row)
+    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title="on held-out text, by length")
+    for i, row in enumerate(table(results), 1):
+        rows.add_row(*row, end_section=i % len(results.rows) == 0)
     console.print(rows)
 
 

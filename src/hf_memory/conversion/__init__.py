@@ -9,7 +9,7 @@ fine-tuning on text:
 Each stage is also a function of its own.
 """
 
-from hf_memory.conversion.convert import Conversion, convert
+from hf_memory.conversion.convert import Conversion, convert, untrained_student
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.folders import check_output, new_folder
@@ -90,6 +90,7 @@ __all__ = [
     "rwkv7_config",
     "save_logits",
     "train",
+    "untrained_student",
     "write_model",
     "write_report",
 ]

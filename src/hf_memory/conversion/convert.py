@@ -82,12 +82,27 @@ def convert(
     if plan.ranked_heads:
         (heads,) = broadcast_object_list([tuple(rank_heads(observed, tokens))])
         plan = plan.keeping_heads((score.layer, score.head) for score in heads[: plan.ranked_heads])
-    student = build(plan.student, teacher, plan.recipe.seed)
-    student.to(observed.device)  # type: ignore[arg-type]
-    weights = start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
+    student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {stage.name: _learn(stage, student, observed, tokens, plan, run.of(stage.slot)) for stage in plan.stages}
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, plan, weights, losses, ranking)
+
+
+def untrained_student(
+    teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, *, quantized: PreTrainedModel | None = None
+) -> tuple[MemoryForCausalLM, CarriedWeights]:
+    """The student of a plan as it is before its stages, to compare it with the trained one.
+
+    Args:
+        teacher: the teacher.
+        tokens: the training text.
+        plan: the plan, with its layers and heads chosen, as `convert` returns it.
+        quantized: the teacher with quantised weights.
+    """
+    observed = quantized or teacher.eval()
+    student = build(plan.student, teacher, plan.recipe.seed)
+    student.to(observed.device)  # type: ignore[arg-type]
+    return student, start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

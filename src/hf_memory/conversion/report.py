@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from hf_memory.conversion.describe import past, settings, story
 from hf_memory.conversion.folders import RESULTS
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
-from hf_memory.evaluation import ModelResult, plot_contexts, plot_conversion
+from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
+from hf_memory.evaluation.model_result import FACTOR
 from hf_memory.evaluation.plots import History
 
 CARD = Path(__file__).with_name("model_card.md")
@@ -32,6 +33,7 @@ class Results:
         recipe: settings by name.
         losses: losses by stage.
         rows: measurements of each model, the reference first and the student last.
+        window: tokens of the longest window of attention in the student; 0 if it has none.
     """
 
     teacher: str
@@ -42,6 +44,17 @@ class Results:
     recipe: dict
     losses: dict[str, History]
     rows: list[ModelResult]
+    window: int = 0
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the student was measured on texts that are several times longer than its windows."""
+        return self.longest >= FACTOR * self.window
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest texts on which the student was measured."""
+        return self.rows[-1].costs[-1].context
 
 
 def results_of(
@@ -66,6 +79,7 @@ def results_of(
         recipe=settings(plan, training),
         losses=losses,
         rows=rows,
+        window=longest_window(plan.student),
     )
 
 
@@ -91,7 +105,8 @@ def add_results(path: Path, results: Results) -> None:
 
 
 def _write_results(folder: Path, results: Results) -> None:
-    plot_conversion(folder / "conversion.png", results.losses, {row.name: row.perplexity for row in results.rows})
+    last = {row.name: row.perplexity[max(row.perplexity)] for row in results.rows}
+    plot_conversion(folder / "conversion.png", results.losses, last)
     plot_contexts(folder / "contexts.png", **curves(results))
     model_card(results).save(folder / "README.md")
     (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
@@ -108,13 +123,18 @@ def model_card(results: Results) -> ModelCard:
         eval_results=eval_results(results),
     )
     fields: dict = {"header": HEADER, "table": table(results)}
-    fields |= {"context_header": CONTEXT_HEADER, "contexts": context_table(results)}
+    fields |= {
+        "speed_header": SPEED_HEADER,
+        "speeds": speed_table(results),
+        "longest": results.longest,
+    }
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
 
 
 def eval_results(results: Results) -> list[EvalResult]:
-    """The results that the Hub shows for a model: those of the student, which is the last row."""
+    """The results that the Hub shows for a model: those of the student, the last row, at the longest length."""
     student = results.rows[-1]
+    length = results.longest
     found = {"perplexity": student.perplexity, "KL from the teacher": student.kl, "agreement": student.agreement}
     return [
         EvalResult(
@@ -122,60 +142,57 @@ def eval_results(results: Results) -> list[EvalResult]:
             dataset_type="text",
             dataset_name=f"a held-out part of {results.text}",
             metric_type=name.split()[0].lower(),
-            metric_name=name,
-            metric_value=round(value, 4),
+            metric_name=f"{name} at {length:,} tokens",
+            metric_value=round(curve[length], 4),
         )
-        for name, value in found.items()
-        if value is not None
+        for name, curve in found.items()
+        if curve
     ]
 
 
-HEADER = ("model", "perplexity", "ratio", "recall", "KL", "agreement", "cache kB", "tokens/s")
-CONTEXT_HEADER = ("tokens", "model", "perplexity", "recall", "cache kB", "tokens/s read", "tokens/s written")
+HEADER = ("tokens", "model", "perplexity", "ratio", "KL", "agreement", "recall", "cache kB")
+SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
-    """The table of results as text, with the columns of HEADER; ratios are relative to the first model."""
+    """The table of results as text, with the columns of HEADER: all models at one length after the other."""
     best = results.rows[0].perplexity
     return [
         (
+            f"{x.context:,}",
             row.name,
-            f"{row.perplexity:.2f}",
-            f"{row.perplexity / best:.3f}",
-            f"{row.copy_gain:.3f}",
-            "" if row.kl is None else f"{row.kl:.3f}",
-            "" if row.agreement is None else f"{row.agreement:.1%}",
-            f"{row.costs[-1].cache_bytes / 1000:.0f}",
-            f"{row.costs[-1].writing:.0f}",
+            f"{row.perplexity[x.context]:.2f}",
+            f"{row.perplexity[x.context] / best[x.context]:.3f}",
+            f"{row.kl[x.context]:.3f}" if row.kl else "",
+            f"{row.agreement[x.context]:.1%}" if row.agreement else "",
+            f"{row.recall[x.context]:.3f}",
+            f"{x.cache_bytes / 1000:.0f}",
         )
-        for row in results.rows
+        for row, x in _by_length(results)
     ]
 
 
-def context_table(results: Results) -> list[tuple[str, ...]]:
-    """The table of results by context length as text, with the columns of CONTEXT_HEADER."""
-    return [
-        (
-            f"{cost.context:,}",
-            row.name,
-            f"{row.perplexity_by_position[cost.context]:.2f}",
-            f"{row.recall_by_distance[cost.context // 2]:.3f}",
-            f"{cost.cache_bytes / 1000:.0f}",
-            f"{cost.reading:.0f}",
-            f"{cost.writing:.0f}",
-        )
-        for costs in zip(*(row.costs for row in results.rows))
-        for row, cost in zip(results.rows, costs)
-    ]
+def speed_table(results: Results) -> list[tuple[str, ...]]:
+    """The speed of the first and the last model by length as text, with the columns of SPEED_HEADER."""
+    shown = (results.rows[0], results.rows[-1])
+    rows = ((row, x) for row, x in _by_length(results) if row in shown)
+    return [(f"{x.context:,}", row.name, f"{x.reading:.0f}", f"{x.writing:.0f}") for row, x in rows]
+
+
+def _by_length(results: Results) -> Iterator[tuple[ModelResult, Cost]]:
+    """Each model with its cost at one length after the other, up to the longest that all models can read."""
+    at_lengths = zip(*(row.costs for row in results.rows))
+    return ((row, cost) for costs in at_lengths for row, cost in zip(results.rows, costs))
 
 
 def curves(results: Results) -> dict[str, dict]:
-    """The results by context length as curves, for `plot_contexts`."""
+    """The results by length as curves, for `plot_contexts`."""
     measures = {
-        "held-out perplexity": ("position", lambda row: row.perplexity_by_position),
-        "recall (nats a token)": ("distance", lambda row: row.recall_by_distance),
-        "cache (MB)": ("context", lambda row: {x.context: x.cache_bytes / 1e6 for x in row.costs}),
-        "tokens written a second": ("context", lambda row: {x.context: x.writing for x in row.costs}),
+        "held-out perplexity": ("position", lambda row: row.perplexity),
+        "KL from the teacher": ("position", lambda row: row.kl),
+        "recall (nats per token)": ("length of the text", lambda row: row.recall),
+        "cache (MB)": ("length of the text", lambda row: {x.context: x.cache_bytes / 1e6 for x in row.costs}),
     }
     panels = {name: {row.name: curve(row) for row in results.rows} for name, (_, curve) in measures.items()}
+    panels = {name: models for name, models in panels.items() if any(models.values())}
     return {"panels": panels, "xlabels": {name: f"{x} (tokens)" for name, (x, _) in measures.items()}}

@@ -13,12 +13,13 @@ from hf_memory.evaluation.estimates import Estimate
 from hf_memory.evaluation.language import (
     Agreement,
     agreement,
+    agreement_by_position,
     copy_gain,
     perplexity,
     perplexity_by_position,
     recall_by_distance,
 )
-from hf_memory.evaluation.model_result import ModelResult, measure
+from hf_memory.evaluation.model_result import ModelResult, lengths_beyond, longest_window, measure
 from hf_memory.evaluation.plots import plot_contexts, plot_conversion
 from hf_memory.evaluation.tasks import LENGTHS, TASKS, Subject, evaluate
 from hf_memory.evaluation.writing import PROMPTS
@@ -33,6 +34,7 @@ __all__ = [
     "ModelResult",
     "Subject",
     "agreement",
+    "agreement_by_position",
     "bytes_per_token",
     "cache_bytes",
     "cache_bytes_after",
@@ -41,6 +43,8 @@ __all__ = [
     "evaluate",
     "kv_cache_bytes",
     "layer_types",
+    "lengths_beyond",
+    "longest_window",
     "measure",
     "perplexity",
     "perplexity_by_position",

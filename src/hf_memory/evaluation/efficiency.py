@@ -14,6 +14,7 @@ from hf_memory.cache import state_bytes
 from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
+LONG = 2048  # number of tokens beyond which speed is measured once
 FAR = 2**24  # number of tokens that is longer than any window
 
 
@@ -35,12 +36,16 @@ class Cost:
 
 
 def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_tokens: int = 16) -> tuple[Cost, ...]:
-    """The costs of sequences of several lengths, of which the last `new_tokens` are decoded; the best of three runs."""
+    """The costs of sequences of several lengths, of which the last `new_tokens` are decoded; the best of three runs.
+
+    Contexts of more than 2,048 tokens are read once, which takes long enough to be measured well.
+    """
     return tuple(_cost(model, context, new_tokens) for context in contexts)
 
 
 def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(3)))
+    runs = 3 if context <= LONG else 1
+    sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
     return Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds))
 
 

@@ -16,6 +16,7 @@ from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 from hf_memory.files.text import Text, check_length
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
+BATCH = 2**12  # number of tokens of a batch, unless a window has more
 SLICE = 2**24  # number of logits that are converted to float32 at once
 Tell = Callable[[int], object]
 
@@ -69,7 +70,6 @@ def perplexity(
     return Estimate(torch.stack([x.mean() for x in scored]), weights, of=exp_of_mean)
 
 
-@torch.no_grad()
 def agreement(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
@@ -81,26 +81,49 @@ def agreement(
     progress: Tell = say_nothing,
 ) -> Agreement:
     """Compare the predictions of two models on the windows of a text; see `perplexity` for the arguments."""
-    batches = _batches(_windows(tokens, length, length, max_tokens), batch_size, progress)
-    kl, same, more = torch.cat([_compared(student, teacher, batch) for batch in batches]).T
+    rows = _windows(tokens, length, length, max_tokens)
+    return _agreement(_compared(student, teacher, rows, batch_size, progress))
+
+
+def agreement_by_position(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    *,
+    length: int = 1024,
+    windows: int = 16,
+    max_tokens: int | None = BUDGET,
+    progress: Tell = say_nothing,
+) -> dict[int, Agreement]:
+    """`agreement` by the position of a token in its window; arguments and windows of `perplexity_by_position`."""
+    rows = _spread(tokens, length, windows, max_tokens)
+    parts = _by_position(_compared(student, teacher, rows, _batch_size(length), progress))
+    return {end: _agreement(part) for end, part in parts}
+
+
+def _agreement(compared: Tensor) -> Agreement:
+    """The means over tokens of [N, 3, T], the results of `_compared`."""
+    kl, same, more = compared.mean(-1).T
     return Agreement(Estimate(kl), Estimate(same), Estimate(more, of=exp_of_mean))
 
 
-def _compared(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
-    """[B, 3], means over each window: KL, top-1 agreement, and the student's loss minus the teacher's."""
-    models = [_slices(_logits(model, batch)) for model in (student, teacher)]
-    labels = F.pad(batch[:, 1:], (0, 1), value=-100).split([x.shape[1] for x in models[0]], dim=1)
-    kl, same, more = [], [], []
+@torch.no_grad()
+def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, batch_size: int, tell: Tell) -> Tensor:
+    """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
+    return torch.cat([_compared_batch(student, teacher, batch) for batch in _batches(rows, batch_size, tell)])
+
+
+def _compared_batch(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
+    models = [_slices(_logits(model, batch)[:, :-1]) for model in (student, teacher)]
+    labels = batch[:, 1:].split([x.shape[1] for x in models[0]], dim=1)
+    found = []
     for *logits, following in zip(*models, labels):
         p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
-        same.append(p_student.argmax(-1) == p_teacher.argmax(-1))
-        kl.append(F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1))
-        following = following.to(p_student.device)
-        losses = [F.nll_loss(x.mT, following, reduction="none") for x in (p_student, p_teacher)]
-        more.append(losses[0] - losses[1])
-    found = [torch.cat(x, dim=1).double() for x in (kl, same, more)]
-    found[2] = found[2][:, :-1]  # the last token has no next token
-    return torch.stack([x.mean(1) for x in found], dim=1).cpu()
+        kl = F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1)
+        losses = [F.nll_loss(x.mT, following.to(x.device), reduction="none") for x in (p_student, p_teacher)]
+        same = p_student.argmax(-1) == p_teacher.argmax(-1)
+        found.append(torch.stack([kl, same.to(kl), losses[0] - losses[1]], dim=1))
+    return torch.cat(found, dim=-1).double().cpu()
 
 
 def perplexity_by_position(
@@ -109,7 +132,6 @@ def perplexity_by_position(
     *,
     length: int = 1024,
     windows: int = 16,
-    batch_size: int = 4,
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> dict[int, Estimate]:
@@ -120,20 +142,33 @@ def perplexity_by_position(
         tokens: a text of at least one window.
         length: tokens of a window, a power of two.
         windows: largest number of windows, evenly spread over the text.
-        batch_size: windows in a batch.
         max_tokens: largest number of tokens to read.
         progress: is called with the number of tokens of each batch.
 
     Returns:
         {32: perplexity of tokens 0 to 31, 64: of tokens 32 to 63, 128: ..., length: of the last half}
     """
+    losses = _losses(model, _spread(tokens, length, windows, max_tokens), _batch_size(length), progress)
+    return {end: Estimate(part.mean(1), of=exp_of_mean) for end, part in _by_position(losses)}
+
+
+def _spread(tokens: Text | Tensor, length: int, windows: int, max_tokens: int | None) -> Tensor:
+    """[N, length]: at most so many windows, evenly spread over a text."""
     if max_tokens is not None:
         windows = max(1, min(windows, max_tokens // length))
-    rows = _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
-    losses = _losses(model, rows, batch_size, progress)
+    return _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
+
+
+def _by_position(found: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Parts of [..., T - 1], of all tokens except the first: to 32, from there to 64, to 128, ..., to T."""
+    length = found.shape[-1] + 1
     ends = [2**i for i in range(min(5, length.bit_length() - 1), length.bit_length())]
-    parts = losses[:, : ends[-1]].tensor_split([end - 1 for end in ends[:-1]], dim=1)  # the first token has no loss
-    return {end: Estimate(part.mean(1), of=exp_of_mean) for end, part in zip(ends, parts)}
+    return zip(ends, found[..., : ends[-1] - 1].tensor_split([end - 1 for end in ends[:-1]], dim=-1))
+
+
+def _batch_size(length: int) -> int:
+    """How many windows are read at once, so that their logits fit into memory."""
+    return max(1, BATCH // length)
 
 
 def recall_by_distance(
@@ -183,7 +218,7 @@ def copy_gain(
     text, before = Text.of(tokens), passage // 2
     trials = trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(text) - passage, trials).long()
-    fillers = torch.linspace(len(text) // 2, len(text) // 2 + len(text) - 1, trials).long()
+    fillers = starts + passage + max(0, len(text) - 2 * passage - before - gap) // 2  # far from the passage, cyclically
     texts = text.tokens[starts[:, None] + torch.arange(passage)]
     others = text.tokens[(fillers[:, None] + torch.arange(before + passage + gap)) % len(text)]
     unread = torch.cat([others, texts], dim=1)

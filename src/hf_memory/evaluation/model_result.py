@@ -4,78 +4,88 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_memory.evaluation.efficiency import Cost
-from hf_memory.evaluation.language import BUDGET
-from hf_memory.evaluation.tasks import BYTES, GAP, LENGTHS, READ, WINDOW, WRITTEN, Subject, evaluate
-from hf_memory.files.text import Text
+from hf_memory.evaluation.tasks import BYTES, LENGTHS, READ, WRITTEN, Found, Subject, evaluate
 from hf_memory.progress import Progress, silent
 
-OF_CARD = ("agreement", "perplexity", "copying", "positions", "recall", "speed")
+OF_CARD = ("agreement", "perplexity", "recall", "speed")
+WINDOWS = ("attention_window", "full_attention_window", "sliding_window")  # fields of configs
+FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 
 
 @dataclass(frozen=True)
 class ModelResult:
-    """The measurements of one model, a row of the table of results.
+    """The measurements of one model at several lengths of text in tokens.
 
     Attributes:
-        name: name of the row.
-        perplexity: perplexity of held-out text.
-        copy_gain: recall in nats per token, see `copy_gain`.
-        kl: KL divergence from the teacher in nats per token; None for the teacher itself.
-        agreement: fraction of tokens with the teacher's most likely prediction; None for the teacher itself.
-        perplexity_by_position: {last position: perplexity of held-out text}.
-        recall_by_distance: {tokens from the first reading to the second: copy_gain}.
-        costs: costs by context.
+        name: name of the model in tables.
+        perplexity: {last position: perplexity of held-out text from half of this position on}.
+        recall: {length: by how many nats per token the loss on the end of a text falls if it repeats the beginning}.
+        kl: {last position: KL divergence from the teacher in nats per token}; empty for the teacher itself.
+        agreement: {last position: fraction of tokens with the teacher's most likely prediction}; empty for the teacher.
+        costs: costs by length.
+        windows: number of windows of text in which perplexity, KL and agreement were measured.
+        passages: number of passages in the texts of each length that were read twice.
     """
 
     name: str
-    perplexity: float
-    copy_gain: float
-    kl: float | None
-    agreement: float | None
-    perplexity_by_position: dict[int, float]
-    recall_by_distance: dict[int, float]
+    perplexity: dict[int, float]
+    recall: dict[int, float]
+    kl: dict[int, float]
+    agreement: dict[int, float]
     costs: tuple[Cost, ...]
+    windows: int
+    passages: int
 
 
 def measure(
     name: str,
-    model: PreTrainedModel,
-    held_out: Text | Tensor,
-    teacher: PreTrainedModel | None,
+    subject: Subject,
     *,
-    contexts: Iterable[int] = LENGTHS,
-    max_tokens: int | None = BUDGET,
+    tasks: Iterable[str] = OF_CARD,
+    found: Found | None = None,
+    keep: Callable[[], object] = lambda: None,
     report: Callable[[Progress], None] = silent,
 ) -> ModelResult:
     """Measure a model for a model card.
 
     Args:
         name: name of the row in tables.
-        model: the model.
-        held_out: a text that it was not trained on.
-        teacher: the teacher to compare it with; None if it is the teacher.
-        contexts: context lengths; those that are too long for the model or the text are left out.
-        max_tokens: largest number of tokens to read for all measures except speed; None: as many as they can use.
+        subject: the model, a text that it was not trained on, and the teacher to compare it with, unless it is the
+            teacher; see `lengths_beyond` for the lengths.
+        tasks: what is measured, names from OF_CARD.
+        found: earlier results, which are not measured again; new ones are added.
+        keep: is called after each result.
         report: is called with the progress.
     """
-    subject = Subject(model, held_out, teacher, tuple(contexts), max_tokens)
-    found = evaluate(subject, OF_CARD, name=name, report=report)
+    found = evaluate(subject, tasks, found, keep=keep, name=name, report=report)
 
-    def curve(task: str, figure: str) -> dict[int, Any]:
-        return {int(tokens): figures[figure]["value"] for tokens, figures in found.get(task, {}).items()}
+    def curve(task: str, figure: str, part: str = "value") -> dict[int, Any]:
+        return {int(tokens): figures[figure][part] for tokens, figures in found.get(task, {}).items()}
 
     columns = [curve("speed", figure) for figure in (BYTES, READ, WRITTEN)]
     return ModelResult(
         name=name,
-        perplexity=curve("perplexity", "perplexity")[WINDOW],
-        copy_gain=curve("copying", "recall")[GAP],
-        kl=curve("agreement", "KL").get(WINDOW),
-        agreement=curve("agreement", "same choice").get(WINDOW),
-        perplexity_by_position=curve("positions", "perplexity"),
-        recall_by_distance=curve("recall", "recall"),
+        perplexity=curve("perplexity", "perplexity"),
+        recall=curve("recall", "recall"),
+        kl=curve("agreement", "KL"),
+        agreement=curve("agreement", "same choice"),
         costs=tuple(Cost(context, *(column[context] for column in columns)) for context in columns[0]),
+        windows=[len(x) for x in curve("perplexity", "perplexity", "samples").values()][-1],
+        passages=[len(x) for x in curve("recall", "recall", "samples").values()][-1],
     )
+
+
+def longest_window(config: PreTrainedConfig) -> int:
+    """Tokens of the longest window of attention in a model; 0 if it has none."""
+    return max(getattr(config, name, None) or 0 for name in WINDOWS)
+
+
+def lengths_beyond(config: PreTrainedConfig) -> tuple[int, ...]:
+    """LENGTHS, continued to at least four times the longest window: within it, a student equals its teacher."""
+    lengths = list(LENGTHS)
+    while lengths[-1] < FACTOR * longest_window(config):
+        lengths.append(2 * lengths[-1])
+    return tuple(lengths)

@@ -11,25 +11,22 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.efficiency import cost_by_context
 from hf_memory.evaluation.estimates import Estimate, described
 from hf_memory.evaluation.language import (
+    BATCH,
     BUDGET,
     Tell,
-    agreement,
+    agreement_by_position,
     copy_gain,
-    perplexity,
     perplexity_by_position,
-    recall_by_distance,
     say_nothing,
-    trials_within,
 )
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, shortest
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
-LENGTHS = (256, 512, 1024, 2048, 4096)
-WINDOW = 256  # tokens of a window, for perplexity and agreement
-PASSAGE = 32  # tokens of a passage, for recall by distance
-GAP = 96  # tokens between two readings of a longer passage
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+SHORTEST = 64  # tokens in which recall is measured
+TRIALS = 16  # largest number of passages for recall
 BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
 Figures = dict[str, Any]  # arguments of `described`, by name
 Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, for JSON
@@ -81,11 +78,6 @@ class Subject:
         longest = getattr(self.model.config, "max_position_embeddings", None) or len(self.tokens)
         return [x for x in self.lengths if x <= min(longest, len(self.tokens))]
 
-    @property
-    def distances(self) -> list[int]:
-        """The distances between two readings of a passage, which do not overlap."""
-        return [x // 2 for x in self.contexts if x // 2 >= PASSAGE]
-
     def reading(self, part: float) -> dict[str, Any]:
         """Arguments of a measure: a fraction of the largest number of tokens, and the progress report."""
         return {"max_tokens": self.max_tokens and int(part * self.max_tokens), "progress": self.tell}
@@ -105,32 +97,30 @@ class Task(NamedTuple):
     measure: Callable[[Subject, int], dict[int, Figures]]
 
 
-def _perplexity(subject: Subject, length: int) -> dict[int, Figures]:
-    found = perplexity(subject.model, subject.tokens, length=length, **subject.reading(1 / 8))
-    return {length: {"perplexity": found}}
-
-
 def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
     assert subject.teacher is not None  # without a teacher there are no places
-    found = agreement(subject.model, subject.teacher, subject.tokens, length=length, **subject.reading(1 / 8))
-    return {length: {"KL": found.kl, "same choice": found.top1, "perplexity ratio": found.ratio}}
+    found = agreement_by_position(
+        subject.model, subject.teacher, subject.tokens, length=length, **subject.reading(1 / 4)
+    )
+    return {end: {"KL": x.kl, "same choice": x.top1, "perplexity ratio": x.ratio} for end, x in found.items()}
 
 
-def _positions(subject: Subject, length: int) -> dict[int, Figures]:
-    found = perplexity_by_position(subject.model, subject.tokens, length=length, **subject.reading(1 / 8))
-    return {position: {"perplexity": figure} for position, figure in found.items()}
+def _perplexity(subject: Subject, length: int) -> dict[int, Figures]:
+    found = perplexity_by_position(subject.model, subject.tokens, length=length, **subject.reading(1 / 4))
+    return {end: {"perplexity": figure} for end, figure in found.items()}
 
 
-def _copying(subject: Subject, gap: int) -> dict[int, Figures]:
-    return {gap: {"recall": copy_gain(subject.model, subject.tokens, gap=gap, **subject.reading(1 / 8))}}
-
-
-def _recall(subject: Subject, distance: int) -> dict[int, Figures]:
-    how = subject.reading(1 / 2)  # long distances read many tokens for few that count
-    gaps = [x - PASSAGE for x in subject.distances]
-    how |= {"trials": trials_within(how["max_tokens"], gaps, passage=PASSAGE, trials=32), "max_tokens": None}
-    found = recall_by_distance(subject.model, subject.tokens, [distance], passage=PASSAGE, **how)
-    return {distance: {"recall": found[distance]}}
+def _recall(subject: Subject, length: int) -> dict[int, Figures]:
+    """Recall of the first eighth of a text of so many tokens, which is read again at its end."""
+    how = subject.reading(1 / 2)
+    passage, begun, most = length // 8, len(Text.of(subject.tokens).start), how.pop("max_tokens")
+    trials = TRIALS if most is None else max(1, min(TRIALS, most // (2 * sum(subject.contexts))))
+    gap = length - begun - 2 * passage - passage // 2
+    batch = max(1, BATCH // length)
+    found = copy_gain(
+        subject.model, subject.tokens, passage=passage, gap=gap, trials=trials, batch_size=batch, max_tokens=None, **how
+    )
+    return {length: {"recall": found}}
 
 
 def _speed(subject: Subject, context: int) -> dict[int, Figures]:
@@ -171,18 +161,16 @@ def _whole_window(subject: Subject) -> list[int]:
 
 TASKS = {
     "agreement": Task(
-        "KL divergence from the teacher, agreement on the next token, and perplexity",
-        lambda x: [WINDOW] * (x.teacher is not None),
+        "KL divergence from the teacher, agreement on the next token, and perplexity, by position",
+        lambda x: _whole_window(x) if x.teacher else [],
         _agreement,
     ),
-    "perplexity": Task("perplexity of held-out text, in windows of 256 tokens", lambda x: [WINDOW], _perplexity),
-    "positions": Task("perplexity by position", _whole_window, _positions),
-    "copying": Task(
-        "by how many nats per token the loss on a passage falls when it is read a second time, 64 tokens later",
-        lambda x: [GAP],
-        _copying,
+    "perplexity": Task("perplexity of held-out text, by position", _whole_window, _perplexity),
+    "recall": Task(
+        "by how many nats per token the loss on the last eighth of a text falls if it repeats the first, by length",
+        lambda x: [length for length in x.contexts if length >= SHORTEST],
+        _recall,
     ),
-    "recall": Task("the same for a passage of 32 tokens, by distance", lambda x: x.distances, _recall),
     "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
     "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),
     "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
