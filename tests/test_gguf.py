@@ -2,6 +2,9 @@
 """Teachers in a GGUF file: nothing of what it says is lost, and what cannot be read is refused."""
 
 import json
+import random
+import re
+from contextlib import suppress
 
 import gguf
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_memory.conversion import find_gguf, load_config, load_teacher, load_tokenizer
+from hf_memory.conversion import describe_weights, find_gguf, load_config, load_teacher, load_tokenizer
 from test_cli import FAST, _wide_console, run  # fixtures
 
 END, START = "<end>", "<start>"
@@ -146,7 +149,7 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
         ({"llama.rope.scaling.type": "yarn"}, "got scaling 'yarn'"),
         ({"llama.block_count": 3}, "got other.gguf, which differs in blk.2.attn_k.weight"),
         ({"llama.block_count": 10**9}, "got 1,000,000,000 and 20 tensors"),
-        ({"llama.embedding_length": 10**9}, "other.gguf must have the weights of its header, got"),
+        ({"llama.embedding_length": 10**9}, "other.gguf is damaged .* it must have the weights of its header, got"),
         ({"extra": None}, "differs in rope_freqs.weight"),
     ],
 )
@@ -170,3 +173,23 @@ def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, mon
     monkeypatch.setattr("hf_memory.conversion.teachers.gguf.is_gguf_available", lambda: False)
     with pytest.raises(ValueError, match="pip install 'hf-memory"):
         find_gguf(str(folder[0]))
+
+
+def test_a_damaged_file_is_refused_with_one_sentence(folder, tmp_path):
+    whole, file, dice = (folder[0] / "tiny.Q4_1.gguf").read_bytes(), tmp_path / "x.gguf", random.Random(0)
+    for cut in (0, 3, 20, 100, 3000, *(dice.randrange(len(whole)) for _ in range(10)), len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"x.gguf is damaged or incomplete"):
+            load_config(str(file)), load_tokenizer(str(file))
+    for _ in range(15):  # in the header; not each change can be seen
+        changed = bytearray(whole)
+        changed[dice.randrange(2000)] ^= dice.randrange(1, 256)
+        file.write_bytes(changed)
+        with suppress(ValueError):
+            load_config(str(file)), load_tokenizer(str(file)), load_teacher(str(file))
+
+
+@pytest.mark.parametrize("given", [None, 9999, "Q4_1"])
+def test_a_file_that_does_not_name_its_type_of_weights_is_described(folder, tmp_path, given):
+    file = write(tmp_path / "x.gguf", *folder[1:], **{"general.file_type": given})
+    assert re.match(r"of a type that it does not name, \d", describe_weights(file, 10**5))

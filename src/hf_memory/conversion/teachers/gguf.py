@@ -6,7 +6,9 @@ neither be trained nor saved.
 """
 
 import json
-from collections.abc import Set
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from transformers import (
 )
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
 
 from hf_memory.modeling.loading import load_model
@@ -54,27 +57,59 @@ def find_gguf(name: str) -> Path | None:
     return files[0]
 
 
+class UnsupportedFile(ValueError):
+    """A GGUF file with something that would be lost."""
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """A context in which errors of the readers, which expect files as they were written, become sentences."""
+    try:
+        yield
+    except (PermissionError, UnsupportedFile):
+        raise
+    except Exception as error:
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise ValueError(f"{file.name} is damaged or incomplete, or of a kind that is not read: {reason}") from error
+
+
 def read_config(file: Path) -> PreTrainedConfig:
     """The config that the metadata of a GGUF file describes.
 
     Raises:
-        ValueError: if the file has metadata that transformers does not read, or lacks some that it needs.
+        ValueError: if the file is damaged, has metadata that transformers does not read, or lacks some that it needs.
     """
-    metadata, tensors = read_gguf_metadata(str(file))
-    architecture = metadata["general.architecture"]
-    if (blocks := metadata.get(f"{architecture}.block_count", 0)) > len(tensors):
-        raise ValueError(f"{file.name} must have a tensor for each block, got {blocks:,} and {len(tensors)} tensors")
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    if window := metadata.get(f"{architecture}.attention.sliding_window"):
-        config.sliding_window = window
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"teacher must have a RoPE that transformers reads from GGUF, got scaling {scaling!r}")
-    _check_tensors(file, architecture, config, set(tensors))
-    return config
+    with _reading(file):
+        sizes = _sizes(file)
+        metadata, _ = read_gguf_metadata(str(file))
+        architecture = metadata["general.architecture"]
+        if (blocks := metadata.get(f"{architecture}.block_count", 0)) > len(sizes):
+            raise ValueError(f"it must have a tensor for each block, got {blocks:,} and {len(sizes)} tensors")
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        if window := metadata.get(f"{architecture}.attention.sliding_window"):
+            config.sliding_window = window
+        scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+        if scaling != "none":
+            raise UnsupportedFile(
+                f"teacher must have a RoPE that transformers reads from GGUF, got scaling {scaling!r}"
+            )
+        _check_tensors(file, architecture, config, sizes)
+        return config
 
 
-def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, tensors: Set[str]) -> None:
+def _sizes(file: Path) -> dict[str, int]:
+    """The number of weights in each tensor, if all tensors are in the file, one after the other."""
+    header, end = GgufHeader.from_file(str(file)), 0
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise ValueError(f"{tensor.name} begins inside another tensor")
+        end = tensor.offset + tensor.nbytes
+    if header.data_start + end > (size := file.stat().st_size):
+        raise ValueError(f"its tensors end at byte {header.data_start + end:,} of {size:,}")
+    return {tensor.name: math.prod(tensor.shape) for tensor in header.tensors}
+
+
+def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
     import gguf
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -82,10 +117,11 @@ def _check_tensors(file: Path, architecture: str, config: PreTrainedConfig, tens
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if model.num_parameters() > 8 * file.stat().st_size:  # with less than one bit for each
-        raise ValueError(f"{file.name} must have the weights of its header, got {model.num_parameters():,}")
-    read = {str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}  # tied ones once
-    if others := sorted(read ^ tensors):
-        raise ValueError(
+        raise ValueError(f"it must have the weights of its header, got {model.num_parameters():,}")
+    parameters = model.named_parameters()  # tied ones once
+    read = {str(names.get_name(name, (".weight", ".bias"))): x.numel() for name, x in parameters}
+    if others := sorted({name for name, _ in read.items() ^ sizes.items()}):
+        raise UnsupportedFile(
             f"teacher must have the tensors of a model of type {config.model_type} and no others, "
             f"got {file.name}, which differs in {', '.join(others[:3])}"
         )
@@ -99,36 +135,37 @@ def read_tokenizer(file: Path):
     """
     if (file.parent / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(file.parent)
-    architecture, described, options = get_gguf_tokenizer(str(file))
-    backend, _ = convert_gguf_tokenizer(architecture, described)
-    content = json.loads(backend.to_str())  # transformers may have added a token that the model does not have
-    content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < len(described["tokens"])]
-    backend = Tokenizer.from_str(json.dumps(content))
-    if (cut := described.get("pre_tokenizer_type")) in DIGIT_CUTS:
-        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    elif described["tokenizer_type"] == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_CUTS):
-        raise ValueError(
-            f"teacher must have a known pre-tokenizer, got {cut!r} in {file.name}; "
-            "to use it, put the tokenizer.json of the original model into the same folder"
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    with _reading(file):
+        architecture, described, options = get_gguf_tokenizer(str(file))
+        backend, _ = convert_gguf_tokenizer(architecture, described)
+        content = json.loads(backend.to_str())  # transformers may have added a token that the model does not have
+        content["added_tokens"] = [x for x in content["added_tokens"] if x["id"] < len(described["tokens"])]
+        backend = Tokenizer.from_str(json.dumps(content))
+        if (cut := described.get("pre_tokenizer_type")) in DIGIT_CUTS:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        elif described["tokenizer_type"] == "gpt2" and cut not in (*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_CUTS):
+            raise UnsupportedFile(
+                f"teacher must have a known pre-tokenizer, got {cut!r} in {file.name}; "
+                "to use it, put the tokenizer.json of the original model into the same folder"
+            )
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
 def read_model(file: Path) -> PreTrainedModel:
     """The model of a GGUF file, dequantised to float32, so that it can be trained and saved."""
-    dequantized = GgufConfig(dequantize=True)
-    model = load_model(
-        file.parent, gguf_file=file.name, config=read_config(file), dtype=torch.float32, quantization_config=dequantized
-    )
-    metadata, _ = read_gguf_metadata(str(file))
-    named = [f"tokenizer.ggml.{end}_token_id" for end in ENDS]
-    ends = sorted({metadata[name] for name in named if name in metadata} | turn_ends(read_tokenizer(file)))
-    sampling = {name: metadata.get(f"general.sampling.{given}") for given, name in SAMPLING.items()}
-    generation = {name: x for name, x in sampling.items() if x is not None}
-    if generation:
-        generation["do_sample"] = True
-    model.generation_config.update(eos_token_id=ends[0] if len(ends) == 1 else ends or None, **generation)
+    config, dequantized = read_config(file), GgufConfig(dequantize=True)
+    options: dict = {"gguf_file": file.name, "config": config, "quantization_config": dequantized}
+    with _reading(file):
+        model = load_model(file.parent, dtype=torch.float32, **options)
+        metadata, _ = read_gguf_metadata(str(file))
+        named = [f"tokenizer.ggml.{end}_token_id" for end in ENDS]
+        ends = sorted({metadata[name] for name in named if name in metadata} | turn_ends(read_tokenizer(file)))
+        sampling = {name: metadata.get(f"general.sampling.{given}") for given, name in SAMPLING.items()}
+        generation = {name: x for name, x in sampling.items() if x is not None}
+        if generation:
+            generation["do_sample"] = True
+        model.generation_config.update(eos_token_id=ends[0] if len(ends) == 1 else ends or None, **generation)
     return model.eval()
 
 
@@ -146,6 +183,7 @@ def describe_weights(file: Path, count: int) -> str:
     """The type of the weights in a GGUF file, and their bits per weight."""
     import gguf
 
-    metadata, _ = read_gguf_metadata(str(file))
-    kind = gguf.LlamaFileType(metadata["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    given = read_gguf_metadata(str(file))[0].get("general.file_type")
+    kind = next((kind.name for kind in gguf.LlamaFileType if kind == given), "of a type that it does not name")
+    kind = kind.removeprefix("MOSTLY_").removeprefix("ALL_")
     return f"{kind}, {8 * file.stat().st_size / count:.1f} bits each, converted to float32"
