@@ -1,6 +1,7 @@
 """What every model keeps: one function of its tokens, however they are fed, padded, packed, saved or differentiated."""
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -325,6 +326,14 @@ BAD_CONFIGS = [
     ({"product_key_dim": 7}, "product_key_dim"),
     ({"product_key_top_k": 1025}, "product_key_top_k"),
     ({"hidden_size": "wide"}, "hidden_size"),
+    ({"hidden_act": "none"}, "hidden_act"),
+    ({"sliding_window": 1}, "sliding_window"),
+    ({"attention_dropout": 2.0}, "attention_dropout"),
+    ({"rms_norm_eps": 2.0}, "rms_norm_eps"),
+    ({"pad_token_id": 64}, "pad_token_id"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ({"rope_parameters": {"rope_type": "none"}}, "rope_type"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta"),
 ]
 
 
@@ -334,6 +343,16 @@ def test_bad_config_is_refused_by_name(case, options, name):
     with pytest.raises(Exception, match=name) as error:  # the strict dataclass wraps our ValueError
         make_config(case, **options)
     assert "expected" in str(error.value) or "must" in str(error.value) or "multiple" in str(error.value)
+
+
+@every_family
+def test_each_number_of_a_config_has_a_range(case):
+    kinds = {name: str(x.type) for name, x in family_of(case).config.__dataclass_fields__.items()}
+    names = [name for name in make_config(case).numbers if re.match(r"(<class ')?(int|float)", kinds[name])]
+    assert len(names) > 20
+    for name, number in itertools.product(names, (-1, 2**63, -1.0, 1e31, float("nan"), float("inf"))):
+        with pytest.raises(Exception, match=name):
+            make_config(case, **{name: number})
 
 
 def test_a_cache_of_another_config_is_refused():

@@ -1,16 +1,19 @@
 """The base class of all configs."""
 
+from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hf_memory.cache import Spec
 from hf_memory.feed_forward import FEED_FORWARDS
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
+from hf_memory.modeling.checks import check, check_numbers, check_word
 from hf_memory.modeling.hub import HubConfigMixin
 from hf_memory.modeling.registration import tell_peft
 from hf_memory.ops.contract import BACKENDS
@@ -26,7 +29,6 @@ NORMS = {  # names as in transformers: before and after the mixer, before and af
         "post_feedforward_layernorm",
     ),
 }
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @strict
@@ -150,16 +152,24 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        for name in SIZES:
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_numbers(self.numbers)
+        self.set_defaults()
+        super().__post_init__(**kwargs)
+
+    def set_defaults(self) -> None:
+        """Set fields that are not given, and whose default depends on other fields."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
             self.layer_types = ["memory"] * self.num_hidden_layers
-        super().__post_init__(**kwargs)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The fields that are not in configs of transformers, and are no tokens."""
+        names = {field.name for field in fields(self)} - PreTrainedConfig.__dataclass_fields__.keys()
+        return {name: getattr(self, name) for name in names if not name.endswith("_token_id")}
 
     @property
     def attention_heads(self) -> tuple[int, int, int, int, int]:
@@ -229,90 +239,61 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
         """The states that each layer keeps for a sequence, by name."""
         return [self.mixer_class(i).state_spec(self, i) for i in range(self.num_hidden_layers)]
 
-    def validate_window(self):
-        """Check the options of attention over a window."""
-        if self.attention_window is None:
-            if self.num_sink_tokens or self.full_attention_heads:
-                raise ValueError("attention_window must be set with num_sink_tokens or full_attention_heads, got None")
-            return
-        for name, least in (("attention_window", 1), ("num_sink_tokens", 0), ("num_memory_slots", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.window_memory and self.far_memory is None:
-            raise ValueError(f"window_memory must be False for {self.model_type}, which has no such memory, got True")
-        heads, longer = self.full_attention_heads, self.full_attention_window
-        if longer is not None and longer < self.attention_window:
-            raise ValueError(
-                f"full_attention_window must be at least attention_window={self.attention_window}, got {longer}"
-            )
-        if heads is not None and (
-            len(heads) != self.num_hidden_layers
-            or not {head for layer in heads for head in layer} <= set(range(self.num_key_value_heads))
-        ):
-            raise ValueError(
-                f"full_attention_heads must list heads from 0 to {self.num_key_value_heads - 1} for each of "
-                f"{self.num_hidden_layers} layers, got {heads}"
-            )
-
-    def validate_mlp_types(self):
-        """Check the feed-forward parts."""
-        given = self.mlp_types or self.feed_forwards
-        if len(given) != self.num_hidden_layers:
-            raise ValueError(
-                f"mlp_types must name one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                f"got {len(given)} names"
-            )
-        for name in given:
-            check_word("mlp_types", name, (*FEED_FORWARDS, "none"))
-        if given != self.feed_forwards:
-            raise ValueError(f"mlp_types must be {self.feed_forwards} for {self.model_type}, got {given}")
-        if self.product_key_dim % 2 or min(self.product_key_dim, self.product_key_heads) < 1:
-            raise ValueError(
-                f"product_key_dim must be even and at least 2, and product_key_heads at least 1, "
-                f"got {self.product_key_dim} and {self.product_key_heads}"
-            )
-        if not 1 <= self.product_key_top_k <= self.num_product_keys:
-            raise ValueError(
-                f"product_key_top_k must be from 1 to num_product_keys={self.num_product_keys}, "
-                f"got {self.product_key_top_k}"
-            )
-
     def validate_architecture(self):
         """Check that sizes and options fit together."""
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim * self.num_attention_heads != self.hidden_size and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads unless head_dim is set, "
-                f"got {self.hidden_size} and {self.num_attention_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, since positions rotate pairs of channels, got {self.head_dim}")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError("sliding_window must be set when layer_types has 'sliding_attention', got None")
-        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
-            raise ValueError(
-                f"no_rope_layers must have a number for each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                f"got {len(self.no_rope_layers)}"
-            )
+        check_numbers(self.numbers)
         check_word("norm_placement", self.norm_placement, tuple(NORMS))
         check_word("mixer_backend", self.mixer_backend, BACKENDS)
+        check_word("hidden_act", self.hidden_act, tuple(ACT2FN))
+        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        check(heads % groups == 0, "num_attention_heads", f"a multiple of num_key_value_heads={groups}", heads)
+        is_divided = self.head_dim * heads == width or width % heads == 0
+        check(is_divided, "hidden_size", f"a multiple of num_attention_heads={heads} unless head_dim is set", width)
+        check(self.head_dim % 2 == 0, "head_dim", "even, since positions rotate pairs of channels", self.head_dim)
+        pad = self.pad_token_id
+        check(pad is None or pad < self.vocab_size, "pad_token_id", f"below vocab_size={self.vocab_size}", pad)
+        self._check_layers()
+        self._check_rope()
+        self._check_window()
+        self._check_feed_forwards()
 
-    def validate_layer_type(self):
-        """Check `layer_types`, whose names differ from those of transformers."""
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types must name each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                f"got {len(self.layer_types)} names"
-            )
-        for mixer_type in self.mixer_types:
-            check_word("layer_types", mixer_type, tuple(self.mixers))
+    def _check_layers(self) -> None:
+        self.check_each("layer_types", self.layer_types, tuple(self.mixers), self.mixer_types)
+        is_sliding = "sliding_attention" in self.layer_types
+        check(not is_sliding or self.sliding_window, "sliding_window", "set with 'sliding_attention' layers", None)
+        self.check_each("no_rope_layers", (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers])
 
+    def check_each(self, name: str, given: list, words: tuple[str, ...] = (), names: list[str] | None = None) -> None:
+        """Check that a field has one entry for each layer, and that its names are known."""
+        expected = f"a list with one for each of the num_hidden_layers={self.num_hidden_layers} layers"
+        check(len(given) == self.num_hidden_layers, name, expected, given)
+        for word in (names or given) if words else ():
+            check_word(name, word, words)
 
-def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
-    """Raise ValueError unless the value of an option is one of `words`."""
-    if word not in words:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {word!r}")
+    def _check_rope(self) -> None:
+        rope: Any = self.rope_parameters
+        check_word("rope_type", rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS))
+        check_numbers({name: rope[name] for name in ("rope_theta", "partial_rotary_factor", "factor") if name in rope})
+
+    def _check_window(self) -> None:
+        near, longer, heads = self.attention_window, self.full_attention_window, self.full_attention_heads
+        if near is None:
+            is_alone = not (self.num_sink_tokens or heads)
+            check(is_alone, "attention_window", "set with num_sink_tokens or full_attention_heads", None)
+            return
+        has_memory = not self.window_memory or self.far_memory is not None
+        check(has_memory, "window_memory", f"False for {self.model_type}, which has no such memory", True)
+        is_longer = longer is None or longer >= near
+        check(is_longer, "full_attention_window", f"at least attention_window={near}", longer)
+        if heads is not None:
+            self.check_each("full_attention_heads", heads)
+            last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}
+            check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
+
+    def _check_feed_forwards(self) -> None:
+        given = self.mlp_types or self.feed_forwards
+        self.check_each("mlp_types", given, (*FEED_FORWARDS, "none"))
+        check(given == self.feed_forwards, "mlp_types", f"{self.feed_forwards} for {self.model_type}", given)
+        check(self.product_key_dim % 2 == 0, "product_key_dim", "even", self.product_key_dim)
+        most, found = self.num_product_keys, self.product_key_top_k
+        check(found <= most, "product_key_top_k", f"at most num_product_keys={most}", found)

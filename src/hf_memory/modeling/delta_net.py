@@ -1,5 +1,7 @@
 """DeltaNet, Gated DeltaNet and Kimi Delta Attention, by the config's `gate`."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
@@ -7,7 +9,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import check_word
+from hf_memory.modeling.checks import check_word
 from hf_memory.modeling.memory_heads import LevelsConfig
 
 GATES = ("none", "scalar", "vector")
@@ -33,18 +35,20 @@ class DeltaNetConfig(LevelsConfig):
     gate: str = "none"
     allow_negative_eigenvalues: bool = False
 
-    def __post_init__(self, **kwargs):
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
+        head_dim: Any = self.head_dim
         self.linear_key_head_dim = self.linear_key_head_dim or head_dim
         self.linear_value_head_dim = self.linear_value_head_dim or head_dim * (2 if self.gate == "scalar" else 1)
         if self.linear_conv_kernel_dim is None:
             self.linear_conv_kernel_dim = 4
         self.output_gate = self.output_gate or {"scalar": "silu", "vector": "sigmoid"}.get(self.gate, "none")
-        super().__post_init__(**kwargs)
 
-    def validate_gate(self):
-        """Check the options of this family."""
+    def validate_architecture(self):
+        """Check the gate, too."""
         check_word("gate", self.gate, GATES)
+        super().validate_architecture()
 
 
 class DeltaNetPreTrainedModel(MemoryPreTrainedModel):

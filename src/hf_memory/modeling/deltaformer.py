@@ -8,7 +8,8 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.deltaformer import DeltaFormerMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import MemoryConfig, check_word
+from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
 
 CACHES = {"memory": "full_attention", "sliding_memory": "sliding_attention"}  # a memory here is a growing KV cache
@@ -46,11 +47,12 @@ class DeltaFormerConfig(MemoryConfig):
     write_rope: bool = True
     mixer_types: list[str] | None = None
 
-    def __post_init__(self, **kwargs):
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
         if self.mixer_types is None:
             self.mixer_types = self.layer_types or ["memory"] * self.num_hidden_layers
         self.layer_types = [CACHES.get(kind, kind) for kind in self.mixer_types]
-        super().__post_init__(**kwargs)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
@@ -60,17 +62,11 @@ class DeltaFormerConfig(MemoryConfig):
         is_sliding = self.mixer_types[layer_idx] == "sliding_memory"
         return min(length, self.sliding_window or length) if is_sliding else length
 
-    def validate_window(self):
-        """Refuse the window that other memories stand beside."""
-        if self.attention_window is not None:
-            raise ValueError(
-                f"attention_window must be None for {self.model_type}, got {self.attention_window}: its layers with a "
-                "window are 'sliding_memory' in layer_types, with sliding_window"
-            )
-        super().validate_window()
-
-    def validate_kernels(self):
-        """Check the options of this family."""
+    def validate_architecture(self):
+        """Check kernels and the write strength, too, and refuse the window that other memories stand beside."""
+        only = f"None for {self.model_type}, whose layers with a window are 'sliding_memory' in layer_types"
+        check(self.attention_window is None, "attention_window", only, self.attention_window)
+        super().validate_architecture()
         check_word("write_kernel", self.write_kernel, KERNELS)
         check_word("read_kernel", self.read_kernel, KERNELS)
         check_word("beta_mode", self.beta_mode, BETA_MODES)

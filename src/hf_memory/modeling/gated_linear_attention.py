@@ -1,6 +1,7 @@
 """Gated linear attention: retention, gated retention, GLA, Mamba and Mamba-2, by the config's `gate`."""
 
 import math
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
@@ -10,7 +11,7 @@ from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import check_word
+from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import LevelsConfig
 
 GATES = ("retention", "scalar", "vector", "mamba2")  # gates whose mixers have the projections of a Transformer
@@ -50,8 +51,10 @@ class GatedLinearAttentionConfig(LevelsConfig):
         """The mixer class of each layer type."""
         return {**LevelsConfig.mixers, "memory": MIXERS[self.gate]}
 
-    def __post_init__(self, **kwargs):
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
+        head_dim: Any = self.head_dim
         if self.gate == "mamba":
             self.linear_num_key_heads = self.linear_num_key_heads or 1
             self.linear_value_head_dim = self.linear_value_head_dim or 2 * self.hidden_size
@@ -70,16 +73,13 @@ class GatedLinearAttentionConfig(LevelsConfig):
             self.memory_rope = self.gate == "retention"
         self.gate_low_rank_dim = self.gate_low_rank_dim or 16
         self.output_gate = self.output_gate or "silu"
-        super().__post_init__(**kwargs)
 
-    def validate_gate(self):
-        """Check the options of this family."""
+    def validate_architecture(self):
+        """Check the gate, too."""
         check_word("gate", self.gate, tuple(MIXERS))
-        if self.gate == "mamba" and self.memory_heads[:3] != (1, 1, 1):
-            raise ValueError(
-                f"linear_num_key_heads and linear_num_value_heads must be 1 with gate='mamba', "
-                f"got {self.linear_num_key_heads} and {self.linear_num_value_heads}"
-            )
+        super().validate_architecture()
+        heads, only = self.memory_heads[:3], "1, as linear_num_value_heads, with gate='mamba'"
+        check(self.gate != "mamba" or heads == (1, 1, 1), "linear_num_key_heads", only, heads)
 
 
 class GatedLinearAttentionPreTrainedModel(MemoryPreTrainedModel):

@@ -7,7 +7,8 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from hf_memory.mixers.far_memory import SlotMemory
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import MemoryConfig, check_word
+from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 
 
@@ -41,13 +42,12 @@ class LinearTransformerConfig(MemoryConfig):
     normalize: bool = True
     output_norm: bool = False
 
-    def validate_feature_map(self):
-        """Check the options of this family."""
+    def validate_architecture(self):
+        """Check the feature map, too."""
+        super().validate_architecture()
         check_word("feature_map", self.feature_map, FEATURE_MAPS)
-        if self.feature_map in RANDOM_FEATURE_MAPS and not self.feature_dim:
-            raise ValueError(
-                f"feature_dim must be set when feature_map is {self.feature_map!r}, got {self.feature_dim}"
-            )
+        is_set = self.feature_map not in RANDOM_FEATURE_MAPS or self.feature_dim
+        check(is_set, "feature_dim", f"set when feature_map is {self.feature_map!r}", self.feature_dim)
 
 
 class LinearTransformerPreTrainedModel(MemoryPreTrainedModel):

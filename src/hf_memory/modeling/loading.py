@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -58,7 +59,8 @@ def load_model(name: str | Path, **options) -> PreTrainedModel:
     """
     config = options.pop("config", None) or load_config(name)
     checks = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = AutoModelForCausalLM.from_pretrained(name, config=config, **checks, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, config=config, **checks, **options)
+    model, info = loaded
     parameters = {name for name, _ in model.named_parameters()}  # without tied ones
     for what, keys in (
         ("no values", info["missing_keys"] & parameters),

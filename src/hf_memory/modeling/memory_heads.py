@@ -3,7 +3,8 @@
 from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.levels import LevelsMixer
-from hf_memory.modeling.configuration import MemoryConfig, check_word
+from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.configuration import MemoryConfig
 
 
 @strict
@@ -63,19 +64,15 @@ class MemoryHeadsConfig(MemoryConfig):
         value_heads = self.linear_num_value_heads or key_heads
         return query_heads, key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim
 
-    def validate_memory_heads(self):
-        """Check that heads and channels of the memory fit together."""
-        query_heads, _, value_heads, key_dim, _ = self.memory_heads
-        if max(query_heads, value_heads) % min(query_heads, value_heads):
-            raise ValueError(
-                f"linear_num_value_heads must be a multiple or a divisor of the query heads, "
-                f"got {value_heads} and {query_heads}"
-            )
-        if self.memory_rope and key_dim != self.head_dim:
-            raise ValueError(
-                f"linear_key_head_dim must be head_dim={self.head_dim} when memory_rope rotates it, got {key_dim}"
-            )
+    def validate_architecture(self):
+        """Check that heads and channels of the memory fit together, too."""
         check_word("output_gate", self.output_gate, ("silu", "sigmoid", "none"))
+        super().validate_architecture()
+        heads, _, values, key_dim, _ = self.memory_heads
+        is_grouped = max(heads, values) % min(heads, values) == 0
+        check(is_grouped, "linear_num_value_heads", f"a multiple or a divisor of the {heads} query heads", values)
+        is_rotated = f"head_dim={self.head_dim} when memory_rope rotates it"
+        check(not self.memory_rope or key_dim == self.head_dim, "linear_key_head_dim", is_rotated, key_dim)
 
 
 @strict
@@ -98,8 +95,10 @@ class LevelsConfig(MemoryHeadsConfig):
         """Largest number of blocks of the past that have a memory."""
         return max(1, (self.max_position_embeddings - 1).bit_length())
 
-    def validate_levels(self):
-        """Check that the memory can have levels."""
+    def validate_architecture(self):
+        """Check that the memory can have levels, too."""
         check_word("levels", self.levels, ("one", "log"))
-        if self.levels == "log" and (self.attention_window or not issubclass(self.mixers["memory"], LevelsMixer)):
-            raise ValueError("levels must be 'one' beside attention_window and with gate='mamba', got 'log'")
+        super().validate_architecture()
+        can_have = not self.attention_window and issubclass(self.mixers["memory"], LevelsMixer)
+        only = "'one' beside attention_window and with gate='mamba'"
+        check(self.levels == "one" or can_have, "levels", only, self.levels)

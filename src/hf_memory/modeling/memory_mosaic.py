@@ -6,6 +6,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from hf_memory.mixers.memory_mosaic import MemoryMosaicMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 
@@ -30,10 +31,10 @@ class MemoryMosaicConfig(WholeLayersConfig):
         "layers.*.mixer.persistent_o_proj": "rowwise",
     }
 
-    def validate_persistent(self):
-        """Check the size of the persistent memory."""
-        if self.intermediate_size < 1:
-            raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
+    def validate_architecture(self):
+        """Check the size of the persistent memory, too."""
+        super().validate_architecture()
+        check(self.intermediate_size > 0, "intermediate_size", "at least 1", self.intermediate_size)
 
 
 class MemoryMosaicPreTrainedModel(MemoryPreTrainedModel):

@@ -63,11 +63,12 @@ class Rwkv7Config(WholeLayersConfig):
     gate_low_rank_dim: int | None = None
     allow_negative_eigenvalues: bool = False
 
-    def __post_init__(self, **kwargs):
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
         for name, factor in RANKS.items():
             if getattr(self, name) is None:
                 setattr(self, name, max(32, 32 * round(factor * self.hidden_size**0.5 / 32)))
-        super().__post_init__(**kwargs)
 
 
 class Rwkv7DecoderLayer(MemoryDecoderLayer):

@@ -12,7 +12,7 @@ from hf_memory.mixers.miras import RULES, MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.test_time_training import TTTMixer
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
-from hf_memory.modeling.configuration import check_word
+from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
 VARIANTS = {  # mixers with attention; "lmm" is the memory alone
@@ -153,13 +153,14 @@ class TitansConfig(MemoryHeadsConfig):
         """The memory class for `memory_rule`."""
         return MEMORIES[self.memory_rule]
 
-    def __post_init__(self, **kwargs):
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
         for name, value in PRESETS.get(self.memory_rule, TITANS).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        self.linear_key_head_dim = self.linear_key_head_dim or head_dim
-        self.linear_value_head_dim = self.linear_value_head_dim or head_dim
+        self.linear_key_head_dim = self.linear_key_head_dim or self.head_dim
+        self.linear_value_head_dim = self.linear_value_head_dim or self.head_dim
         if self.sliding_window is None and self.variant in ("mag", "mal"):
             self.sliding_window = 512
         if self.memory_residual is None:
@@ -169,7 +170,6 @@ class TitansConfig(MemoryHeadsConfig):
         if self.memory_max_grad_norm is None:
             is_deep = self.memory_rule == "titans" and self.memory_depth > 2
             self.memory_max_grad_norm = self.linear_value_head_dim**0.5 if is_deep else 0.0
-        super().__post_init__(**kwargs)
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: students with MAL, or with MAG and an added memory, start with closed gates."""
@@ -178,28 +178,18 @@ class TitansConfig(MemoryHeadsConfig):
             return super().attends(layer_idx, length)
         return min(length, self.sliding_window or length)
 
-    def validate_variant(self):
-        """Check the options of Titans."""
-        check_word("memory_rule", self.memory_rule, tuple(PRESETS))
-        contextless = [name for name in VARIANTS if name != "mac"]
-        check_word("variant", self.variant, ("lmm", *(VARIANTS if self.memory_rule == "titans" else contextless)))
+    def validate_architecture(self):
+        """Check the options of Titans, too."""
+        rule, K, V = self.memory_rule, self.linear_key_head_dim, self.linear_value_head_dim
+        check_word("memory_rule", rule, tuple(PRESETS))
+        check_word("variant", self.variant, ("lmm", "mag", "mal", *(("mac",) if rule == "titans" else ())))
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
-        for name in ("memory_depth", "memory_expansion", "memory_chunk_size", "memory_window", "segment_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.memory_residual and self.linear_key_head_dim != self.linear_value_head_dim:
-            raise ValueError(
-                f"memory_residual must be False unless linear_key_head_dim equals linear_value_head_dim, "
-                f"got {self.linear_key_head_dim} and {self.linear_value_head_dim}"
-            )
-        if self.memory_max_grad_norm < 0 or (self.memory_max_grad_norm and self.memory_rule not in ONE_GRADIENT):
-            raise ValueError(
-                f"memory_max_grad_norm must be at least 0, and 0 unless memory_rule is {' or '.join(ONE_GRADIENT)}, "
-                f"got {self.memory_max_grad_norm} with {self.memory_rule!r}"
-            )
-        if self.variant in ("mag", "mal") and (self.sliding_window or 0) < 2:
-            raise ValueError(f"sliding_window must be at least 2 for {self.variant!r}, got {self.sliding_window}")
+        super().validate_architecture()
+        is_square = f"False unless linear_key_head_dim={K} equals linear_value_head_dim={V}"
+        check(not self.memory_residual or K == V, "memory_residual", is_square, self.memory_residual)
+        limit, has_gradient = self.memory_max_grad_norm, rule in ONE_GRADIENT
+        check(has_gradient or not limit, "memory_max_grad_norm", f"0 unless memory_rule is in {ONE_GRADIENT}", limit)
 
 
 class TitansPreTrainedModel(MemoryPreTrainedModel):

@@ -24,7 +24,8 @@ from hf_memory.modeling.base import (
     MemoryModel,
     MemoryPreTrainedModel,
 )
-from hf_memory.modeling.configuration import MemoryConfig, check_word
+from hf_memory.modeling.checks import check, check_numbers, check_word
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
 PATTERNS: dict[str, type[TransformerMixer]] = {
@@ -49,25 +50,6 @@ PASTS: dict[str, type[TransformerMixer]] = {
     "memorizing": MemorizingMixer,
     "infinite": InfiniteMixer,
 }
-SIZES = (
-    "segment_length",
-    "past_window",
-    "memory_size",
-    "memory_top_k",
-    "compression_rate",
-    "num_buckets",
-    "num_hashes",
-    "compressed_length",
-    "max_relative_distance",
-    "pattern_size",
-    "num_global_tokens",
-    "dilation",
-    "num_summary_tokens",
-    "num_random_blocks",
-    "num_block_shifts",
-    "max_span",
-    "span_ramp",
-)
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
 
 
@@ -181,11 +163,12 @@ class MemoryTransformerConfig(MemoryConfig):
     halting_epsilon: float = 0.01
     ponder_loss_weight: float = 0.01
 
-    def __post_init__(self, **kwargs):
+    def set_defaults(self) -> None:
+        """See `MemoryConfig.set_defaults`."""
+        super().set_defaults()
         if self.embedding_multiplier is None:
             has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
             self.embedding_multiplier = self.hidden_size**0.5 if has_sinusoids else 1.0
-        super().__post_init__(**kwargs)
 
     @property
     def patterns(self) -> list[str]:
@@ -234,98 +217,69 @@ class MemoryTransformerConfig(MemoryConfig):
             seen = self.past_window + {"infinite": self.num_global_tokens, "memorizing": found}.get(past, 0)
         return length if length <= seen else None
 
-    def validate_transformer(self):
-        """Check position and depth."""
+    def validate_architecture(self):
+        """Check positions, patterns, pasts and depth, too."""
+        window, position = self.attention_window, self.position
+        check(window is None, "attention_window", f"None for {self.model_type}", window)
+        super().validate_architecture()
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
         check_word("memory_join", self.memory_join, JOINS)
-        if self.attention_window is not None:
-            raise ValueError(f"attention_window must be None for {self.model_type}, got {self.attention_window}")
-        if self.position in RELATIONS and set(self.mixer_types) != {"memory"}:
-            raise ValueError(
-                f"layer_types must all be 'memory' with position={self.position!r}, got {self.layer_types}"
-            )
-
-    def validate_pasts(self):
-        """Check patterns, pasts and their sizes."""
-        for name, given, words in (("pattern", self.patterns, PATTERNS), ("past", self.pasts, PASTS)):
-            for word in given:
-                check_word(name, word, tuple(words))
-            if len(given) != self.num_hidden_layers:
-                raise ValueError(
-                    f"{name} must be one name, or a list with one for each of the "
-                    f"num_hidden_layers={self.num_hidden_layers} layers, got {given}"
-                )
-        for past, pattern in zip(self.pasts, self.patterns):
-            if past != "cache" and pattern != "full":
-                raise ValueError(f"pattern must be 'full' in layers with past={past!r}, got {pattern!r}")
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.span_limits is not None and len(self.span_limits) != self.num_hidden_layers:
-            raise ValueError(
-                f"span_limits must have one for each of the num_hidden_layers={self.num_hidden_layers} layers, "
-                f"got {self.span_limits}"
-            )
-        if {"fixed", "fixed_by_head", "linformer"} & {*self.patterns} and self.num_summary_tokens > self.pattern_size:
-            raise ValueError(
-                f"num_summary_tokens must be at most pattern_size={self.pattern_size}, got {self.num_summary_tokens}"
-            )
-
-    def validate_buckets(self):
-        """Check that no option is set that attention in buckets does not support."""
-        if not {*BUCKETS} & {*self.patterns}:
-            return
-        for name, value in {"use_qk_norm": False, "attn_logit_softcapping": None}.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} must be {value} with pattern reformer or routing, whose keys are the queries, "
-                    f"got {getattr(self, name)}"
-                )
-        if self.position in RELATIONS:
-            raise ValueError(
-                "position must be rope, none, sinusoidal or learned with pattern reformer or routing, "
-                f"got {self.position!r}"
-            )
-        if self.num_buckets % 2:
-            raise ValueError(f"num_buckets must be even, got {self.num_buckets}")
-        heads: Any = self.num_key_value_heads
-        if "routing_by_head" in self.patterns and heads % 2:
-            raise ValueError(f"num_key_value_heads must be even with pattern 'routing_by_head', got {heads}")
-
-    def validate_compression(self):
-        """Check the options of compression."""
         check_word("compression", self.compression, COMPRESSIONS)
-        lengths = (self.segment_length, self.past_window) if "compressive" in self.pasts else ()
-        if any(x % self.compression_rate for x in lengths):
-            raise ValueError(
-                f"compression_rate must divide segment_length and past_window, {lengths}, got {self.compression_rate}"
-            )
+        self.check_each("pattern", self.patterns, tuple(PATTERNS))
+        self.check_each("past", self.pasts, tuple(PASTS))
+        self.check_each("span_limits", self.span_limits or self.layer_types)
+        check_numbers({"span_limits": min(self.span_limits or [1])})
+        is_alone = position not in RELATIONS or {*self.mixer_types} == {"memory"}
+        check(is_alone, "layer_types", f"all 'memory' with position={position!r}", self.layer_types)
+        for past, pattern in zip(self.pasts, self.patterns):
+            check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
+        self._check_sizes()
+        if {*BUCKETS} & {*self.patterns}:
+            self._check_buckets()
+        if self.depth != "fixed":
+            self._check_depth()
+        is_universal = self.depth == "universal"
+        check(
+            is_universal or not self.adaptive_computation, "depth", "'universal' with adaptive_computation", self.depth
+        )
 
-    def validate_depth(self):
-        """Check the options of depth."""
-        if self.adaptive_computation and self.depth != "universal":
-            raise ValueError(f"depth must be 'universal' with adaptive_computation, got {self.depth!r}")
-        if not 0 < self.halting_epsilon < 1:
-            raise ValueError(f"halting_epsilon must be between 0 and 1, got {self.halting_epsilon}")
+    def _check_sizes(self) -> None:
+        has_summaries = {"fixed", "fixed_by_head", "linformer"} & {*self.patterns}
+        is_inside = not has_summaries or self.num_summary_tokens <= self.pattern_size
+        check(is_inside, "num_summary_tokens", f"at most pattern_size={self.pattern_size}", self.num_summary_tokens)
+        lengths = (self.segment_length, self.past_window) if "compressive" in self.pasts else ()
+        is_whole = not any(x % self.compression_rate for x in lengths)
+        divided = f"a divisor of segment_length and past_window, {lengths}"
+        check(is_whole, "compression_rate", divided, self.compression_rate)
+
+    def _check_buckets(self) -> None:
+        """Refuse options that attention in buckets does not support."""
+        here = "with pattern reformer or routing, whose keys are the queries"
+        check(not self.use_qk_norm, "use_qk_norm", f"False {here}", self.use_qk_norm)
+        cap, heads = self.attn_logit_softcapping, self.num_key_value_heads
+        check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
+        known = "rope, none, sinusoidal or learned with pattern reformer or routing"
+        check(self.position not in RELATIONS, "position", known, self.position)
+        check(self.num_buckets % 2 == 0, "num_buckets", "even", self.num_buckets)
+        is_halved = "routing_by_head" not in self.patterns or heads % 2 == 0
+        check(is_halved, "num_key_value_heads", "even with pattern 'routing_by_head'", heads)
+
+    def _check_depth(self) -> None:
+        """Refuse what layers that run several times, or are inverted, do not support."""
         if self.depth == "universal":
             for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns", "pasts"):
-                if len(set(getattr(self, name) or "-")) > 1:
-                    given = getattr(self, name)
-                    raise ValueError(f"{name} must be the same for all layers with depth='universal', got {given}")
-            if self.mixer_types[0] != "memory":
-                raise ValueError(f"layer_types must be 'memory' with depth='universal', got {self.mixer_types[0]!r}")
-
-    def validate_reversible(self):
-        """Check that reversible layers have no parts that they cannot invert or train."""
-        if self.depth != "reversible":
+                is_one = len({*(getattr(self, name) or "-")}) == 1
+                check(is_one, name, "the same for all layers with depth='universal'", getattr(self, name))
+            kind = self.mixer_types[0]
+            check(kind == "memory", "layer_types", "'memory' with depth='universal'", kind)
             return
-        if not set(self.feed_forwards) <= {"mlp", "none"}:
-            raise ValueError(f"mlp_types must be 'mlp' or 'none' with depth='reversible', got {self.mlp_types}")
-        if own := {"adaptive_span", "routing"} & {*self.patterns}:  # their own losses would have no gradient
-            raise ValueError(f"pattern must not be {own.pop()!r} with depth='reversible', got {self.pattern!r}")
-        if "compressive" in self.pasts and self.compression == "convolution":
-            raise ValueError("compression must not be 'convolution' with depth='reversible', got 'convolution'")
+        here = "with depth='reversible'"
+        check({*self.feed_forwards} <= {"mlp", "none"}, "mlp_types", f"'mlp' or 'none' {here}", self.mlp_types)
+        own = {"adaptive_span", "routing"} & {*self.patterns}  # their own losses would have no gradient
+        check(not own, "pattern", f"without {own} {here}", self.pattern)
+        learns = "compressive" in self.pasts and self.compression == "convolution"
+        check(not learns, "compression", f"other than 'convolution' {here}", self.compression)
 
 
 class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):

@@ -2,6 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
 
 
@@ -29,8 +30,8 @@ class WholeLayersConfig(MemoryConfig):
         """No norms around the mixer of memory layers, which has its own."""
         return ("", "", "", "") if self.mixer_types[layer_idx] == "memory" else super().norms(layer_idx)
 
-    def validate_memory(self):
-        """Refuse options that memory layers do not support."""
+    def validate_architecture(self):
+        """Refuse options that memory layers do not support, too."""
+        super().validate_architecture()
         for name, only in (("attention_window", None), ("memory_rope", False)):
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} must be {only} for {self.model_type}, got {getattr(self, name)!r}")
+            check(getattr(self, name) == only, name, f"{only} for {self.model_type}", getattr(self, name))
