@@ -6,6 +6,7 @@ from typing import NamedTuple
 import gguf
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -217,6 +218,16 @@ def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch
     faulty = faulty._replace(options=lambda config: {**TARGETS[0].options(config), "rms_norm_eps": 1e-2})
     monkeypatch.setattr(exporting, "find_target", lambda config, name: faulty)
     with pytest.raises(ValueError, match="the exported model must have the model's logits"):
+        export_model(make_model(EXACT[0].case), tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*args):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(exporting, "save", fail)
+    with pytest.raises(OSError, match=r"export could not be written to .*MB free: .*No space left on device"):
         export_model(make_model(EXACT[0].case), tmp_path / "export")
     assert not list(tmp_path.iterdir())
 

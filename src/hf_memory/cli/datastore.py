@@ -11,9 +11,9 @@ from hf_memory.cli.options import MaxTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.writing import Device, Dtype, load
-from hf_memory.conversion.folders import check_output
 from hf_memory.decoding import Datastore, build_datastore
 from hf_memory.decoding import tune as choose
+from hf_memory.files.folders import check_output
 from hf_memory.files.text import Text, check_tokens
 
 KEY_DTYPES = ("float16", "bfloat16", "float32")

@@ -12,8 +12,8 @@ from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.work import how_to_load, print_results
 from hf_memory.cli.writing import load, write
-from hf_memory.conversion.folders import RESULTS
 from hf_memory.demo import PROMPTS, Demo, run_demo
+from hf_memory.files.folders import RESULTS
 
 
 def demo(

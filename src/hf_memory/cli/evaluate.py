@@ -17,11 +17,11 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
-from hf_memory.conversion.folders import check_folder
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
+from hf_memory.files.folders import check_folder
 from hf_memory.files.text import check_tokens
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"

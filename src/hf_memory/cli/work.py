@@ -16,12 +16,12 @@ from hf_memory import conversion
 from hf_memory.cli.options import found, read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Plan, Recipe, Run
-from hf_memory.conversion.folders import written
 from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.run_file import RUN, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure
 from hf_memory.export import find_target
+from hf_memory.files.folders import written
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress
 

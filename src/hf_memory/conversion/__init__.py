@@ -12,7 +12,6 @@ Each stage is also a function of its own.
 from hf_memory.conversion.convert import Conversion, convert, untrained_student
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
-from hf_memory.conversion.folders import check_output, new_folder
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
@@ -38,6 +37,7 @@ from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
 from hf_memory.conversion.teachers.loading import load_config, load_teacher, load_tokenizer
 from hf_memory.conversion.teachers.quantized import load_quantized
+from hf_memory.files.folders import check_output, new_folder
 from hf_memory.files.text import Text, read_tokens
 
 __all__ = [

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.claims import check_claimable
-from hf_memory.conversion.folders import check_folder, check_output, check_room, size_of
 from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
@@ -24,6 +23,7 @@ from hf_memory.conversion.students.placement import auto_count, head_count, kept
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
+from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import Text, check_tokens
 from hf_memory.modeling.configuration import MemoryConfig
 

@@ -10,12 +10,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.describe import past, settings, story
-from hf_memory.conversion.folders import RESULTS
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
 from hf_memory.evaluation.model_result import FACTOR
 from hf_memory.evaluation.plots import History
+from hf_memory.files.folders import RESULTS
 
 CARD = Path(__file__).with_name("model_card.md")
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
-from hf_memory.conversion.folders import written
+from hf_memory.files.folders import written
 from hf_memory.files.text import start_of
 from hf_memory.progress import Progress, silent
 

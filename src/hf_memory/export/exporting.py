@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.targets import Target, find_target
+from hf_memory.files.folders import written
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.loading import load_model
@@ -61,6 +62,7 @@ def export_model(
         NotExportable: if no target represents the model exactly; the message says which fields of its config differ.
         ValueError: if the logits differ, in a prefill or token by token; with `gguf` also if llama.cpp does not support
             the model or its tokenizer.
+        OSError: if it cannot be written.
     """
     folder, tokenizer = Path(folder), None
     if folder.exists():
@@ -77,13 +79,15 @@ def export_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         partial = Path(work) / folder.name
-        save(rewrite(model, found), partial, found, model.config)
+        with written("export", folder, "nothing is left there"):
+            save(rewrite(model, found), partial, found, model.config)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            if gguf is not None:
+                padded = LAYOUTS[found.name].padded(found)
+                write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
         error = compare(model, partial, found)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
         if gguf is not None:
-            padded = LAYOUTS[found.name].padded(found)
-            write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
             shutil.move(Path(work) / "gguf", gguf)
         partial.rename(folder)
     return Export(folder, found, found.engines(model.config), error)

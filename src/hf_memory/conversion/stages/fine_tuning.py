@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
 
 FINE_TUNING = "fine-tuning"

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import FINGERPRINT, claim, describe
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import TOP_K, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
@@ -21,6 +20,7 @@ from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidd
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
+from hf_memory.files.folders import written
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 
 from hf_memory.conversion.claims import claim, last_whole_checkpoint
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.folders import written
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.evaluation.plots import History
+from hf_memory.files.folders import written
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress
 
