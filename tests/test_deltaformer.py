@@ -121,7 +121,7 @@ def test_attention_that_hides_its_padding_is_refused():
 def test_a_window_beside_a_memory_is_refused():
     for window_memory in (True, False):
         with pytest.raises(
-            StrictDataclassClassValidationError, match=r"attention_window must be None .* got 4: its layers"
+            StrictDataclassClassValidationError, match=r"attention_window must be None .*, whose layers .* got 4"
         ):
             make_model(CASE["deltaformer"], attention_window=4, window_memory=window_memory)
 
