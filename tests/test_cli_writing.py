@@ -201,6 +201,10 @@ def damaged(student, folder):
     return write_model(student, folder, {"model.safetensors": whole[:-100]})
 
 
+def with_files(files):
+    return lambda student, folder: write_model(student, folder, files)
+
+
 def without_heads(student, folder):
     config = json.loads((student / "config.json").read_text())
     return write_model(student, folder, {"config.json": json.dumps(config | {"num_attention_heads": 0}).encode()})
@@ -229,9 +233,21 @@ def write_model(student, folder, files):
         (["generate", "STUDENT", "--prompt", ""], "prompt must have at least one token, got ''"),
         (["generate", "STUDENT", "--prompt", "new", "--greedy", "--top-k", 3], "greedy must not be given with top_k"),
         (["generate", "STUDENT", "--prompt", "new", "--temperature", -1], "temperature"),
+        (["generate", "STUDENT", "--prompt", "new", "--top-p", 2], "top_p must be from 0 to 1, got 2.0"),
+        (["generate", "STUDENT", "--prompt", "new", "--top-p", "nan"], "top_p must be from 0 to 1, got nan"),
+        (["generate", "STUDENT", "--prompt", "new", "--datastore-weight", 0.5], "without datastore, got 0.5"),
+        (
+            ["generate", with_files({"tokenizer.json": b"{}"}), "--prompt", "new"],
+            "must describe a tokenizer, got KeyError",
+        ),
+        (
+            ["info", with_files({"config.json": b"[" * 100_000})],
+            "must describe a model that can be built, got Recursion",
+        ),
         (["generate", "STUDENT", "--prompt", "new", "--dtype", "int8"], "dtype must be one of auto, float32,"),
         (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be available to torch"),
         (["generate", "STUDENT", "--prompt", "new", "--device", "meta"], "device must hold numbers, got meta"),
+        (["evaluate", "STUDENT", "--text", "x", "--tasks", "agreement"], "tasks must have one that needs no --against"),
         (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
         (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),

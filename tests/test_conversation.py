@@ -1,5 +1,6 @@
 """A talk with a model reads what its chat template makes of the whole."""
 
+import sys
 from itertools import islice
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from cases import CASE, SIZES, make_model
 from hf_memory import Conversation, generate_stream
+from hf_memory.files import chat_template
 from hf_memory.serving import conversation
 
 CHATML = """{% if messages[0].role != 'system' %}<|start|> system w3 w4 <|end|> w0 {% endif %}
@@ -95,6 +97,24 @@ def test_a_system_prompt_is_said_once_and_first(monkeypatch):
             Conversation(talk.model, make_tokenizer(template), cache=cache, system="w5")
     with pytest.raises(ValueError, match="raised an error for this conversation: no system"):
         next(Conversation(talk.model, make_tokenizer(PLAIN), system="w5").answer("w7"))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages + 1 }}", "can only concatenate list"),
+        ("{{ 'x' * 2000000 }}", "it wrote 2,000,000 characters"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "it took more than 0.1 seconds",
+        ),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_explained(monkeypatch, template, reason):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"template raised an error for this conversation: {reason}"):
+        next(Conversation(make_model(CASE["linear-elu"]), make_tokenizer(template)).answer("w7"))
+    assert sys.gettrace() is None
 
 
 def test_a_line_that_cannot_be_read_is_not_part_of_the_talk(monkeypatch):

@@ -143,6 +143,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
         build_datastore(model, read, tmp_path / "other", module="nowhere")
     with pytest.raises(ValueError, match=r"index must be a description.*Nonsense"):
         build_datastore(model, read, tmp_path / "other", index="Nonsense")
+    with pytest.raises(ValueError, match=r"index must be .*training points \(19\) should be at least"):
+        build_datastore(model, read, tmp_path / "other", index="IVF64,Flat")
+    with pytest.raises(ValueError, match=r"module must be one that hidden states go through, .* got 'lm_head'"):
+        build_datastore(model, read, tmp_path / "other", module="lm_head")
     with pytest.raises(ValueError, match="module must be given for Rwkv7ForCausalLM"):
         build_datastore(make_model(CASE["rwkv7"]), read, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
@@ -157,6 +161,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "store" / "keys.bin").write_bytes(b"cut")
     with pytest.raises(ValueError, match=r"keys.bin must have 1216 bytes, got 3"):
         Datastore(tmp_path / "store")
+    for described in ("[]", "{}", "[" * 100_000):
+        (tmp_path / "store" / "datastore.json").write_text(described)
+        with pytest.raises(ValueError, match=r"datastore.json is damaged"):
+            Datastore(tmp_path / "store")
 
 
 def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):  # noqa: F811

@@ -293,6 +293,11 @@ def test_tokenizer_and_generation_config_go_along(tmp_path):
 def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match="folder must not exist yet"):
         export_model(make_model(EXACT[0].case), tmp_path)
+    there = tmp_path / "there.gguf"
+    there.touch()
+    for gguf_file in (there, tmp_path, tmp_path / "export", "/nope/x"):
+        with pytest.raises(ValueError, match=f"gguf must be (a|a new) file.*got {gguf_file}"):
+            export_model(make_model(EXACT[0].case), tmp_path / "export", gguf=gguf_file)
     other = GPT2LMHeadModel(GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(ValueError, match="model must be a causal language model of hf_memory, got GPT2LMHeadModel"):
         export_model(other, tmp_path / "export")

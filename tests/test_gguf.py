@@ -136,6 +136,11 @@ def test_a_student_of_a_gguf_file_has_all_that_its_teacher_had(run, folder, tmp_
     assert "tiny.Q4_1.gguf" in card
     assert str(tmp_path) not in card
     assert "| teacher_weights | Q4_1, " in card
+    tuning = ["--steps", 1, "--batch-size", 1, "--length", 32]
+    code, _, err = run("fine-tune", file, "--text", text, "--output", tmp_path / "tuned", *tuning)
+    assert code == 0, err
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert (tuned.config.model_type, tuned.generation_config.temperature) == ("llama", 0.25)
     code, _, err = run("convert", file, "--text", text, "--output", tmp_path / "x", "--teacher-bits", 4, *FAST)
     assert code == 2
     assert "teacher_bits must not be given for a GGUF file" in err
@@ -163,7 +168,10 @@ def test_what_would_be_lost_is_refused(folder, tmp_path, others, message):
 
 
 def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, monkeypatch):
-    (tmp_path / "a.gguf").touch()
+    assert find_gguf(str(tmp_path)) is None
+    (tmp_path / "A.GGUF").touch()
+    assert find_gguf(str(tmp_path)) == find_gguf(str(tmp_path / "A.GGUF")) == tmp_path / "A.GGUF"
+    (tmp_path / "A.GGUF").rename(tmp_path / "a.gguf")
     assert find_gguf(str(tmp_path)) == find_gguf(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").touch()
     with pytest.raises(ValueError, match=r"teacher must be one GGUF file, got .* with a.gguf, b.gguf"):

@@ -342,6 +342,7 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone():
         (Request(prompt, cache=two), "cache must be of one text, got one of 2"),
         (Request(prompt, cache=read(make_model(CASE["linear-elu"]), prompt[None])), "cache must be a DynamicCache"),
         (Request(prompt, cache=StaticCache(config=model.config, max_cache_len=9)), "cache must be a DynamicCache"),
+        ("a prompt", "requests must be of type Request, got str"),
     ]
     requests = [Request(prompt, NEW), *(request for request, _ in wrong), Request(prompt, NEW)]
     answers = collect(model, requests, max_batch_size=2)

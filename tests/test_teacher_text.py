@@ -63,7 +63,13 @@ def test_a_source_names_tokens_and_prompts(tmp_path):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     assert parse_source("teacher:500k") == (500_000, [])
     assert parse_source(f"teacher:2M:{tmp_path}/prompts.txt") == (2_000_000, ["one", "two"])
-    assert parse_source("teacher.txt") is parse_source("teacher:many") is None
+    assert parse_source("teacher:3K") == (3000, [])
+    assert parse_source("teacher.txt") is parse_source("other:500k") is None
+    with pytest.raises(ValueError, match=r"text must be teacher:500k or .* got teacher:many"):
+        parse_source("teacher:many")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"prompts must be a file with a prompt in each line, got .*empty.txt"):
+        parse_source(f"teacher:7:{tmp_path}/empty.txt")
     with pytest.raises(FileNotFoundError):
         parse_source("teacher:7:nothing.txt")
 

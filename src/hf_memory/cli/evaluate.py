@@ -22,7 +22,7 @@ from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, reco
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
 from hf_memory.files.folders import check_folder
-from hf_memory.files.text import check_tokens
+from hf_memory.files.text import check_tokens, read_prompts
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
@@ -88,7 +88,9 @@ def evaluate(
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
     chosen, sizes = _chosen(tasks), _numbers(lengths)
-    asked = prompts.read_text(encoding="utf-8").splitlines() if prompts else list(PROMPTS)
+    asked = read_prompts(prompts) if prompts else list(PROMPTS)
+    if {*chosen} == {"agreement"} and not against and not lm_eval:
+        raise ValueError("tasks must have one that needs no --against, got agreement without it")
     check_folder("output", output)
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
@@ -132,9 +134,12 @@ def _chosen(tasks: str) -> list[str]:
 
 def _numbers(lengths: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(length) for length in lengths.split(",")}))
+        sizes = sorted({int(length) for length in lengths.split(",")})
     except ValueError as error:
         raise ValueError(f"lengths must be numbers with commas between them, got {lengths!r}") from error
+    if sizes[0] < 2:
+        raise ValueError(f"lengths must be at least 2 tokens, got {lengths!r}")
+    return tuple(sizes)
 
 
 def _check_vocabularies(models: dict[str, tuple]) -> None:

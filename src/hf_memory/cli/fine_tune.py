@@ -30,10 +30,10 @@ NONE = DEFAULT._replace(steps=0)
 
 def fine_tune(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or Hub name of a student.")],
+    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of a model.")],
     text: Texts,
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
-    steps: Annotated[int, typer.Option(help="Training steps.")] = DEFAULT.steps,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = DEFAULT.steps,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = DEFAULT.learning_rate,
     batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size,
     length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length,

@@ -32,6 +32,8 @@ def generate(
 ) -> None:
     """Continue a prompt."""
     options = sampling(temperature, top_p, top_k, greedy)
+    if datastore_weight is not None and datastore is None:
+        raise ValueError(f"datastore_weight must not be given without datastore, got {datastore_weight}")
     store = Datastore(datastore) if datastore else None
     loaded, tokenizer = load(model, device, dtype)
     with NearestNeighbours(loaded, store, weight=datastore_weight) if store else nullcontext():

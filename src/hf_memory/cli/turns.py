@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from io import TextIOWrapper
 
 MARK_PASTES, LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # a terminal begins and ceases to mark what is pasted
@@ -10,7 +10,7 @@ BEGIN, END = "\x1b[200~", "\x1b[201~"  # these marks
 PROMPT = "> "
 
 
-def turns() -> Iterator[str]:
+def turns() -> Generator[str, None, None]:
     """The turns of the user until the input ends; empty lines are left out."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 must not end the chat

@@ -146,7 +146,9 @@ def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows:
     name = model if file is None else file.name
     results = conversion.results_of(plan, losses, rows, teacher=name, text=text, training=training)
     if file:
-        results.recipe["teacher_weights"] = conversion.describe_weights(file, plan.teacher_parameters)
+        results.recipe["teacher_weights"] = conversion.describe_weights(
+            file, plan.teacher_parameters or plan.student_parameters
+        )
     return results
 
 

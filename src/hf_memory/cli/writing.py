@@ -36,6 +36,8 @@ def sampling(temperature: float | None, top_p: float | None, top_k: int | None, 
     given = {name: value for name, value in given.items() if value is not None}
     if greedy and given:
         raise ValueError(f"greedy must not be given with {', '.join(given)}")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must be from 0 to 1, got {top_p}")
     return {"do_sample": False} if greedy else given and {"do_sample": True, **given}
 
 

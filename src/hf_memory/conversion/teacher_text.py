@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
+from hf_memory.files.chat_template import apply_template
 from hf_memory.files.folders import written
-from hf_memory.files.text import start_of
+from hf_memory.files.text import read_prompts, start_of
 from hf_memory.progress import Progress, silent
 
-SOURCE = re.compile(r"teacher:(\d+)(k|M)?(?::(.+))?")
-UNITS = {None: 1, "k": 1000, "M": 1_000_000}
+SOURCE = re.compile(r"teacher:(\d+)([kKmM]?)(?::(.+))?")
+UNITS = {"": 1, "k": 1000, "m": 1_000_000}
 BATCH, LENGTH, QUESTION = 16, 512, 64  # texts in a batch, tokens of a text, tokens of a generated question
 PLACE = "\N{BLACK SQUARE}"
 
@@ -26,12 +27,14 @@ def parse_source(source: str) -> tuple[int, list[str]] | None:
 
     Raises:
         OSError: if the file of prompts does not exist.
+        ValueError: if it has no prompts, or the source begins with `teacher:` but is not of this form.
     """
     match = SOURCE.fullmatch(source)
     if match is None:
+        if source.startswith("teacher:"):
+            raise ValueError(f"text must be teacher:500k or teacher:1M, with :FILE for prompts of a file, got {source}")
         return None
-    prompts = Path(match[3]).read_text(encoding="utf-8").splitlines() if match[3] else []
-    return int(match[1]) * UNITS[match[2]], [prompt for prompt in prompts if prompt.strip()]
+    return int(match[1]) * UNITS[match[2].lower()], read_prompts(Path(match[3])) if match[3] else []
 
 
 def write_text(
@@ -105,7 +108,7 @@ def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: in
         else:
             questions = list(prompts) or _continued(teacher, tokenizer, [_opening(tokenizer)] * BATCH, QUESTION)
             talks = [[{"role": "user", "content": question.strip()}] for question in questions]
-            starts = [tokenizer.apply_chat_template(x, tokenize=False, add_generation_prompt=True) for x in talks]
+            starts = [apply_template(tokenizer, x, add_generation_prompt=True) for x in talks]
         ends = _continued(teacher, tokenizer, starts, LENGTH)
         keeps_start = tokenizer.chat_template is not None or prompts
         yield from (start + end if keeps_start else end for start, end in zip(starts, ends))
@@ -114,7 +117,7 @@ def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: in
 def _opening(tokenizer) -> str:
     """The text that a chat template writes before a message of the user."""
     talk = [{"role": "user", "content": PLACE}]
-    return tokenizer.apply_chat_template(talk, tokenize=False).partition(PLACE)[0]
+    return apply_template(tokenizer, talk).partition(PLACE)[0]
 
 
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:

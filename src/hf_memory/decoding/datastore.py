@@ -96,10 +96,11 @@ class Datastore:
     def _header(self) -> dict[str, Any]:
         try:
             header = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            known = header["format"], header["module"], header["fingerprint"], header["dtype"], *header["shape"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.folder / HEADER} is damaged: {error}") from error
-        if header.get("format") != FORMAT:
-            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {header.get('format')!r}")
+        if known[0] != FORMAT:
+            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {known[0]!r}")
         return header
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -129,12 +130,10 @@ class Datastore:
     def add_index(self, description: str) -> None:
         """Add an index of faiss for the keys; see `build_datastore`."""
         faiss = _faiss()
-        try:
-            index = faiss.index_factory(self.keys.shape[1], description)
-        except RuntimeError as error:
-            raise ValueError(f"index must be a description for faiss.index_factory, got {description!r}") from error
         some = torch.randperm(len(self), generator=torch.Generator().manual_seed(0))[:SAMPLE].sort().values
-        index.train(self.keys[some].float().numpy())
+        with _suits(description):
+            index = faiss.index_factory(self.keys.shape[1], description)
+            index.train(self.keys[some].float().numpy())
         for _, keys in zip(*self._slices(self.keys.shape[1])):
             index.add(keys.float().numpy())
         faiss.write_index(index, str(self.folder / INDEX))
@@ -179,14 +178,21 @@ def build_datastore(
         raise ValueError(f"length must be at least 2 tokens, got {length}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder must be a new one, got {folder}, which is in use")
-    if index is not None:
-        _faiss()
     module = key_module(model) if module is None else module
+    width = _width(model, module)
+    if index is not None:
+        with _suits(index):  # before the text is read
+            _faiss().index_factory(width, index)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        shape = _write_keys(model, text, unfinished, length, dtype, module, report)
-        header = {"format": FORMAT, "module": module, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
+        _write_keys(model, text, unfinished, length, dtype, module, report)
+        header = {
+            "format": FORMAT,
+            "module": module,
+            "shape": [len(text) - 1, width],
+            "dtype": str(dtype).removeprefix("torch."),
+        }
         header |= {
             "fingerprint": fingerprint(model.base_model),
             "model": model.config.name_or_path or type(model).__name__,
@@ -230,9 +236,17 @@ def inputs_of(model: PreTrainedModel, module: str) -> Iterator[list[Tensor]]:
         yield seen
 
 
-def _write_keys(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> list[int]:
-    """Write all keys and tokens, and return the shape of the keys."""
-    width, last, was_training = 0, len(text) - 1, model.training
+def _width(model: PreTrainedModel, module: str) -> int:
+    """Channels of the input of a module, found by reading one token."""
+    with inputs_of(model, module) as seen:
+        model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    if not seen or seen[0].ndim != 3:
+        raise ValueError(f"module must be one that hidden states go through, inside the base model, got {module!r}")
+    return seen[0].shape[-1]
+
+
+def _write_keys(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module: str, report) -> None:
+    last, was_training = len(text) - 1, model.training
     model.eval()
     try:
         with open(folder / KEYS, "wb") as keys_file, inputs_of(model, module) as seen:
@@ -241,13 +255,11 @@ def _write_keys(model, text: Text, folder: Path, length: int, dtype: torch.dtype
                 keys = seen[0][0, -scored:].to("cpu", dtype).contiguous()
                 if not keys.isfinite().all():
                     raise ValueError(f"dtype must have the range of the keys, got {dtype}, in which some are infinite")
-                width = keys.shape[-1]
                 keys.view(torch.uint8).numpy().tofile(keys_file)
                 report(Progress("reading into the datastore", window.stop, last, 1))
     finally:
         model.train(was_training)
     text.tokens[1:].to("cpu", torch.int32).contiguous().numpy().tofile(folder / TOKENS)
-    return [last, width]
 
 
 def windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
@@ -261,6 +273,17 @@ def windows(last: int, length: int) -> Iterator[tuple[slice, int]]:
 def _rows(width: int) -> int:
     """The number of rows of this width that a search may hold in memory."""
     return max(1, SLICE // width)
+
+
+@contextmanager
+def _suits(description: str) -> Iterator[None]:
+    """Errors of faiss about an index as a ValueError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).rpartition(": ")[2]
+        wanted = "a description for faiss.index_factory that suits the keys"
+        raise ValueError(f"index must be {wanted}, got {description!r}: {reason}") from error
 
 
 def _faiss():

@@ -39,7 +39,7 @@ def open_record(folder: Path, settings: dict[str, Any]) -> Record:
 
 
 def _read(file: Path) -> Record:
-    with suppress(ValueError, LookupError, TypeError, AttributeError):
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
         record = json.loads(file.read_text(encoding="utf-8"))
         rows = record["models"].values()
         if all(isinstance(x, dict) for x in (record["settings"], *(row["found"] for row in rows))):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_memory.files.chat_template import apply_template
+
 TEXTS = "texts"  # key of the answers in a record
 PROMPTS = (
     "What is gravity?",
@@ -58,8 +60,7 @@ def words_alike(text: str, other: str) -> int:
 
 def _asked(tokenizer, prompt: str) -> Tensor:
     """The tokens of a prompt, [1, T]."""
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    talk = [{"role": "user", "content": prompt}]
-    read = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return read["input_ids"]
+    has_template = tokenizer.chat_template is not None
+    if has_template:
+        prompt = apply_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")["input_ids"]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -20,7 +21,7 @@ from hf_memory.export.targets import Target, find_target
 from hf_memory.files.folders import written
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
-from hf_memory.modeling.loading import load_model
+from hf_memory.modeling.loading import load_model, load_tokenizer
 
 TOKENS = 24  # tokens of the two rows that both models read for the comparison
 TOLERANCE = 1e-4  # relative to the largest logit, in float32: rounding gives 1e-5 in small models, a real fault 1e-2
@@ -56,7 +57,7 @@ def export_model(
             template are exported too.
         folder: the folder to write to; it must not exist yet.
         target: a name in TARGETS, or `"auto"`: the first that represents the model exactly.
-        gguf: a GGUF file to write as well, for llama.cpp, with the tokenizer and in the precision of the model.
+        gguf: a new GGUF file to write as well, for llama.cpp, with the tokenizer and in the precision of the model.
 
     Raises:
         NotExportable: if no target represents the model exactly; the message says which fields of its config differ.
@@ -67,9 +68,11 @@ def export_model(
     folder, tokenizer = Path(folder), None
     if folder.exists():
         raise ValueError(f"folder must not exist yet, got {folder}")
+    if gguf is not None:
+        _check_file(Path(gguf), folder)
     if not isinstance(model, PreTrainedModel):
         if cached_file(str(model), TOKENIZER, _raise_exceptions_for_missing_entries=False):
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            tokenizer = load_tokenizer(model)
         model = load_model(model)
     if not isinstance(model, MemoryForCausalLM):
         raise ValueError(f"model must be a causal language model of hf_memory, got {type(model).__name__}")
@@ -91,6 +94,13 @@ def export_model(
             shutil.move(Path(work) / "gguf", gguf)
         partial.rename(folder)
     return Export(folder, found, found.engines(model.config), error)
+
+
+def _check_file(gguf: Path, folder: Path) -> None:
+    if gguf.exists() or gguf.absolute() == folder.absolute():
+        raise ValueError(f"gguf must be a new file, got {gguf}")
+    if not os.access(gguf.parent, os.W_OK):
+        raise ValueError(f"gguf must be a file in a folder that exists and can be written to, got {gguf}")
 
 
 @torch.no_grad()

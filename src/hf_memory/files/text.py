@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hf_memory.files.chat_template import apply_template
 from hf_memory.progress import Progress, silent
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
@@ -92,6 +93,19 @@ def read_tokens(
     if not count:
         raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
     return Text(torch.cat(tokens)[:limit], torch.tensor(start, dtype=torch.long))
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The lines of a text file, without empty ones.
+
+    Raises:
+        ValueError: if there are none, or the file is not text.
+        OSError: if the file cannot be read.
+    """
+    prompts = [line for text in _text(file) for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts must be a file with a prompt in each line, got {file}, which is empty")
+    return prompts
 
 
 def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int) -> None:
@@ -210,7 +224,7 @@ def _ids(document: Document, tokenizer) -> list[int]:
     if not isinstance(document, str):
         if tokenizer.chat_template is None:
             raise ValueError("messages need a tokenizer with a chat template, got one without")
-        document = tokenizer.apply_chat_template(document, tokenize=False)
+        document = apply_template(tokenizer, document)
     return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
 
 

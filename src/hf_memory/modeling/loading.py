@@ -13,8 +13,10 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -30,11 +32,12 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     Raises:
         ValueError: if no model can be built from the config, or only one that is larger than the files of weights.
     """
-    described, kept = PreTrainedConfig.get_config_dict(name)[0], _files(name)
+    with _explained(f"the config of {name} must describe a model that can be built"):
+        described, kept = PreTrainedConfig.get_config_dict(name)[0], _files(name)
     tensors = sum(len(safe_open(file, "pt").keys()) for file in kept)
     if (depth := _depth(described)) > max(DEEPEST, tensors):
         raise ValueError(f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors")
-    with _explained(name):
+    with _explained(f"the config of {name} must describe a model that can be built"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             return config
@@ -72,6 +75,20 @@ def load_model(name: str | Path, **options) -> PreTrainedModel:
     return model
 
 
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. No code of the repository runs.
+
+    Args:
+        name: a folder or a name on the Hub.
+
+    Raises:
+        ValueError: if its files describe no tokenizer.
+        OSError: if there are none.
+    """
+    with _explained(f"the files of {name} must describe a tokenizer"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
 def _files(name: str | Path) -> list[Path]:
     """The files of weights that have headers, which safetensors have; none if not all are on this machine."""
     files = [SAFE_WEIGHTS_NAME]
@@ -96,13 +113,11 @@ def _depth(described: dict) -> int:
 
 
 @contextmanager
-def _explained(name: str | Path) -> Iterator[None]:
-    """Errors from a wrong value in a config, which transformers does not check everywhere, as a ValueError."""
+def _explained(wanted: str) -> Iterator[None]:
+    """Errors from a wrong value in a file, which transformers does not check everywhere, as a ValueError."""
     try:
         yield
     except (ValueError, OSError, StrictDataclassError):
         raise
     except Exception as error:
-        raise ValueError(
-            f"the config of {name} must describe a model that can be built, got {type(error).__name__} ({error})"
-        ) from error
+        raise ValueError(f"{wanted}, got {type(error).__name__} ({error})") from error

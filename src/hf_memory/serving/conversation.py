@@ -3,9 +3,9 @@
 from collections.abc import Generator
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_memory.files.chat_template import apply_template
 from hf_memory.serving.stream import Request, generate_stream
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
@@ -109,10 +109,7 @@ class Conversation:
 
     def _text(self, messages: list[dict], **options) -> tuple[str, int]:
         """The text that the template makes of messages, and where the answer in it ends."""
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template raised an error for this conversation: {error}") from error
+        text = apply_template(self.tokenizer, messages, **options)
         if messages[: len(EXCHANGE)] != EXCHANGE:
             return text, 0
         if ANSWER not in text:

@@ -165,9 +165,11 @@ class _Batch:
 
     def add(self, number: int, request: Request) -> Step:
         """Read the prompt of a request, and choose its first token."""
-        if request.cancelled:
-            return Step(number, None, True, None)
         try:
+            if not isinstance(request, Request):
+                raise ValueError(f"requests must be of type Request, got {type(request).__name__}")
+            if request.cancelled:
+                return Step(number, None, True, None)
             row, cache, logits = _read(self.model, number, request)
         except Exception as error:
             return Step(number, None, True, None, error)

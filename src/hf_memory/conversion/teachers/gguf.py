@@ -26,6 +26,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
 
+from hf_memory.files.chat_template import apply_template
 from hf_memory.modeling.loading import load_model
 
 ENDS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
@@ -47,7 +48,8 @@ def find_gguf(name: str) -> Path | None:
         ValueError: if a folder has several, or the package to read them is not installed.
     """
     path = Path(name)
-    files = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    files = [file for file in files if file.suffix.lower() == ".gguf"]
     if not files or (path / "config.json").exists():
         return None
     if len(files) > 1:
@@ -174,7 +176,7 @@ def turn_ends(tokenizer) -> set[int]:
     if tokenizer.chat_template is None:
         return set()
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("!")[2]
+    after = apply_template(tokenizer, talk).rpartition("!")[2]
     first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
     return {x for x in first if x in tokenizer.added_tokens_decoder}
 

@@ -1,7 +1,7 @@
 """Loading a teacher from a folder, from the Hub, or from a GGUF file."""
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.teachers.gguf import find_gguf, read_config, read_model, read_tokenizer
 from hf_memory.modeling import loading
@@ -23,7 +23,7 @@ def load_config(name: str) -> PreTrainedConfig:
 def load_tokenizer(name: str):
     """The tokenizer of a model; the argument is that of `load_config`."""
     file = find_gguf(name)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False) if file is None else read_tokenizer(file)
+    return loading.load_tokenizer(name) if file is None else read_tokenizer(file)
 
 
 def load_teacher(name: str) -> PreTrainedModel:
