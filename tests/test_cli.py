@@ -13,12 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from hf_memory import cli
-from hf_memory.cli import work
 from hf_memory.cli.options import read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
-from hf_memory.evaluation import measure
+from hf_memory.evaluation import measure, tasks
 
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 SHORT = "steps=2,batch_size=2,length=32"
@@ -81,20 +80,27 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     assert out.startswith("the snake")
 
 
-def test_a_student_is_saved_before_it_is_measured(run, teacher, text, tmp_path, monkeypatch):
+def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, teacher, text, tmp_path, monkeypatch):
     def no_time(*args, **kwargs):
         raise OSError("no time")
 
+    asked = []
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST]
     with monkeypatch.context() as patch:
-        patch.setattr(work, "measure", no_time)
+        patch.setattr(tasks, "cost_by_context", no_time)
         assert run(*command)[0] == 2
     assert run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
     weights = (tmp_path / "student" / "model.safetensors").read_bytes()
     assert not (tmp_path / "student" / "README.md").exists()
-    assert run(*command, "--overwrite")[0] == 0
+    code, _, err = run(*command, "--seed", 1)
+    assert (code, "output must be a new folder" in err) == (2, True)  # this is another run
+    again = tasks.perplexity_by_position
+    monkeypatch.setattr(tasks, "perplexity_by_position", lambda *args, **how: asked.append(1) or again(*args, **how))
+    assert run(*command)[0] == 0
+    assert len(asked) == 2  # the student's, before and after: the teacher's is known
     assert (tmp_path / "student" / "model.safetensors").read_bytes() == weights
-    assert (tmp_path / "student" / "README.md").exists()
+    assert {"README.md", "evaluation.json"} & {x.name for x in (tmp_path / "student").iterdir()} == {"README.md"}
+    assert run(*command)[0] == 2  # now it is finished
 
 
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):

@@ -1,7 +1,8 @@
 """hf-memory convert."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,9 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import Job, device, prepare, print_plan, results_of, save, show
 from hf_memory.conversion import Conversion, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
-from hf_memory.evaluation import ModelResult
+from hf_memory.evaluation import ModelResult, record
 from hf_memory.evaluation.model_result import OF_CARD
+from hf_memory.files.text import Text
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
@@ -111,6 +113,7 @@ def convert(
         _print_ranking(made)
     results = results_of(context, job, made.plan, made.losses, rows, teacher)
     conversion.add_results(output, results)
+    (output / record.FILE).unlink(missing_ok=True)
     show(output, results)
 
 
@@ -146,21 +149,26 @@ def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion
     if not processes.is_main_process:
         return None
     save(context, job, made.student, recipe_flags(made.plan.recipe))
-    return made, list(_rows(job, made, model, quantized))
+    keep = partial(record.keep, context.params["output"], job.known)  # so that a stopped call need not measure again
+    return made, list(_rows(partial(job.measure, keep=keep), made, model, quantized, job.tokens))
 
 
 def _rows(
-    job: Job, made: Conversion, teacher: PreTrainedModel, quantized: PreTrainedModel | None
+    measure: Callable[..., ModelResult],
+    made: Conversion,
+    teacher: PreTrainedModel,
+    quantized: PreTrainedModel | None,
+    tokens: Text,
 ) -> Iterator[ModelResult]:
     """The measurements of the teacher, and of the student before and after its training."""
     place = made.student.device
-    yield job.measure("teacher", teacher.to(place))  # type: ignore[arg-type]
-    after = job.measure("student", made.student, teacher)
+    yield measure("teacher", teacher.to(place))  # type: ignore[arg-type]
+    after = measure("student", made.student, teacher)
     if made.plan.stages:
         made.student.cpu()
-        before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
+        before, _ = conversion.untrained_student(teacher, tokens, made.plan, quantized=quantized)
         quality = [task for task in OF_CARD if task != "speed"]  # which does not depend on the weights
-        yield replace(job.measure("before training", before, teacher, tasks=quality), costs=after.costs)
+        yield replace(measure("before training", before, teacher, tasks=quality), costs=after.costs)
     yield after
 
 

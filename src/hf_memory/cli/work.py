@@ -16,10 +16,12 @@ from hf_memory import conversion
 from hf_memory.cli.options import found, read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Plan, Recipe, Run
+from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.report import HEADER, table
-from hf_memory.conversion.run_file import RUN, write_flags
+from hf_memory.conversion.run_file import RUN, is_unfinished, recipe_flags, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure
+from hf_memory.evaluation.record import Record, open_record, row_of
 from hf_memory.export import find_target
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text
@@ -38,12 +40,14 @@ class Job(NamedTuple):
     tokens: Text  # the training text
     held_out: Text
     measure_tokens: int  # number of held-out tokens to compare models on
+    known: Record  # what a stopped call has measured
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
         """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
         lengths = lengths_beyond(self.plan.student)
         subject = Subject(model, self.held_out, teacher, lengths, self.measure_tokens)
-        return measure(name, subject, report=self.run.report, **how)
+        found = row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
+        return measure(name, subject, found=found, report=self.run.report, **how)
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
@@ -55,6 +59,8 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
         found(model)
     elif recipe.teacher_bits:
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
+    resumed = is_unfinished(given["output"], context.command.params, given | recipe_flags(recipe))
+    given["overwrite"] |= resumed  # the result of this very command
     config, output = conversion.load_config(model), {x: given[x] for x in ("output", "overwrite")}
     longest = max(schedule.length for schedule in recipe.schedules.values())
     plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
@@ -68,7 +74,8 @@ def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable
     plan = conversion.resolve(recipe, config, tokens)
     if not given["dry_run"]:  # a dry run may be on another machine
         conversion.check_space(plan, run, output=given["output"])
-    return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"])
+    known = open_record(given["output"], {}) if resumed else {"settings": {}, "models": {}}
+    return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"], known)
 
 
 def _written(source: str, context: typer.Context, model: str, tokenizer, report: Callable[[Progress], None]) -> str:

@@ -1,11 +1,13 @@
 """A run of the command line as a YAML file: the names of its flags and their values."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hf_memory.conversion.folders import RESULTS
 from hf_memory.conversion.recipe import Recipe, Schedule
 
 RUN = "run.yaml"
@@ -40,12 +42,24 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
 
 def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> None:
     """Write all settings of a run, including defaults, so that it can be repeated."""
+    file.write_text(_content(parameters, values), encoding="utf-8")
+
+
+def is_unfinished(folder: Path, parameters: Sequence, values: Mapping[str, Any]) -> bool:
+    """Whether a folder has the model of a run with the same settings that was stopped while the model was measured."""
+    file, results = folder / RUN, folder / RESULTS
+    if not file.is_file() or not results.is_file() or json.loads(results.read_text(encoding="utf-8")):
+        return False
+    return file.read_text(encoding="utf-8") == _content(parameters, values)
+
+
+def _content(parameters: Sequence, values: Mapping[str, Any]) -> str:
     described = {
         _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
         for x in parameters
         if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
     }
-    file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
 
 
 def recipe_flags(recipe: Recipe) -> dict[str, Any]:
