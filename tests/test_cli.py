@@ -1,6 +1,7 @@
 """The commands as a user types them."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import measure, tasks
+from hf_memory.files.claims import claimed
 
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 SHORT = "steps=2,batch_size=2,length=32"
@@ -101,6 +103,26 @@ def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, tea
     assert (tmp_path / "student" / "model.safetensors").read_bytes() == weights
     assert {"README.md", "evaluation.json"} & {x.name for x in (tmp_path / "student").iterdir()} == {"README.md"}
     assert run(*command)[0] == 2  # now it is finished
+
+
+def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monkeypatch):
+    command, tune = ("convert", teacher, *FAST), ("fine-tune", teacher, "--steps", 1, "--length", 32)
+    lock = tmp_path / ".student.lock"
+    lock.write_text("process 1 on a machine")  # of a process that was killed
+    with claimed(tmp_path / "student"):
+        for words in (command, tune, ["demo"]):
+            text_of = [] if words == ["demo"] else ["--text", text]
+            code, _, err = run(*words, *text_of, "--output", tmp_path / "student")
+            assert (code, "output must not be in use" in err, f"to which process {os.getpid()}" in err) == (
+                2,
+                True,
+                True,
+            )
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "student").mkdir()
+    (tmp_path / "student" / "results.json").write_text("{}")
+    code, out, err = run("demo", "--output", tmp_path / "student")  # a student, not a demo
+    assert (code, out, "output must be a new folder or the result of an earlier run" in err) == (2, "", True)
 
 
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):

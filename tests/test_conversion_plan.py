@@ -151,6 +151,8 @@ def places(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "others" / "run" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "transfer").symlink_to(tmp_path / "folder")
     return tmp_path
 
 
@@ -168,6 +170,7 @@ def places(tmp_path):
         ("x" * 240, None, "output must have a name of at most 230 bytes"),
         ("x" * 300, None, "output must have a name of at most 230 bytes"),
         ("student", "file", "checkpoints must be a folder, got"),
+        ("student", "linked", "checkpoints must be in a folder without symbolic links, got .*linked with transfer"),
         ("student", "others", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
         ("student", "others/run", "checkpoints must be in a folder of their own, got .*, which has a checkpoint-5"),
     ],

@@ -242,7 +242,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):
         code, _, err, found = evaluate("--tasks", "recall")
         assert (code, found) == (2, [])
         assert "to which process" in err
-    assert not any((tmp_path / "out").iterdir())
+    assert not any(tmp_path.iterdir())
     with claimed(tmp_path / "out"):
         pass
 

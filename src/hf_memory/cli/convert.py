@@ -28,7 +28,7 @@ from hf_memory.cli.options import (
 )
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
-from hf_memory.cli.work import Job, device, prepare, print_plan, results_of, save, show
+from hf_memory.cli.work import Job, claimed_output, device, prepare, print_plan, results_of, save, show
 from hf_memory.conversion import Conversion, Recipe, Schedule
 from hf_memory.conversion.run_file import read_schedule, recipe_flags
 from hf_memory.evaluation import ModelResult, record
@@ -101,20 +101,21 @@ def convert(
     config: Config = None,
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
-    with signs_of_life() as report:
-        job = prepare(context, teacher, _recipe(context), report)
-        done = None if dry_run else _convert(context, teacher, job)
-    if dry_run:
-        print_plan(job.plan)
-    if done is None:
-        return
-    made, rows = done
-    if made.ranking:
-        _print_ranking(made)
-    results = results_of(context, job, made.plan, made.losses, rows, teacher)
-    conversion.add_results(output, results)
-    (output / record.FILE).unlink(missing_ok=True)
-    show(output, results)
+    with claimed_output(context):
+        with signs_of_life() as report:
+            job = prepare(context, teacher, _recipe(context), report)
+            done = None if dry_run else _convert(context, teacher, job)
+        if dry_run:
+            print_plan(job.plan)
+        if done is None:
+            return
+        made, rows = done
+        if made.ranking:
+            _print_ranking(made)
+        results = results_of(context, job, made.plan, made.losses, rows, teacher)
+        conversion.add_results(output, results)
+        (output / record.FILE).unlink(missing_ok=True)
+        show(output, results)
 
 
 def _recipe(context: typer.Context) -> Recipe:

@@ -1,6 +1,5 @@
 """hf-memory demo."""
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import how_to_load, print_results
 from hf_memory.cli.writing import load, write
 from hf_memory.demo import PROMPTS, Demo, run_demo
+from hf_memory.files.claims import claimed
 from hf_memory.files.folders import RESULTS
 
 
@@ -22,11 +22,12 @@ def demo(
     option: Option = None,
 ) -> None:
     """Train a small Llama on Python's documentation, convert it, and compare both; offline, in minutes."""
-    conversion.check_output(output, overwrite=True)
-    with signs_of_life() as report:
+    how: dict = {"overwrite": True, "mark": f"student/{RESULTS}"}  # of an earlier demo
+    with claimed(output), signs_of_life() as report:
+        conversion.check_output(output, **how)
         made = run_demo(to=to, run=conversion.Run(report=report), say=console.print, **read_pairs(option))
-    with conversion.new_folder(output, overwrite=True) as folder:
-        _write(folder, made)
+        with conversion.new_folder(output, **how) as folder:
+            _write(folder, made)
     print_results(made.results)
     for name in ("teacher", "student"):
         _show_continuations(name, str(output / name))
@@ -37,7 +38,6 @@ def _write(folder: Path, made: Demo) -> None:
     conversion.write_report(folder / "student", made.student, made.tokenizer, made.results)
     made.teacher.save_pretrained(folder / "teacher")
     made.tokenizer.save_pretrained(folder / "teacher")
-    shutil.copy(folder / "student" / RESULTS, folder)  # marks a folder that the next run may replace
 
 
 def _show_continuations(name: str, folder: str) -> None:

@@ -21,7 +21,7 @@ from hf_memory.cli.options import (
     Training,
 )
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.work import Job, device, finish, prepare, print_plan, results_of
+from hf_memory.cli.work import Job, claimed_output, device, finish, prepare, print_plan, results_of
 from hf_memory.conversion import FINE_TUNING, Recipe, Schedule
 
 DEFAULT = Recipe().fine_tuning._replace(steps=100)
@@ -50,7 +50,7 @@ def fine_tune(
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
     schedule = Schedule(steps, learning_rate, batch_size, length)
     recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
-    with signs_of_life() as report, tempfile.TemporaryDirectory() as folder:
+    with claimed_output(context), signs_of_life() as report, tempfile.TemporaryDirectory() as folder:
         job, adapter = prepare(context, model, recipe, report), Path(folder) if lora_rank else None
         done = None if dry_run else _fine_tune(model, job, adapter)
         if dry_run:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import found, read_pairs
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import IS_FIRST, console
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.report import HEADER, table
@@ -23,7 +23,8 @@ from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure
 from hf_memory.evaluation.record import Record, open_record, row_of
 from hf_memory.export import find_target
-from hf_memory.files.folders import written
+from hf_memory.files.claims import claimed
+from hf_memory.files.folders import check_folder, written
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress
 
@@ -48,6 +49,14 @@ class Job(NamedTuple):
         subject = Subject(model, self.held_out, teacher, lengths, self.measure_tokens)
         found = row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
         return measure(name, subject, found=found, report=self.run.report, **how)
+
+
+def claimed_output(context: typer.Context) -> AbstractContextManager[None]:
+    """A context in which no other process can write to the output, unless this one does not write there."""
+    if context.params["dry_run"] or not IS_FIRST:
+        return nullcontext()
+    check_folder("output", context.params["output"])
+    return claimed(context.params["output"])
 
 
 def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:

@@ -56,7 +56,12 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
 
 
 def check_claimable(folder: Path) -> None:
-    """Raise ValueError if a folder has checkpoints or logits of an unknown run, which this run might delete."""
+    """Raise ValueError if a folder has checkpoints or logits of an unknown run, or links that lead out of it.
+
+    This run might delete the former, and would write where the latter point to.
+    """
+    if links := [found for found in folder.rglob("*") if found.is_symlink()]:
+        raise ValueError(f"checkpoints must be in a folder without symbolic links, got {folder} with {links[0].name}")
     if (found := _work(folder)) and not (folder / FINGERPRINT).exists():
         raise ValueError(f"checkpoints must be in a folder of their own, got {folder}, which has a {found[0].name}")
 

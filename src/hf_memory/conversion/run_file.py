@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hf_memory.conversion.folders import RESULTS
 from hf_memory.conversion.recipe import Recipe, Schedule
+from hf_memory.files.folders import RESULTS
 
 RUN = "run.yaml"
 OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # flags that do not change the result, so are not saved

@@ -8,21 +8,20 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-LOCK = ".lock"
-
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """A context in which no other process can claim the folder; the claim ends with the process, also if it is killed.
 
     Args:
-        folder: the folder; created if it does not exist.
+        folder: the folder, which need not exist; the claim is a file beside it.
 
     Raises:
         ValueError: if another process has claimed it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, owner = FileLock(folder / LOCK), folder / LOCK
+    owner = folder.absolute().with_name(f".{folder.absolute().name}.lock")
+    owner.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(owner)
     try:
         lock.acquire(timeout=0)
     except Timeout:

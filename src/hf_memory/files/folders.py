@@ -14,13 +14,15 @@ LONGEST_NAME = 230  # file systems allow 255 bytes, and a folder is first writte
 
 
 @contextmanager
-def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: Path, *, overwrite: bool = False, mark: str = RESULTS) -> Iterator[Path]:
     """A temporary folder beside `path`, as a context; it is renamed to `path` if no exception was raised.
+
+    The arguments are those of `check_output`.
 
     Raises:
         ValueError: if `path` is in use, unless `overwrite` is set and it is the result of an earlier run.
     """
-    check_output(path, overwrite=overwrite)
+    check_output(path, overwrite=overwrite, mark=mark)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -37,12 +39,15 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Path | None] | None = None) -> None:
+def check_output(
+    path: Path, *, overwrite: bool = False, mark: str = RESULTS, beside: Mapping[str, Path | None] | None = None
+) -> None:
     """Check that a result can be written to a folder.
 
     Args:
         path: the folder.
         overwrite: whether the result of an earlier run in it may be replaced.
+        mark: the file in it that shows that it is such a result.
         beside: other folders of the run by name; none of them may contain `path` or be inside it.
 
     Raises:
@@ -53,7 +58,7 @@ def check_output(path: Path, *, overwrite: bool = False, beside: Mapping[str, Pa
         places = [x.resolve() for x in (path, other)] if other else []
         if any(place in (*other.parents, other) for place, other in zip(places, reversed(places))):
             raise ValueError(f"output must not contain {name} or be inside it, got {path} and {other}")
-    if not path.exists() or not any(path.iterdir()) or (overwrite and (path / RESULTS).exists()):
+    if not path.exists() or not any(path.iterdir()) or (overwrite and (path / mark).exists()):
         return
     if overwrite:
         raise ValueError(f"output must be a new folder or the result of an earlier run, got {path} with other files")
