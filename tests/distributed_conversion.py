@@ -9,8 +9,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+import hf_memory_cli
 from distributed_check import become_two
-from hf_memory import cli
 from hf_memory.conversion import Run, processes
 from test_conversion import convert
 from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if len(sys.argv) > 2:
         shard_on_the_cpu()
-        return cli.app()
+        return hf_memory_cli.app()
     folder = Path(sys.argv[1])
     become_two()
     convert_and_save("copied", folder)

@@ -13,7 +13,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
-from hf_memory import cli
+import hf_memory_cli
 from hf_memory.cli.options import read_pairs
 from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
     def type_command(*arguments):
         monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
-            cli.app()
+            hf_memory_cli.app()
         return exit_.value.code or 0, *capsys.readouterr()
 
     return type_command

@@ -10,7 +10,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from hf_memory import cli
+import hf_memory_cli
 from hf_memory.conversion import make_student
 from hf_memory.conversion.stages.transfer import AttentionTransfer
 
@@ -81,7 +81,7 @@ def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_p
     recipe = ["--config", RECIPES / f"{name}.yaml", "--text", text, "--output", tmp_path / "student"]
     monkeypatch.setattr(sys, "argv", ["hf-memory", "convert", str(tmp_path), *map(str, recipe), "--dry-run"])
     with pytest.raises(SystemExit) as exit_:
-        cli.app()
+        hf_memory_cli.app()
     printed, error = (" ".join(x.split()) for x in capsys.readouterr())
     assert (exit_.value.code or 0, error) == (0, "")
     assert [f"{tokens:,} tokens" in printed for tokens in stages] == [True, True]

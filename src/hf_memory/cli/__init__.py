@@ -9,9 +9,6 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from hf_memory.cli.terminal import errors
-from hf_memory_cli import app
-
-__all__ = ["app", "explain", "load"]
 
 EXPECTED = (ValueError, OSError, StrictDataclassError, SafetensorError)  # errors that wrong input can cause
 

@@ -1,9 +1,9 @@
 """Entry point of the command line, `hf-memory COMMAND`. A command is a file of hf_memory/cli and an entry of COMMANDS.
 
-This file is outside the package, so that --help does not import it: that takes seconds, since it imports torch.
+This package is outside hf_memory, which --help does not import: that takes seconds, since it imports torch.
 """
 
-from importlib import import_module, metadata
+from importlib import metadata
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -31,8 +31,10 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx, args):
         """The command that is called, as its file defines it."""
+        from hf_memory.cli import load
+
         name, _, rest = super().resolve_command(ctx, args)
-        return name, import_module("hf_memory.cli").load(name), rest
+        return name, load(name), rest
 
 
 commands = typer.Typer(
@@ -60,4 +62,6 @@ def app() -> None:
     try:
         commands()
     except Exception as error:
-        import_module("hf_memory.cli").explain(error)
+        from hf_memory.cli import explain
+
+        explain(error)
