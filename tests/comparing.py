@@ -1,10 +1,12 @@
 """The one way to compare results of different computations, which must not depend on how a processor orders sums."""
 
-import torch
-from torch.utils._pytree import tree_flatten
+import copy
 
-EXACT = 1e-10  # of the largest element in float64, where only mistakes are larger
-FACTOR = 16  # by which one order of sums may lose more than another
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+EXACT = 1e-10  # in float64, where only mistakes are larger; times the largest element where it is above one
+FACTOR = 32  # by which one order of sums may lose more than another
 
 
 def assert_close(found, expected, rounded=None):
@@ -24,8 +26,15 @@ def assert_close(found, expected, rounded=None):
             continue
         assert other.dtype == torch.float64
         assert one.dtype == (torch.float64 if third is None else third.dtype)
-        atol = EXACT * _largest(other) if third is None else FACTOR * _lost(third, other)
+        atol = EXACT * max(1, _largest(other)) if third is None else FACTOR * _lost(third, other)
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+
+
+def in_float64(x):
+    """A copy of a module, or of a tree of tensors, in float64."""
+    if isinstance(x, torch.nn.Module):
+        return copy.deepcopy(x).double()
+    return tree_map(lambda y: y.double() if isinstance(y, torch.Tensor) and y.is_floating_point() else y, x)
 
 
 def _lost(rounded: torch.Tensor, exact: torch.Tensor) -> float:

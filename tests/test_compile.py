@@ -17,6 +17,7 @@ from cases import (
     one_layer,
     random_tokens,
 )
+from comparing import assert_close
 
 
 def prefill(model, tokens, max_cache_len=50):
@@ -39,7 +40,7 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         return graph
 
     torch._dynamo.reset()
-    model, tokens = make_model(case, **one_layer(case)), random_tokens(2, 40)
+    model, tokens = make_model(case, **one_layer(case)).double(), random_tokens(2, 40)
     cache = prefill(model, tokens[:, :8])
     step = torch.compile(model.forward, backend=count, fullgraph=True)  # raises at a graph break
     with torch.no_grad():
@@ -48,7 +49,7 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         more = [step(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(16, 40)]
         expected = model(tokens).logits[:, 8:]
     assert len(graphs) == compiled <= 2
-    torch.testing.assert_close(torch.cat(warm + more, 1), expected, rtol=1e-3, atol=1e-3)
+    assert_close(torch.cat(warm + more, 1), expected)
 
 
 def addresses(cache):
@@ -60,14 +61,14 @@ def addresses(cache):
 
 @every_case
 def test_states_of_a_static_cache_are_written_in_place(case):
-    model, tokens = make_model(case), random_tokens(2, 12)
+    model, tokens = make_model(case).double(), random_tokens(2, 12)
     cache = prefill(model, tokens[:, :8])
     before = addresses(cache)
     with torch.no_grad():
         model(tokens[:, 8:9], past_key_values=cache)
         cache.reset()
         again = model(tokens, past_key_values=cache).logits
-        torch.testing.assert_close(again, model(tokens).logits, rtol=1e-3, atol=1e-4)
+        assert_close(again, model(tokens).logits)
     assert addresses(cache) == before
 
 
@@ -82,25 +83,25 @@ EXPORTED = [case for i, case in enumerate(CASES) if growths(case) - set().union(
 
 @pytest.mark.parametrize("case", EXPORTED, ids=[case.name for case in EXPORTED])  # of every kind, a step is compiled
 def test_an_exported_decode_step_equals_eager(case):
-    model, tokens = make_model(case, **one_layer(case)), random_tokens(1, 9)
+    model, tokens = make_model(case, **one_layer(case)).double(), random_tokens(1, 9)
     sample = {"input_ids": tokens[:, 8:], "past_key_values": prefill(model, tokens[:, :8])}
     exported = DynamoExporter().export_program(model, sample, DynamoConfig(dynamic=False))[0].module()
     with torch.no_grad():
         logits = exported(input_ids=tokens[:, 8:], past_key_values=prefill(model, tokens[:, :8])).logits
-        torch.testing.assert_close(logits, model(tokens).logits[:, 8:], rtol=1e-3, atol=1e-4)
+        assert_close(logits, model(tokens).logits[:, 8:])
 
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.model_type == "hf_memory_titans"], ids=lambda x: x.name)
 @torch.no_grad()
 def test_a_model_of_titans_is_exported_for_any_length(case):
     """More and fewer tokens than it was exported with, and other numbers of chunks, of windows and of segments."""
-    model, length = make_model(case, **one_layer(case)), torch.export.Dim("length", min=2, max=4096)
+    model, length = make_model(case, **one_layer(case)).double(), torch.export.Dim("length", min=2, max=4096)
     shapes = {"input_ids": {1: length}, "use_cache": None}
     exported = torch.export.export(model, (random_tokens(1, 24),), {"use_cache": False}, dynamic_shapes=shapes).module()
     for T in (2, 31, 70):
         tokens = random_tokens(1, T, seed=T)
         logits = exported(tokens, use_cache=False).logits
-        torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+        assert_close(logits, model(tokens).logits)
 
 
 def test_an_export_of_mac_for_any_length_says_that_it_has_no_gradients():

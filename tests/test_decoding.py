@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore, tune
 from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
@@ -46,7 +47,7 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
         model(read[None, :-1])
         plain = model(asked).logits.softmax(-1)
     keys, queries = inputs[0][0], inputs[1]
-    torch.testing.assert_close(store.keys, keys, atol=1e-9, rtol=1e-9)
+    assert_close(store.keys, keys)
     expected = torch.empty_like(plain)
     for b in range(2):
         for t in range(9):
@@ -60,11 +61,11 @@ def test_predictions_are_mixed_with_what_followed_the_nearest_keys(name, tmp_pat
     with NearestNeighbours(model, store, k=k, weight=weight, temperature=temperature):
         found = model(asked, labels=asked)
         last = model(asked, logits_to_keep=1).logits
-    torch.testing.assert_close(found.logits, expected.log(), atol=1e-8, rtol=1e-8)
-    torch.testing.assert_close(last, found.logits[:, -1:], atol=1e-8, rtol=1e-8)
+    assert_close(found.logits, expected.log())
+    assert_close(last, found.logits[:, -1:])
     losses = -expected[:, :-1].log().gather(-1, asked[:, 1:, None])
-    torch.testing.assert_close(found.loss.double(), losses.mean(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
+    assert_close(found.loss, losses.mean(), losses.float().mean())
+    assert_close(model(asked).logits.softmax(-1), plain)  # the model is itself again
 
 
 def test_the_mixture_that_is_chosen_is_the_least_surprised(tmp_path):
@@ -102,10 +103,10 @@ def test_a_gate_mixes_retrieved_tokens_into_what_the_head_reads(tmp_path):
         found = model(asked, labels=asked)
         last = model(asked, logits_to_keep=1).logits
         found.loss.backward()
-    torch.testing.assert_close(found.logits, expected)
-    torch.testing.assert_close(last, expected[:, -1:])
+    assert_close(found.logits, expected)
+    assert_close(last, expected[:, -1:])
     assert gate.weight.grad.abs().sum() > 0
-    torch.testing.assert_close(model(asked).logits, plain.logits)
+    assert_close(model(asked).logits, plain.logits)
 
 
 def test_a_text_that_was_kept_is_written_and_predicted_again(tmp_path):
@@ -126,8 +127,10 @@ def test_an_index_finds_what_all_keys_give(tmp_path):
     exact = build_datastore(model, read, tmp_path / "exact")
     queries = exact.keys[:20].float() + 0.01
     all_lists = build_datastore(model, read, tmp_path / "index", index="IVF4,Flat")
-    for x, y in zip(exact.nearest(queries, 5), all_lists.nearest(queries, 5)):
-        torch.testing.assert_close(x, y)
+    found, indexed = (store.nearest(queries, 5) for store in (exact, all_lists))
+    squares = (queries.double()[:, None] - exact.keys.double()).square().sum(-1)
+    assert_close(indexed.distances, squares.topk(5, largest=False).values, found.distances)
+    assert torch.equal(indexed.tokens, found.tokens)
     all_lists.index.nprobe = 1
     found = all_lists.nearest(queries, 150)
     assert found.distances.isinf().any()  # a list has fewer keys than that

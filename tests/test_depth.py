@@ -5,16 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASE, make_config, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.modeling.depth import run_reversible
 
 TRANSFORMER = CASE["transformer"]
 STEPS, T = 4, 7
-
-
-def sines(i, width=32):
-    """Of a position or a step, as published: sine and cosine in turn."""
-    angles = i / 10000 ** (torch.arange(0, width, 2) / width).double()
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten()
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
@@ -26,12 +21,13 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
     assert len(model.layers) == 1
     tokens = random_tokens(1, T)
     angles = model.rotary_emb(model.embed_tokens(tokens), torch.arange(T)[None])
-    at = torch.stack([sines(i) for i in range(T)]) if position == "sinusoidal" else 0
+    at = model.embed_positions(torch.arange(T)[None])[0] if position == "sinusoidal" else 0
 
     state, expected = 32**0.5 * model.embed_tokens(tokens)[0], torch.zeros(T, 32, dtype=torch.float64)
     spent, cost, running = [0.0] * T, [0.0] * T, [True] * T
     for n in range(STEPS):
-        made = model.layers[0]((state + at + sines(n))[None], position_embeddings=angles)[0]
+        here = model.recurrence.steps(torch.tensor([[n]]))[0] + at
+        made = model.layers[0]((state + here)[None], position_embeddings=angles)[0]
         for i in range(T):
             if not running[i]:
                 continue
@@ -45,7 +41,7 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
             spent[i] += p
     assert len({int(x) for x in cost}) > 1 or not is_adaptive
     outputs = model.train()(tokens, use_cache=False)
-    torch.testing.assert_close(outputs.last_hidden_state[0], model.norm(expected), atol=1e-5, rtol=1e-5)
+    assert_close(outputs.last_hidden_state[0], model.norm(expected))
     if is_adaptive:
         assert float(outputs.own_loss) == pytest.approx(0.5 * sum(cost) / T, rel=1e-5)
     else:
@@ -53,14 +49,14 @@ def test_a_universal_transformer_runs_one_layer_many_times(position, is_adaptive
 
 
 def test_ponder_cost_is_learned_and_padding_costs_nothing():
-    model = make_model(CASE["transformer-universal"], ponder_loss_weight=1.0).train()
+    model = make_model(CASE["transformer-universal"], ponder_loss_weight=1.0).double().train()
     tokens = random_tokens(2, T)
     predictions = F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     own = model.model(tokens).own_loss
-    torch.testing.assert_close(model(tokens, labels=tokens).loss, predictions + own)
+    assert_close(model(tokens, labels=tokens).loss.float(), predictions + own, (predictions + own).float())
     mask = torch.ones(2, T, dtype=torch.long)
     mask[:, T - 2 :] = 0
-    torch.testing.assert_close(model.model(tokens, mask).own_loss, model.model(tokens[:, : T - 2]).own_loss)
+    assert_close(model.model(tokens, mask).own_loss, model.model(tokens[:, : T - 2]).own_loss)
     own.backward()
     assert model.model.recurrence.halt.weight.grad.abs().sum() > 0
     assert model.eval().model(tokens).own_loss is None
@@ -82,11 +78,11 @@ def test_a_reversible_transformer_is_its_equation_and_so_are_its_gradients():
         x2 = x2 + layer.mlp(layer.post_attention_layernorm(x1))
     expected = model.lm_head(model.model.norm((x1 + x2) / 2))
     found = model(tokens).logits
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    assert_close(found, expected)
     weight = torch.randn_like(expected)
     parameters = list(model.parameters())
     for mine, theirs in zip(*(torch.autograd.grad((y * weight).sum(), parameters) for y in (found, expected))):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        assert_close(mine, theirs)
 
 
 def test_reversible_layers_are_computed_again_in_the_precision_of_the_forward():
@@ -103,10 +99,10 @@ def test_reversible_layers_are_computed_again_in_the_precision_of_the_forward():
 
 
 def run_one_after_the_other(layers, hidden_states, masks, **kwargs):
-    both = hidden_states.repeat(1, 1, 2)
+    states = (hidden_states, hidden_states, hidden_states)
     for layer in layers:
-        both = layer(both, **kwargs)
-    return sum(both.chunk(2, dim=-1)) / 2
+        states = layer(*states, **kwargs)
+    return states[0]
 
 
 def test_what_training_keeps_does_not_grow_with_reversible_layers():
@@ -157,14 +153,14 @@ def test_heads_see_as_far_as_their_spans(position):
                 for j in range(i + 1)
             ]
             expected[i, h] = sum(w * v[j, h // 2] for j, w in enumerate(weights)) / sum(weights)
-    torch.testing.assert_close(mixer(x)[0][0], mixer.o_proj(expected.flatten(1)), atol=1e-10, rtol=1e-10)
+    assert_close(mixer(x)[0][0], mixer.o_proj(expected.flatten(1)))
 
 
 def test_spans_cost_what_they_reach_and_may_grow_again():
     model, tokens = spans().train(), random_tokens(2, T)
     spent = [8 * layer.mixer.relation.span.mean() for layer in model.model.layers]
     model.config.span_loss_weight = 0.5
-    torch.testing.assert_close(model.model(tokens).own_loss, 0.5 * sum(spent))
+    assert_close(model.model(tokens).own_loss, 0.5 * sum(spent))
     for outside in (-0.1, 1.1):
         model.zero_grad()
         for layer in model.model.layers:
@@ -179,12 +175,10 @@ def test_a_cache_is_trimmed_to_the_spans_that_were_learned(tmp_path):
     before = model(tokens).logits
     model.model.trim_spans()
     assert model.config.span_limits == [8, 8]  # ceil(3 + 8 * 0.55)
-    torch.testing.assert_close(model(tokens).logits, before, atol=1e-5, rtol=1e-5)
+    assert_close(model(tokens).logits, before)
     cache = model(tokens[:, :79]).past_key_values
     assert {layer.states["keys"].shape[1] for layer in cache.layers} == {7}
-    torch.testing.assert_close(
-        model(tokens[:, 79:], past_key_values=cache).logits, before[:, -1:], atol=1e-6, rtol=1e-6
-    )
+    assert_close(model(tokens[:, 79:], past_key_values=cache).logits, before[:, -1:])
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config.span_limits == [8, 8]
 

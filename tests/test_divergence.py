@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SIZES, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.conversion.stages import divergence
 from hf_memory.conversion.stages.distillation import DistillationTrainer
 from hf_memory.conversion.stages.divergence import sliced_loss
@@ -87,10 +88,10 @@ def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
         loss = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
         found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
     assert largest.found <= 3 * V or kind is SavedDistillationTrainer  # whose top is all of the vocabulary here
-    torch.testing.assert_close(loss, plain, rtol=1e-10, atol=1e-10)
+    assert_close(loss, plain)
     for x, y in zip(found, expected, strict=True):
         if y is not None:
-            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+            assert_close(x, y)
     with torch.no_grad():
         again = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
     assert torch.equal(again, loss)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASE, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.cache import _tensors
 from hf_memory.decoding import EarlyExit, calibrate, exit_loss, fit_classifier
 from hf_memory.decoding.parts import decoder_layers
@@ -35,7 +36,7 @@ def unchanged(layer, read, made):
 
 @every_model
 def test_skipped_layers_have_the_past_of_what_left(make):
-    model = make()
+    model = make().double()
     other = copy.deepcopy(model)
     decoder_layers(other)[1].register_forward_hook(unchanged)
     prompt, following = random_tokens(2, 9).split([6, 3], dim=1)
@@ -45,10 +46,10 @@ def test_skipped_layers_have_the_past_of_what_left(make):
         for token in following.split(1, dim=1):
             found = model(token, past_key_values=cache).logits
             expected = other(token, past_key_values=same).logits
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            assert_close(found, expected)
     assert early.mean_depth() == 1
     for mine, theirs in zip(cache.layers, same.layers):
-        torch.testing.assert_close(_tensors(mine), _tensors(theirs), atol=1e-4, rtol=1e-4)
+        assert_close(_tensors(mine), _tensors(theirs))
 
 
 @every_model
@@ -75,7 +76,7 @@ def confidences(model, hidden, kind):
 
 @pytest.mark.parametrize("kind", ["softmax", "cosine"])
 def test_each_token_leaves_when_its_confidence_reaches_the_threshold(kind):
-    model, tokens = llama(), random_tokens(2, 12)
+    model, tokens = llama().double(), random_tokens(2, 12)
     outputs = model(tokens, output_hidden_states=True)
     sure = confidences(model, outputs.hidden_states, kind)
     threshold, decay = float(sure.median()), 0.3
@@ -88,8 +89,8 @@ def test_each_token_leaves_when_its_confidence_reaches_the_threshold(kind):
     leaves = sure >= wanted
     assert 0 < leaves.float().mean() < 1
     first = model.lm_head(model.model.norm(outputs.hidden_states[1]))
-    torch.testing.assert_close(found, torch.where(leaves[..., None], first, outputs.logits), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(torch.cat(one_by_one, 1), found[:, 1:], atol=1e-4, rtol=1e-4)
+    assert_close(found, torch.where(leaves[..., None], first, outputs.logits))
+    assert_close(torch.cat(one_by_one, 1), found[:, 1:])
     assert early.depths[0].equal(torch.where(leaves, 1, 2))
 
 
@@ -119,11 +120,12 @@ def test_a_classifier_learns_when_the_whole_model_agrees():
 
 
 def test_the_loss_of_exits_is_weighted_by_their_layers():
-    model, tokens = llama(), random_tokens(2, 9)
+    model, tokens = llama().double(), random_tokens(2, 9)
     outputs = model(tokens, output_hidden_states=True)
     first = model.lm_head(model.model.norm(outputs.hidden_states[1]))
     losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for x in (first, outputs.logits)]
-    torch.testing.assert_close(exit_loss(model, outputs, tokens), (losses[0] + 2 * losses[1]) / 3)
+    expected = (losses[0] + 2 * losses[1]) / 3
+    assert_close(exit_loss(model, outputs, tokens), expected, expected.float())
 
 
 def test_a_calibrated_threshold_keeps_its_promise():

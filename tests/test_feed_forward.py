@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from cases import CASE, make_config, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.feed_forward import MemoryValues, ProductKeyMemory, parameter_groups
 from hf_memory.ops.product_keys import best_slots
 
@@ -20,7 +21,7 @@ def test_product_keys_find_what_a_search_of_all_slots_finds(top_k):
     first, second = (torch.einsum("bthk,hnk->bthn", x, y) for x, y in zip(q.chunk(2, -1), keys))
     expected = (first[..., :, None] + second[..., None, :]).flatten(-2).topk(top_k)
     scores, slots = best_slots(q, keys, top_k)
-    torch.testing.assert_close(scores, expected.values, rtol=1e-10, atol=1e-10)
+    assert_close(scores, expected.values)
     assert torch.equal(slots, expected.indices)
     with pytest.raises(ValueError, match=r"top_k must be from 1 to num_product_keys=6, got 7"):
         best_slots(q, keys, 7)
@@ -38,12 +39,12 @@ def test_a_memory_layer_is_its_formula():
     weights = scores.masked_fill(scores < smallest, -torch.inf).softmax(-1)
     y = torch.einsum("bthn,nd->btd", weights, values.weight)
     expected = layer.o_proj(y * F.silu(layer.g_proj(x)))
-    torch.testing.assert_close(layer(x, values), expected, rtol=1e-6, atol=1e-6)  # a softmax in float32
+    assert_close(layer(x, values), expected)
 
 
 def gradients(**options):
     """Of a model with one table for two layers, by name, and the model."""
-    model, tokens = make_model(MEMORY, **options), random_tokens(1, 4)
+    model, tokens = make_model(MEMORY, **options).double(), random_tokens(1, 4)
     model(tokens, labels=tokens).loss.backward()
     return {name: x.grad for name, x in model.named_parameters()}, model
 
@@ -52,7 +53,7 @@ def test_sparse_gradients_are_the_same_and_touch_what_was_read_alone():
     (dense, _), (sparse, model) = gradients(), gradients(sparse_memory_gradients=True)
     assert [name for name, x in sparse.items() if x.is_sparse] == ["model.memory_values.weight"]
     for name, x in dense.items():
-        torch.testing.assert_close(sparse[name].to_dense(), x)
+        assert_close(sparse[name].to_dense(), x)
     values = model.model.memory_values.weight
     before, read = values.detach().clone(), dense["model.memory_values.weight"].abs().sum(-1) > 0
     torch.optim.SparseAdam(parameter_groups(model)[-1:]).step()

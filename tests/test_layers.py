@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from comparing import assert_close
 from hf_memory.layers import GroupRMSNorm, RMSNorm, ShortConvolution
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def make(kernel_size=4, bias=True):
@@ -24,8 +23,8 @@ def test_convolution_equals_its_definition(kernel_size, bias):
     for t in range(20):
         past = [convolution.weight[:, -1 - w] * x[:, t - w] for w in range(min(kernel_size, t + 1))]
         expected = sum(past) + (convolution.bias if bias else 0)
-        torch.testing.assert_close(y[:, t], expected, **EXACT)
-    torch.testing.assert_close(state, x[:, 20 - kernel_size + 1 :], **EXACT)
+        assert_close(y[:, t], expected)
+    assert_close(state, x[:, 20 - kernel_size + 1 :])
 
 
 @pytest.mark.parametrize("parts", [[1] * 20, [2, 1, 17], [19, 1], [3, 17]])
@@ -36,8 +35,8 @@ def test_parts_with_a_state_equal_the_whole(parts):
     for part in x.split(parts, dim=1):
         y, state = convolution(part, state)
         outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    assert_close(torch.cat(outputs, 1), whole)
+    assert_close(state, last)
 
 
 @pytest.mark.parametrize("bounds", [[0, 20], [0, 1, 2, 20], [0, 7, 7, 9, 20]])
@@ -45,7 +44,7 @@ def test_packed_sequences_do_not_see_each_other(bounds):
     convolution, x = make()
     packed, _ = convolution(x[:1], cu_seqlens=torch.tensor(bounds))
     apart = [convolution(x[:1, start:end])[0] for start, end in zip(bounds, bounds[1:]) if end > start]
-    torch.testing.assert_close(packed, torch.cat(apart, 1), **EXACT)
+    assert_close(packed, torch.cat(apart, 1))
     for start, end in zip(bounds, bounds[1:]):  # not even what is no number
         foreign = torch.ones(20, dtype=torch.bool)
         foreign[start:end] = False
@@ -61,14 +60,14 @@ def test_padding_on_either_side_is_no_token(real):
     before = torch.randn(2, 3, 6, dtype=torch.float64)
     y, state = convolution(x, before, mask)
     expected, last = convolution(x[:, real], before)
-    torch.testing.assert_close(y[:, real], expected, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    assert_close(y[:, real], expected)
+    assert_close(state, last)
     assert not y[mask == 0].any()
 
 
 def test_groups_are_normed_apart():
-    x, norm = torch.randn(3, 8), GroupRMSNorm(8, 2, eps=1e-6)
+    x, norm = torch.randn(3, 8).double(), GroupRMSNorm(8, 2, eps=1e-6).double()
     torch.nn.init.normal_(norm.weight)
-    single = RMSNorm(4, eps=1e-6)
+    single = RMSNorm(4, eps=1e-6).double()
     expected = torch.cat([single(part) for part in x.chunk(2, -1)], -1) * norm.weight
-    torch.testing.assert_close(norm(x), expected)
+    assert_close(norm(x), expected)

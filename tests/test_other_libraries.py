@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from cases import random_tokens
+from comparing import assert_close, in_float64
 from hf_memory.conversion import import_mixer, import_model, rwkv7_config
 from hf_memory.ops import delta_rule, linear_attention
 
@@ -69,10 +70,11 @@ def test_logits_equal_those_of_transformers(name):
     ours = import_model(theirs.config, theirs.state_dict())
     tokens, cache = random_tokens(2, 50), DynamicCache(config=ours.config)
     with torch.no_grad():
-        expected = theirs(tokens, use_cache=False).logits
-        steps = [ours(token, past_key_values=cache).logits for token in tokens[:, :9].split(1, dim=1)]
-        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(torch.cat(steps, 1), expected[:, :9], rtol=1e-4, atol=1e-4)
+        exact = in_float64(ours)
+        expected = exact(tokens).logits
+        assert_close(theirs(tokens, use_cache=False).logits, expected, ours(tokens).logits)
+        steps = [exact(token, past_key_values=cache).logits for token in tokens[:, :9].split(1, dim=1)]
+        assert_close(torch.cat(steps, 1), expected[:, :9])
 
 
 @pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_next"])
@@ -81,8 +83,8 @@ def test_one_memory_layer_of_a_hybrid_is_taken_over(name):
     mixer = import_mixer(theirs.config, theirs.state_dict(), 0)
     x = torch.randn(2, 20, 32)
     with torch.no_grad():
-        expected = theirs.model.layers[0].linear_attn(x)
-        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-4, atol=1e-5)
+        found = theirs.model.layers[0].linear_attn(x)
+        assert_close(found, in_float64(mixer)(x.double())[0], mixer(x)[0])
     with pytest.raises(ValueError, match="import_mixer imports single layers"):
         import_model(theirs.config, theirs.state_dict())
 
@@ -308,7 +310,7 @@ def test_rwkv7_equals_its_published_equations(named):
     with torch.no_grad():
         logits = import_model(config, theirs).double()(tokens).logits[0]
     assert expected.std() > 0.1
-    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    assert_close(logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASES, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
@@ -219,4 +220,4 @@ def test_a_memory_is_its_papers_equations(rule, equations):
     for head in range(4):
         rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
         expected = equations(mixer, x, *(row.detach() for row in rows), head)
-        torch.testing.assert_close(gate_inputs[0][0, :, head], expected, rtol=1e-9, atol=1e-10)
+        assert_close(gate_inputs[0][0, :, head], expected)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from cases import CASES, every_case, every_family, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.conversion import Schedule, train
 from hf_memory.demo import sections
 from test_generation import generate, tokenizer  # noqa: F401  (a fixture)
@@ -45,7 +46,7 @@ def test_a_merged_adapter_is_the_same_model(case):
             torch.nn.init.normal_(p, std=0.1)
     adapted = model(tokens).logits
     assert not torch.allclose(adapted, plain, atol=1e-2)
-    torch.testing.assert_close(model.merge_and_unload()(tokens).logits, adapted, rtol=0, atol=1e-5)
+    assert_close(model.merge_and_unload()(tokens).logits, adapted)
 
 
 @every_family

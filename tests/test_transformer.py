@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cases import CASE, CASES, make_config, make_model, random_tokens
+from comparing import assert_close
 from hf_memory.mixers.attention_blocks import joined_softmax
 from hf_memory.mixers.bucket_attention import attention_in_buckets
 from hf_memory.mixers.relations import POSITIONS, RELATIONS, alibi_slopes
@@ -33,14 +34,22 @@ def make(options):
     return model
 
 
+def rotations(positions):
+    """Cosines and sines [1, T, D] of rotary positions [T], in float64, where models make them in float32."""
+    angles = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    return tuple(torch.cat([x, x], -1)[None] for x in (angles.cos(), angles.sin()))
+
+
 def turned(x, most=1000):
-    """Rotary positions of [T, heads, D], in float64; none is larger than `most`."""
-    angles = torch.arange(len(x), dtype=x.dtype).clamp(max=most)[:, None] * 10000.0 ** (
-        -torch.arange(0, D, 2, dtype=x.dtype) / D
-    )
+    """Keys or queries [T, heads, D], rotated; no position is larger than `most`."""
+    cos, sin = (y[0, :, None, : D // 2] for y in rotations(torch.arange(len(x)).clamp(max=most)))
     a, b = x.chunk(2, -1)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def unit(x):
+    """Vectors of unit length, but for a constant that keeps zero at zero."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def score(position, relation, h, q, k, d):
@@ -98,7 +107,7 @@ def best_pairs(position, mixer, h, i, q, k, v):
 
 def remembered(mixer, h, i, q, k, v):
     """Scores and values for one of the queries [T, D], from the store of keys and values [T, D]."""
-    cosines = {j: torch.cosine_similarity(q[i], k[j], 0) for j in range(i + 1) if 5 <= i - j < 11}
+    cosines = {j: unit(q[i]) @ unit(k[j]) for j in range(i + 1) if 5 <= i - j < 11}
     best = sorted(cosines, key=cosines.get)[-2:]
     return mixer.memory_scale[h] * torch.stack([cosines[j] for j in best]), v[best]
 
@@ -138,9 +147,9 @@ def compressed(compression, block):
 def bucket_attention(mixer, x):
     """As `dense`, with queries as keys and itself where there is nothing else; without buckets, a window of 4."""
     q, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.v_proj))
-    unit, outputs = F.normalize(q, dim=-1), torch.zeros(len(x), H, D, dtype=x.dtype)
+    units, outputs = unit(q), torch.zeros(len(x), H, D, dtype=x.dtype)
     has_buckets = [2, 3] if hasattr(mixer, "k_proj") else range(H)
-    buckets, q, k = mixer.buckets(unit[None, :, has_buckets])[0], turned(q), turned(unit)
+    buckets, q, k = mixer.buckets(units[None, :, has_buckets])[0], turned(q), turned(units)
     assert len(buckets.unique()) > 2
     for h in range(H):
         for i in range(len(x)):
@@ -217,11 +226,9 @@ every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values(
 def test_attention_is_its_equation(words):
     model = make(SIZES | words | ({"past_window": 6} if "compression" in words else {}))
     mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
-    angles = model.model.rotary_emb(x, torch.arange(19)[None])
     in_buckets = words.get("pattern") in BUCKETS
     expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
-    rounding = 1e-10 if "position" in words and words["position"] != "rope" else 1e-5  # angles are made in float32
-    torch.testing.assert_close(mixer(x, angles)[0][0], expected, rtol=rounding, atol=rounding)
+    assert_close(mixer(x, rotations(torch.arange(19)))[0][0], expected)
 
 
 def test_sorted_tokens_see_all_of_their_bucket():
@@ -237,10 +244,10 @@ def test_sorted_tokens_see_all_of_their_bucket():
     scores = (q @ k.mT).masked_fill(~same.tril(49), -torch.inf)
     is_token = buckets[:, 50:, 0] >= 0
     expected = scores[is_token].softmax(-1)[:, None] @ v[:, None].expand(-1, 150, -1, -1)[is_token]
-    torch.testing.assert_close(mass[is_token], scores.logsumexp(-1)[is_token])
-    torch.testing.assert_close(o[is_token], expected[:, 0])
+    assert_close(mass[is_token], scores.logsumexp(-1)[is_token])
+    assert_close(o[is_token], expected[:, 0])
     gradients = (torch.autograd.grad(x.square().sum(), given) for x in (o[is_token], expected))
-    torch.testing.assert_close(*gradients)
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("word", ["sinusoidal", "learned"])
@@ -251,12 +258,13 @@ def test_embedded_positions_are_their_equation(word):
     if word == "learned":
         expected = embed.weight[positions]
     else:
-        expected = torch.zeros(1, 3, 32)
+        expected = torch.zeros(1, 3, 32, dtype=torch.float64)
         for n, i in enumerate((0, 1, 7)):
             for c in range(16):
                 angle = i / 10000 ** (2 * c / 32)
                 expected[0, n, 2 * c], expected[0, n, 2 * c + 1] = math.sin(angle), math.cos(angle)
-    torch.testing.assert_close(embed(positions), expected)
+    found = embed(positions)
+    assert_close(found, expected.double(), expected.to(found.dtype))
 
 
 @pytest.mark.parametrize(
@@ -272,19 +280,19 @@ def test_embedded_positions_are_their_equation(word):
 )
 @torch.no_grad()
 def test_embeddings_are_scaled_where_sinusoids_are_added(options, factor, tmp_path):
-    made, tokens, inputs = make_model(CASE["transformer"], **options), random_tokens(1, 5), []
+    made, tokens, inputs = make_model(CASE["transformer"], **options).double(), random_tokens(1, 5), []
     made.save_pretrained(tmp_path)
     model = MemoryTransformerForCausalLM.from_pretrained(tmp_path)
     model.model.layers[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     embedded = model.get_input_embeddings()(tokens)
     expected = model(tokens).logits
-    torch.testing.assert_close(model(inputs_embeds=embedded).logits, expected)
-    torch.testing.assert_close(expected, made(tokens).logits)
+    assert_close(model(inputs_embeds=embedded).logits, expected)
+    assert_close(expected, made(tokens).logits)
     if model.model.embed_positions is not None:
         inputs[0] = inputs[0] - model.model.embed_positions(torch.arange(5)[None])
     elif model.config.depth == "universal":
         inputs[0] = inputs[0] - model.model.recurrence.steps(torch.tensor([[0]]))
-    torch.testing.assert_close(inputs[0], factor * embedded)
+    assert_close(inputs[0], factor * embedded)
 
 
 @every_word
@@ -296,10 +304,10 @@ def test_no_token_sees_later_ones_wherever_blocks_begin(words):
     for t in (5, 23, 66, 149):
         changed = tokens.clone()
         changed[:, t:] = random_tokens(1, 150 - t, seed=t)
-        torch.testing.assert_close(model(changed).logits[:, :t], expected[:, :t], rtol=0, atol=1e-10)
+        assert_close(model(changed).logits[:, :t], expected[:, :t])
     before = model(tokens[:, :33])
     after = model(tokens[:, 33:], past_key_values=before.past_key_values).logits
-    torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat([before.logits, after], 1), expected)
 
 
 @pytest.mark.parametrize("join", JOINS)
@@ -311,7 +319,7 @@ def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
     expected = model(tokens).logits
     before = model(tokens[:, :19])
     after = model(tokens[:, 19:], past_key_values=before.past_key_values).logits
-    torch.testing.assert_close(torch.cat([before.logits, after], 1), expected, rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat([before.logits, after], 1), expected)
 
 
 @pytest.mark.parametrize("pattern", ["sliding", "longformer", "dilated"])
@@ -320,7 +328,7 @@ def test_a_token_that_sees_itself_alone_needs_no_past(pattern):
     model, tokens = make(SIZES | {"pattern": pattern, "pattern_size": 1, "dilation": 1}), random_tokens(1, 6)
     before = model(tokens[:, :4])
     after = model(tokens[:, 4:], past_key_values=before.past_key_values).logits
-    torch.testing.assert_close(torch.cat([before.logits, after], 1), model(tokens).logits)
+    assert_close(torch.cat([before.logits, after], 1), model(tokens).logits)
 
 
 def test_more_tokens_than_learned_positions_are_refused():

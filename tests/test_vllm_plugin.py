@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cases import CASES, make_config, make_model
+from comparing import assert_close, in_float64
 from hf_memory.integrations.vllm import ModelConfig
 from hf_memory.integrations.vllm.states import Pages, check, memory_layers, readings
 
@@ -64,7 +65,8 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
     texts = [torch.randn(sum(lengths), 32, generator=generator) for lengths in zip(*STEPS)]
     for text, output in zip(texts, step_by_step(model, mixer, texts)):
         angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
-        torch.testing.assert_close(output, mixer(text[None], angles)[0][0], rtol=1e-4, atol=1e-4)
+        exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
+        assert_close(output[None], exact, mixer(text[None], angles)[0])
 
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():

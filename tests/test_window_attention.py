@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from comparing import assert_close
 from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops import masks
@@ -33,7 +34,7 @@ def expected(q, k, v, window=5):
 @pytest.mark.parametrize("window", [2, 5, 40])
 def test_equals_its_definition(T, window):
     inputs = make(T)
-    torch.testing.assert_close(attend(*inputs, window=window)[0], expected(*inputs, window))
+    assert_close(attend(*inputs, window=window)[0], expected(*inputs, window))
 
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
@@ -42,9 +43,9 @@ def test_parts_with_a_state_equal_the_whole(parts):
     for part in zip(*(x.split(parts, 1) for x in inputs)):
         o, states = attend(*part, states)
         outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, 1), expected(*inputs))
+    assert_close(torch.cat(outputs, 1), expected(*inputs))
     assert states["keys"].shape == (2, 4, 2, 6)
-    torch.testing.assert_close(states["keys"], inputs[1][:, -4:])
+    assert_close(states["keys"], inputs[1][:, -4:])
 
 
 @pytest.mark.parametrize("length", [22, 4, 1])
@@ -52,12 +53,12 @@ def test_padding_is_no_token(length):
     inputs = make()
     o, states = attend(*inputs, lengths=torch.tensor([23, length]))
     row = [x[1:, :length] for x in inputs]
-    torch.testing.assert_close(o[1:, :length], expected(*row))
-    torch.testing.assert_close(o[:1], expected(*(x[:1] for x in inputs)))
+    assert_close(o[1:, :length], expected(*row))
+    assert_close(o[:1], expected(*(x[:1] for x in inputs)))
     more = make(3, seed=1)
     together, _ = attend(*more, states)
     alone, _ = attend(*(x[1:] for x in more), attend(*row)[1])
-    torch.testing.assert_close(together[1:], alone)
+    assert_close(together[1:], alone)
 
 
 def test_scores_are_capped():
@@ -67,14 +68,14 @@ def test_scores_are_capped():
     hidden = (distance < 0) | (distance >= 5)
     p = (0.7 * torch.tanh(scores / 0.7)).masked_fill(hidden, -torch.inf).softmax(-1)
     capped = torch.einsum("bhts,bshd->bthd", p, v.repeat_interleave(2, 2))
-    torch.testing.assert_close(attend(q, k, v, softcap=0.7)[0], capped)
+    assert_close(attend(q, k, v, softcap=0.7)[0], capped)
 
 
 def test_packed_sequences_do_not_see_each_other():
     inputs, bounds = make(B=1), [0, 7, 8, 23]
     o, _ = attend(*inputs, cu_seqlens=torch.tensor(bounds))
     apart = [expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])]
-    torch.testing.assert_close(o, torch.cat(apart, 1))
+    assert_close(o, torch.cat(apart, 1))
 
 
 def test_what_is_always_visible_is_seen_from_everywhere():
@@ -85,7 +86,7 @@ def test_what_is_always_visible_is_seen_from_everywhere():
     scores = torch.einsum("bthd,bshd->bhts", q, k_all.repeat_interleave(2, 2)) * SCALING
     mask = torch.ones(12, 15, dtype=torch.bool).tril(3)
     p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-    torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", p, v_all.repeat_interleave(2, 2)))
+    assert_close(o, torch.einsum("bhts,bshd->bthd", p, v_all.repeat_interleave(2, 2)))
     short, _ = attend(q, k, v, always=always, window=2)
     changed, _ = attend(q, k, v, always=always._replace(values=always.values + 1), window=2)
     assert ((short - changed).abs().amax((0, 2, 3)) > 1e-3).all()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
 from hf_memory.files.text import Text
+from hf_memory.layers import wide
 from hf_memory.modeling.base import kept_positions
 from hf_memory.serving.memory_file import fingerprint
 
@@ -175,7 +176,7 @@ class RetrievalGate(nn.Linear):
     def forward(self, hidden_states: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
         """z [n, D] from h [n, D], the neighbours' tokens [n, k] and all rows of the head [V, D]."""
         y = rows[tokens]
-        weights = (y @ hidden_states[..., None])[..., 0].float().softmax(-1).to(y.dtype)
+        weights = wide((y @ hidden_states[..., None])[..., 0]).softmax(-1).to(y.dtype)
         m = (weights[:, None] @ y)[:, 0]
         return torch.lerp(m, hidden_states, super().forward(hidden_states).sigmoid())
 

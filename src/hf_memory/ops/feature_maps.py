@@ -72,7 +72,7 @@ def taylor(x: Tensor) -> Tensor:
     D = x.shape[-1]
     x = x * D**-0.25
     i, j = torch.triu_indices(D, D, device=x.device)
-    pairs = x[..., i] * x[..., j] * torch.where(i == j, math.sqrt(0.5), 1.0).to(x.dtype)
+    pairs = x[..., i] * x[..., j] * x.new_ones(len(i)).masked_fill(i == j, math.sqrt(0.5))
     return torch.cat([torch.ones_like(x[..., :1]), x, pairs], dim=-1)
 
 
