@@ -1,7 +1,9 @@
 """What a conversion keeps, what it learns, and what it leaves on disk."""
 
 import json
+import os
 import sys
+import threading
 from dataclasses import replace
 
 import pyarrow
@@ -541,6 +543,27 @@ def test_a_folder_of_plain_files_is_a_document_each(tmp_path):
     assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [4, 5, 2, 8, 2, 6, 2]
 
 
+def test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("w4".encode("utf-8-sig"))
+    (tmp_path / "b.jsonl").write_bytes('{"text": "w5"}'.encode("utf-8-sig"))
+    (tmp_path / "c.py").write_text("w6")
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [4, 2, 5, 2, 6, 2]
+    (tmp_path / "a.txt").rename(tmp_path / "README.md")  # describes the data
+    (tmp_path / "c.py").unlink()
+    assert conversion.read_tokens([tmp_path], make_tokenizer()).tokens.tolist() == [5, 2]
+    (tmp_path / "test.jsonl").write_text('{"text": ')
+    with pytest.raises(ValueError, match="must be a data set that can be loaded"):
+        conversion.read_tokens([tmp_path], make_tokenizer())
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("w4 w5"))
+    writer.start()
+    assert conversion.read_tokens([tmp_path / "pipe"], make_tokenizer()).tokens.tolist() == [4, 5, 2]
+    writer.join()
+
+
 @pytest.fixture
 def written(tmp_path):
     """Three documents, one of them empty, as each kind of file, and as a folder that `datasets` loads."""
@@ -584,10 +607,19 @@ def test_talks_go_through_the_chat_template(tmp_path, name):
         ("a.json", b'{"text": "w4"}', "text must be a plain file, .jsonl or .parquet, got .*a.json, which is .json"),
         ("a.csv", b"text\nw4\n", "text must be a plain file, .jsonl or .parquet, got .*a.csv, which is .csv"),
         ("a", b"w4 \0 w5", "a must be text, got a binary file"),
+        ("a.jsonl", b'{"text": "\\ud800 w4"}', "line 1 of .*a.jsonl must be text in Unicode, got half of a pair"),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
+            "line 1 of .*a.jsonl must be text in Unicode",
+        ),
+        ("a.jsonl", 10**5 * b"[" + 10**5 * b"]", "a.jsonl must have JSON in each line, got none in line 1"),
+        ("", b"{", "a.jsonl must have JSON in each line, got none in line 1"),
+        ("/dev/null", b"", "text must be a file, .*, got the device /dev/null"),
     ],
 )
 def test_unreadable_data_is_explained(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / (name or "a.jsonl")).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         conversion.read_tokens([tmp_path / name], make_tokenizer())
 

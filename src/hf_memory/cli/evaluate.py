@@ -21,8 +21,9 @@ from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
+from hf_memory.files.documents import read_prompts
 from hf_memory.files.folders import check_folder
-from hf_memory.files.text import check_tokens, read_prompts
+from hf_memory.files.text import check_tokens
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"

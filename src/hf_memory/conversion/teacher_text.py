@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
 from hf_memory.files.chat_template import apply_template
+from hf_memory.files.documents import read_prompts
 from hf_memory.files.folders import written
-from hf_memory.files.text import read_prompts, start_of
+from hf_memory.files.text import start_of
 from hf_memory.progress import Progress, silent
 
 SOURCE = re.compile(r"teacher:(\d+)([kKmM]?)(?::(.+))?")
