@@ -32,6 +32,7 @@ sys.path.append(str(ROOT))  # for examples
 from examples import smollm2 as example  # noqa: E402
 
 from decode import by_context  # noqa: E402
+from hf_memory.cli.run_file import read_schedule  # noqa: E402
 from hf_memory.conversion import (  # noqa: E402
     SERVABLE,
     Recipe,
@@ -43,7 +44,6 @@ from hf_memory.conversion import (  # noqa: E402
     resolve,
     write_model,
 )
-from hf_memory.conversion.run_file import read_schedule  # noqa: E402
 from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_gain  # noqa: E402
 from hf_memory.progress import Progress  # noqa: E402
 

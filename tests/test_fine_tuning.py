@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from comparing import assert_close
 from hf_memory import conversion
+from hf_memory.cli.run_file import read_schedule
 from hf_memory.conversion import (
     Recipe,
     Run,
@@ -30,7 +31,6 @@ from hf_memory.conversion import (
     save_logits,
     train,
 )
-from hf_memory.conversion.run_file import read_schedule
 from hf_memory.conversion.stages import logits as teacher_logits
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.stages.logits import top_divergence

@@ -1,10 +1,10 @@
 """hf-memory convert."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -24,20 +24,19 @@ from hf_memory.cli.options import (
     Seed,
     Texts,
     Training,
+    after_file,
     read_pairs,
 )
-from hf_memory.cli.progress import signs_of_life
+from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import console
-from hf_memory.cli.work import Job, claimed_output, device, prepare, print_plan, results_of, save, show
-from hf_memory.conversion import Conversion, Recipe, Schedule
-from hf_memory.conversion.run_file import read_schedule, recipe_flags
-from hf_memory.evaluation import ModelResult, record
+from hf_memory.cli.work import Asked, Job, Made, carry_out, device
+from hf_memory.conversion import Conversion, Recipe, Run, Schedule
+from hf_memory.evaluation import ModelResult
 from hf_memory.evaluation.model_result import OF_CARD
-from hf_memory.files.text import Text
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
-OF_RECIPE = ("to", "keep", "lora_rank", "temperature", "cross_entropy", "teacher_bits", "top_k", "seed")
+DEFAULT = Recipe()
 
 TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
@@ -54,10 +53,15 @@ Servable = Annotated[
         "--servable", help="Set the options with which inference engines can run the student (see hf-memory export)."
     ),
 ]
-Transfer = Annotated[list[str] | None, typer.Option(help=f"Schedule of attention transfer: {FIELDS}")]
-Distillation = Annotated[list[str] | None, typer.Option(help=f"Schedule of logit distillation: {FIELDS}")]
+Transfer = Annotated[
+    list[str] | None, typer.Option(callback=after_file, help=f"Schedule of attention transfer: {FIELDS}")
+]
+Distillation = Annotated[
+    list[str] | None, typer.Option(callback=after_file, help=f"Schedule of logit distillation: {FIELDS}")
+]
 FineTuning = Annotated[
-    list[str] | None, typer.Option(help=f"Schedule of fine-tuning, which is off (0 steps) by default: {FIELDS}")
+    list[str] | None,
+    typer.Option(callback=after_file, help=f"Schedule of fine-tuning, which is off (0 steps) by default: {FIELDS}"),
 ]
 Temperature = Annotated[float, typer.Option(help="Temperature of the distillation loss.")]
 CrossEntropy = Annotated[
@@ -101,35 +105,34 @@ def convert(
     config: Config = None,
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
-    with claimed_output(context):
-        with signs_of_life() as report:
-            job = prepare(context, teacher, _recipe(context), report)
-            done = None if dry_run else _convert(context, teacher, job)
-        if dry_run:
-            print_plan(job.plan)
-        if done is None:
-            return
-        made, rows = done
-        if made.ranking:
-            _print_ranking(made)
-        results = results_of(context, job, made.plan, made.losses, rows, teacher)
-        conversion.add_results(output, results)
-        (output / record.FILE).unlink(missing_ok=True)
-        show(output, results)
-
-
-def _recipe(context: typer.Context) -> Recipe:
-    """The recipe that the flags describe. For schedules, the command line takes precedence over the file."""
-    given, in_file = context.params, context.default_map or {}
-    schedules: dict[str, Any] = {
-        name: read_schedule(name, default, [*in_file.get(name, ()), *(given[name] or ())])
-        for name, default in Recipe().schedules.items()
-    }
-    same: dict[str, Any] = {name: given[name] for name in OF_RECIPE}
-    if given["teacher_logits"] and given["top_k"] is None:
-        same["top_k"] = conversion.TOP_K
-    options = (_servable(given["to"]) if given["servable"] else {}) | read_pairs(given["option"])
-    return Recipe(options=options, **same, **schedules)
+    recipe = Recipe(
+        to=to,
+        keep=keep,
+        options=(_servable(to) if servable else {}) | read_pairs(option),
+        transfer=read_schedule("transfer", DEFAULT.transfer, transfer),
+        distillation=read_schedule("distillation", DEFAULT.distillation, distillation),
+        fine_tuning=read_schedule("fine_tuning", DEFAULT.fine_tuning, fine_tuning),
+        lora_rank=lora_rank,
+        temperature=temperature,
+        cross_entropy=cross_entropy,
+        top_k=conversion.TOP_K if teacher_logits and top_k is None else top_k,
+        teacher_bits=teacher_bits,
+        seed=seed,
+    )
+    asked = Asked(
+        model=teacher,
+        recipe=recipe,
+        run=Run(checkpoints, teacher_logits, training=read_pairs(arguments)),
+        text=text,
+        output=output,
+        flags=Flags(context.command.params, context.params),
+        overwrite=overwrite,
+        dry_run=dry_run,
+        max_tokens=max_tokens,
+        measure_tokens=measure_tokens,
+        servable=servable,
+    )
+    carry_out(asked, _convert)
 
 
 def _servable(to: str) -> dict:
@@ -138,36 +141,32 @@ def _servable(to: str) -> dict:
     return conversion.SERVABLE[to]
 
 
-def _convert(context: typer.Context, teacher: str, job: Job) -> tuple[Conversion, list[ModelResult]] | None:
-    """Convert, save the student, and compare it with its teacher; None in all processes except the first."""
-    model = conversion.load_teacher(teacher)
+def _convert(job: Job) -> Made | None:
+    """The student and its measurements; None in all processes except the first."""
+    model = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()  # from here on, each process has its own device
     place, bits = device(), job.plan.bits
-    quantized = None if bits is None else conversion.load_quantized(teacher, bits, place)
+    quantized = None if bits is None else conversion.load_quantized(job.asked.model, bits, place)
     model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
-    made = conversion.convert(model, job.tokens, job.plan, job.run, quantized=quantized)
+    made = conversion.convert(model, job.tokens, job.plan, job.asked.run, quantized=quantized)
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    save(context, job, made.student, recipe_flags(made.plan.recipe))
-    keep = partial(record.keep, context.params["output"], job.known)  # so that a stopped call need not measure again
-    return made, list(_rows(partial(job.measure, keep=keep), made, model, quantized, job.tokens))
+    if made.ranking:
+        _print_ranking(made)
+    return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
 
 
 def _rows(
-    measure: Callable[..., ModelResult],
-    made: Conversion,
-    teacher: PreTrainedModel,
-    quantized: PreTrainedModel | None,
-    tokens: Text,
+    job: Job, made: Conversion, teacher: PreTrainedModel, quantized: PreTrainedModel | None
 ) -> Iterator[ModelResult]:
     """The measurements of the teacher, and of the student before and after its training."""
-    place = made.student.device
-    yield measure("teacher", teacher.to(place))  # type: ignore[arg-type]
+    measure = partial(job.measure, keep=job.keep)
+    yield measure("teacher", teacher.to(made.student.device))  # type: ignore[arg-type]
     after = measure("student", made.student, teacher)
     if made.plan.stages:
         made.student.cpu()
-        before, _ = conversion.untrained_student(teacher, tokens, made.plan, quantized=quantized)
+        before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
         quality = [task for task in OF_CARD if task != "speed"]  # which does not depend on the weights
         yield replace(measure("before training", before, teacher, tasks=quality), costs=after.costs)
     yield after

@@ -1,11 +1,11 @@
 """hf-memory fine-tune."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import (
@@ -19,10 +19,11 @@ from hf_memory.cli.options import (
     Seed,
     Texts,
     Training,
+    read_pairs,
 )
-from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.work import Job, claimed_output, device, finish, prepare, print_plan, results_of
-from hf_memory.conversion import FINE_TUNING, Recipe, Schedule
+from hf_memory.cli.run_file import Flags
+from hf_memory.cli.work import Asked, Job, Made, carry_out, device
+from hf_memory.conversion import FINE_TUNING, Recipe, Run, Schedule
 
 DEFAULT = Recipe().fine_tuning._replace(steps=100)
 NONE = DEFAULT._replace(steps=0)
@@ -49,32 +50,38 @@ def fine_tune(
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
     schedule = Schedule(steps, learning_rate, batch_size, length)
-    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
-    with claimed_output(context), signs_of_life() as report, tempfile.TemporaryDirectory() as folder:
-        job, adapter = prepare(context, model, recipe, report), Path(folder) if lora_rank else None
-        done = None if dry_run else _fine_tune(model, job, adapter)
-        if dry_run:
-            print_plan(job.plan)
-        elif done is not None:
-            student, losses, rows = done
-            results = results_of(context, job, job.plan, {FINE_TUNING: losses}, rows, model)
-            finish(context, job, student, results, adapter=adapter)
+    asked = Asked(
+        model=model,
+        recipe=Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed),
+        run=Run(checkpoints, training=read_pairs(arguments)),
+        text=text,
+        output=output,
+        flags=Flags(context.command.params, context.params),
+        overwrite=overwrite,
+        dry_run=dry_run,
+        max_tokens=max_tokens,
+        measure_tokens=measure_tokens,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if lora_rank else None))
 
 
-def _fine_tune(model: str, job: Job, adapter: Path | None) -> tuple[PreTrainedModel, list, list] | None:
-    """The trained model, its losses, and measurements before and after; None in all processes except the first."""
-    student = conversion.load_teacher(model)
+def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
+    """The trained model, and measurements before and after; None in all processes except the first."""
+    student = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]
-    rows = []
-    if processes.is_main_process:
-        rows = [job.measure("before", student)]
+    before = [job.measure("before", student)] if processes.is_main_process else []
     (stage,) = job.plan.stages
-    rank, seed = stage.lora_rank, stage.seed
-    losses = conversion.fine_tune(
-        student, job.tokens, stage.schedule, lora_rank=rank, adapter=adapter, seed=seed, run=job.run
-    )
+    how: dict = {"lora_rank": stage.lora_rank, "adapter": adapter, "seed": stage.seed, "run": job.asked.run}
+    losses = conversion.fine_tune(student, job.tokens, stage.schedule, **how)
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    return student, losses, [*rows, job.measure("after", student)]
+    return Made(
+        student,
+        job.plan,
+        {FINE_TUNING: losses},
+        lambda: [*before, job.measure("after", student, keep=job.keep)],
+        adapter,
+    )

@@ -7,7 +7,7 @@ import typer
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 
-from hf_memory.conversion.run_file import RUN, read_flags
+from hf_memory.cli.run_file import RUN, read_flags
 
 SOURCES = (
     "a folder of text files, a text file, a .jsonl or .parquet file with a field text or messages, the name[:config] "
@@ -20,6 +20,11 @@ def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
     if file is not None:
         context.default_map = read_flags(file, context.command.params)
     return file
+
+
+def after_file(context: typer.Context, parameter: typer.CallbackParam, words: list[str] | None) -> list[str]:
+    """Words of the command line after those of the file, since the last value of a field counts."""
+    return [*(context.default_map or {}).get(str(parameter.name), ()), *(words or ())]
 
 
 Option = Annotated[

@@ -1,171 +1,194 @@
-"""Functions that convert, fine-tune and demo share: check arguments, read text, compare and write models."""
+"""What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import found, read_pairs
+from hf_memory.cli.options import found
+from hf_memory.cli.progress import signs_of_life
+from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.report import HEADER, table
-from hf_memory.conversion.run_file import RUN, is_unfinished, recipe_flags, write_flags
 from hf_memory.conversion.teacher_text import parse_source, write_text
-from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure
-from hf_memory.evaluation.record import Record, open_record, row_of
+from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
 from hf_memory.export import find_target
 from hf_memory.files.claims import claimed
 from hf_memory.files.folders import check_folder, written
 from hf_memory.files.text import Text
-from hf_memory.progress import Progress
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
 MAXIMUM = 2**18  # largest number of held-out tokens
 
 
-class Job(NamedTuple):
-    """A checked plan with all that it needs, except the model."""
+class Asked(NamedTuple):
+    """What convert or fine-tune is asked for.
 
-    plan: Plan
+    Attributes:
+        model: folder, Hub name or GGUF file of the model to start from.
+        recipe: what is made of it.
+        run: how it is made.
+        text: sources of text.
+        output: folder for the new model.
+        flags: the flags of the command, for the run file.
+        overwrite: whether the result of an earlier run is replaced.
+        dry_run: whether the plan is printed only.
+        max_tokens: number of tokens of the text to read; None: all.
+        measure_tokens: number of held-out tokens on which models are compared.
+        servable: whether inference engines must be able to run the student.
+    """
+
+    model: str
+    recipe: Recipe
     run: Run
+    text: list[str]
+    output: Path
+    flags: Flags
+    overwrite: bool
+    dry_run: bool
+    max_tokens: int | None
+    measure_tokens: int
+    servable: bool = False
+
+
+class Job(NamedTuple):
+    """What was asked for after it was checked, with all that it needs except the model."""
+
+    asked: Asked
+    plan: Plan
     tokenizer: Any
     tokens: Text  # the training text
     held_out: Text
-    measure_tokens: int  # number of held-out tokens to compare models on
-    known: Record  # what a stopped call has measured
+    known: record.Record  # what a stopped call has measured
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
         """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
-        lengths = lengths_beyond(self.plan.student)
-        subject = Subject(model, self.held_out, teacher, lengths, self.measure_tokens)
-        found = row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
-        return measure(name, subject, found=found, report=self.run.report, **how)
+        subject = Subject(model, self.held_out, teacher, lengths_beyond(self.plan.student), self.asked.measure_tokens)
+        found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
+        return measure(name, subject, found=found, report=self.asked.run.report, **how)
+
+    def keep(self) -> None:
+        """Keep what was measured in the output, so that a stopped call need not measure it again."""
+        record.keep(self.asked.output, self.known)
 
 
-def claimed_output(context: typer.Context) -> AbstractContextManager[None]:
-    """A context in which no other process can write to the output, unless this one does not write there."""
-    if context.params["dry_run"] or not IS_FIRST:
-        return nullcontext()
-    check_folder("output", context.params["output"])
-    return claimed(context.params["output"])
+class Made(NamedTuple):
+    """A new model, and how it is measured once it is saved."""
+
+    model: PreTrainedModel
+    plan: Plan
+    losses: dict[str, list]
+    measure: Callable[[], Iterable[ModelResult]]
+    adapter: Path | None = None  # folder of LoRA weights
 
 
-def prepare(context: typer.Context, model: str, recipe: Recipe, report: Callable[[Progress], None]) -> Job:
-    """Check the flags of a command, and read its text."""
-    given = context.params
-    training = read_pairs(given["arguments"])
-    run = Run(given["checkpoints"], given.get("teacher_logits"), report=report, training=training)
-    if conversion.find_gguf(model) is None:
-        found(model)
-    elif recipe.teacher_bits:
-        raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
-    resumed = is_unfinished(given["output"], context.command.params, given | recipe_flags(recipe))
-    given["overwrite"] |= resumed  # the result of this very command
-    config, output = conversion.load_config(model), {x: given[x] for x in ("output", "overwrite")}
-    longest = max(schedule.length for schedule in recipe.schedules.values())
-    plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
-    conversion.check_run(plan, run, **output)
-    if given.get("servable"):
-        find_target(plan.student)  # type: ignore[arg-type]
-    tokenizer = conversion.load_tokenizer(model)  # after the checks, since reading a text may take long
-    text = [_written(source, context, model, tokenizer, report) for source in given["text"]]
-    tokens = conversion.read_tokens(text, tokenizer, limit=given["max_tokens"], report=report)
-    tokens, held_out = split(tokens)
-    plan = conversion.resolve(recipe, config, tokens)
-    if not given["dry_run"]:  # a dry run may be on another machine
-        conversion.check_space(plan, run, output=given["output"])
-    known = open_record(given["output"], {}) if resumed else {"settings": {}, "models": {}}
-    return Job(plan, run, tokenizer, tokens, held_out, given["measure_tokens"], known)
-
-
-def _written(source: str, context: typer.Context, model: str, tokenizer, report: Callable[[Progress], None]) -> str:
-    """A source of text; for teacher:... the file of generated text beside the output."""
-    asked = parse_source(source)
-    if asked is None:
-        return source
-    if context.params["dry_run"]:
-        raise ValueError(f"text must exist for a dry run, got {source}, which the teacher would have to generate")
-    output, (num_tokens, prompts) = context.params["output"], asked
-    folder, seed, teacher = (
-        output.with_name(f"{output.name}-text"),
-        context.params["seed"],
-        conversion.load_teacher(model),
-    )
-    teacher.to(device())  # type: ignore[arg-type]
-    with conversion.processes().main_process_first():
-        return str(write_text(folder, teacher, tokenizer, num_tokens, prompts=prompts, seed=seed, report=report))
-
-
-def save(context: typer.Context, job: Job, model: PreTrainedModel, flags: Mapping[str, Any]) -> None:
-    """Write a new model and its run file before it is measured, which may take long; see `finish`."""
-    with _result(context.params["output"], context.params["overwrite"], job.run.checkpoints) as folder:
-        conversion.write_model(folder, model, job.tokenizer)
-        write_flags(folder / RUN, context.command.params, context.params | dict(flags))
-
-
-def show(output: Path, results: conversion.Results) -> None:
-    """Print the results, and how to use the model."""
-    print_results(results)
-    console.print(how_to_load(output), soft_wrap=True)
-
-
-def finish(
-    context: typer.Context,
-    job: Job,
-    model: PreTrainedModel,
-    results: conversion.Results,
-    *,
-    adapter: Path | None = None,
-) -> None:
-    """Write a model with its results and its run file, and print the results.
+def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
+    """Make, write and measure a model, and print the results; or print the plan of a dry run.
 
     Args:
-        context: the command's context.
-        job: the job of the command.
-        model: the new model.
-        results: its results.
-        adapter: folder of LoRA weights, to be copied.
+        asked: what is asked for.
+        make: makes the model; returns None in all processes except the first.
     """
-    output = context.params["output"]
-    with _result(output, context.params["overwrite"], job.run.checkpoints) as folder:
-        conversion.write_report(folder, model, job.tokenizer, results)
-        if adapter is not None:
-            shutil.copytree(adapter, folder / "adapter")
-        write_flags(folder / RUN, context.command.params, context.params)
-    show(output, results)
+    with _claimed_output(asked):
+        with signs_of_life() as report:
+            job = _prepare(asked._replace(run=replace(asked.run, report=report)))
+            made = None if asked.dry_run else make(job)
+            results = None if made is None else _saved_and_measured(job, made)
+        if asked.dry_run:
+            _print_plan(job.plan)
+        if results is None:
+            return
+        conversion.add_results(asked.output, results)
+        (asked.output / record.FILE).unlink(missing_ok=True)
+        print_results(results)
+        console.print(how_to_load(asked.output), soft_wrap=True)
+
+
+def _claimed_output(asked: Asked) -> AbstractContextManager[None]:
+    """A context in which no other process can write to the output, unless this one does not write there."""
+    if asked.dry_run or not IS_FIRST:
+        return nullcontext()
+    check_folder("output", asked.output)
+    return claimed(asked.output)
+
+
+def _prepare(asked: Asked) -> Job:
+    """Check what is asked for, and read the text."""
+    recipe, run, output = asked.recipe, asked.run, asked.output
+    if conversion.find_gguf(asked.model) is None:
+        found(asked.model)
+    elif recipe.teacher_bits:
+        raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
+    if resumed := asked.flags.are_unfinished(output, recipe):
+        asked = asked._replace(overwrite=True)  # the result of this very command
+    config, longest = conversion.load_config(asked.model), max(x.length for x in recipe.schedules.values())
+    plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
+    conversion.check_run(plan, run, output=output, overwrite=asked.overwrite)
+    if asked.servable:
+        find_target(plan.student)  # type: ignore[arg-type]
+    tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
+    sources = [_written(source, asked, tokenizer) for source in asked.text]
+    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, limit=asked.max_tokens, report=run.report))
+    plan = conversion.resolve(recipe, config, tokens)
+    if not asked.dry_run:  # which may be on another machine
+        conversion.check_space(plan, run, output=output)
+    known = record.open_record(output, {}) if resumed else {"settings": {}, "models": {}}
+    return Job(asked, plan, tokenizer, tokens, held_out, known)
+
+
+def _written(source: str, asked: Asked, tokenizer) -> str:
+    """A source of text; for teacher:... the file of generated text beside the output."""
+    wanted = parse_source(source)
+    if wanted is None:
+        return source
+    if asked.dry_run:
+        raise ValueError(f"text must exist for a dry run, got {source}, which the teacher would have to generate")
+    folder, (num_tokens, prompts) = asked.output.with_name(f"{asked.output.name}-text"), wanted
+    teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
+    how: dict = {"prompts": prompts, "seed": asked.recipe.seed, "report": asked.run.report}
+    with conversion.processes().main_process_first():
+        return str(write_text(folder, teacher, tokenizer, num_tokens, **how))
+
+
+def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
+    """Write a model with its run file, then measure it, which may take long."""
+    with _new_result(job.asked) as folder:
+        conversion.write_model(folder, made.model, job.tokenizer)
+        if made.adapter is not None:
+            shutil.copytree(made.adapter, folder / "adapter")
+        job.asked.flags.write(folder, made.plan.recipe)
+    rows, file = list(made.measure()), conversion.find_gguf(job.asked.model)
+    names = {
+        "teacher": job.asked.model if file is None else file.name,
+        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in job.asked.text),
+    }
+    results = conversion.results_of(made.plan, made.losses, rows, **names, training=job.asked.run.training)
+    if file:
+        weights = made.plan.teacher_parameters or made.plan.student_parameters
+        results.recipe["teacher_weights"] = conversion.describe_weights(file, weights)
+    return results
 
 
 @contextmanager
-def _result(output: Path, overwrite: bool, checkpoints: Path | None) -> Iterator[Path]:
+def _new_result(asked: Asked) -> Iterator[Path]:
     """A context with a folder to write a result to; the result exists completely or not at all."""
+    checkpoints = asked.run.checkpoints
     goes_on = f"the same command resumes from {checkpoints}" if checkpoints else "--checkpoints makes a run resumable"
     with (
-        written("result", output, f"what was there is unchanged, and {goes_on}"),
-        conversion.new_folder(output, overwrite=overwrite) as folder,
+        written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
+        conversion.new_folder(asked.output, overwrite=asked.overwrite) as folder,
     ):
         yield folder
-
-
-def results_of(context: typer.Context, job: Job, plan: Plan, losses: dict, rows: list, model: str):
-    """The results of a command that has made a model from another one."""
-    text = ", ".join(Path(x).name if Path(x).exists() else x for x in context.params["text"])
-    file, training = conversion.find_gguf(model), job.run.training
-    name = model if file is None else file.name
-    results = conversion.results_of(plan, losses, rows, teacher=name, text=text, training=training)
-    if file:
-        results.recipe["teacher_weights"] = conversion.describe_weights(
-            file, plan.teacher_parameters or plan.student_parameters
-        )
-    return results
 
 
 def device() -> str:
@@ -181,7 +204,7 @@ def split(tokens: Text) -> tuple[Text, Text]:
     return tokens[:-held_out], tokens[-held_out:]
 
 
-def print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     """Print the plan."""
     rows = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=False, title="plan")
     for row in conversion.plan_rows(plan):

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -40,37 +40,42 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
     return {by_name[name].name: _value(by_name[name], value) for name, value in given.items()}
 
 
-def write_flags(file: Path, parameters: Sequence, values: Mapping[str, Any]) -> None:
-    """Write all settings of a run, including defaults, so that it can be repeated."""
-    file.write_text(_content(parameters, values), encoding="utf-8")
+class Flags(NamedTuple):
+    """The flags of a call: the parameters of its command, and their values by name."""
+
+    parameters: Sequence
+    values: Mapping[str, Any]
+
+    def write(self, folder: Path, recipe: Recipe) -> None:
+        """Write all settings of a run, including defaults and those of its recipe, so that it can be repeated."""
+        (folder / RUN).write_text(self._content(recipe), encoding="utf-8")
+
+    def are_unfinished(self, folder: Path, recipe: Recipe) -> bool:
+        """Whether a folder has the model of a run with the same settings that was stopped while it was measured."""
+        file, results = folder / RUN, folder / RESULTS
+        if not file.is_file() or not results.is_file() or json.loads(results.read_text(encoding="utf-8")):
+            return False
+        return file.read_text(encoding="utf-8") == self._content(recipe)
+
+    def _content(self, recipe: Recipe) -> str:
+        values = {**self.values, **_of_recipe(recipe)}
+        described = {
+            _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
+            for x in self.parameters
+            if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
+        }
+        return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
 
 
-def is_unfinished(folder: Path, parameters: Sequence, values: Mapping[str, Any]) -> bool:
-    """Whether a folder has the model of a run with the same settings that was stopped while the model was measured."""
-    file, results = folder / RUN, folder / RESULTS
-    if not file.is_file() or not results.is_file() or json.loads(results.read_text(encoding="utf-8")):
-        return False
-    return file.read_text(encoding="utf-8") == _content(parameters, values)
-
-
-def _content(parameters: Sequence, values: Mapping[str, Any]) -> str:
-    described = {
-        _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
-        for x in parameters
-        if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
-    }
-    return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
-
-
-def recipe_flags(recipe: Recipe) -> dict[str, Any]:
-    """The command line flags that make this recipe, by name."""
+def _of_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The values of the flags that make a recipe, by name."""
     flags = {name: schedule._asdict() for name, schedule in recipe.schedules.items()}
     option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
     keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep)) or "none"
     return {**vars(recipe), **flags, "keep": keep, "option": option or None}
 
 
-def read_schedule(stage: str, default: Schedule, pairs: Sequence[str]) -> Schedule:
+def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) -> Schedule:
     """A schedule with some of its fields given as name=value.
 
     Args:
