@@ -16,12 +16,12 @@ from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import Device, Dtype, load
-from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
 from hf_memory.files.documents import read_prompts
+from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
 from hf_memory.files.folders import check_folder
 from hf_memory.files.text import check_tokens
 

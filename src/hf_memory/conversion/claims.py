@@ -1,6 +1,5 @@
 """Folders of checkpoints and saved logits, with a file that says to which run they belong."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Collection
@@ -11,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
+from hf_memory.files.replacing import replaced
 from hf_memory.files.text import Text
 
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
-OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
 WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # files and folders of a run
-SAMPLES = 64  # numbers of each weight that go into a fingerprint
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
@@ -50,9 +49,8 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    partial.replace(file)
+    with replaced(file) as partial:
+        partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def check_claimable(folder: Path) -> None:
@@ -69,23 +67,6 @@ def check_claimable(folder: Path) -> None:
 def describe(description: dict[str, Any]) -> dict[str, str]:
     """A description as strings that differ if the values do; models and tokens are replaced by fingerprints."""
     return {name: _words(value) for name, value in description.items()}
-
-
-def tokens_fingerprint(tokens: Text | Tensor) -> str:
-    """A fingerprint of a text."""
-    text = Text.of(tokens)
-    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes()).hexdigest()
-
-
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """A fingerprint of the config and some numbers of each weight; the same on every device."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.state_dict().items():
-        numbers = weight.detach().flatten()
-        sample = numbers[:: max(1, len(numbers) // SAMPLES)].float().cpu()
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _work(folder: Path) -> list[Path]:

@@ -5,8 +5,6 @@
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
+from hf_memory.files.fingerprints import model_fingerprint
+from hf_memory.files.replacing import replaced
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
-from hf_memory.serving.memory_file import fingerprint
 
 FORMAT = "hf_memory datastore 1"
 KEYS, TOKENS, HEADER, INDEX = "keys.bin", "tokens.bin", "datastore.json", "index.faiss"
@@ -123,9 +122,8 @@ class Datastore:
     def keep_mixture(self, mixture: dict[str, float]) -> None:
         """Keep the weight and temperature that `tune` has found; `NearestNeighbours` then uses them by default."""
         self.mixture = mixture
-        partial = self.folder / f".{HEADER}.{os.getpid()}"
-        partial.write_text(json.dumps(self._description | {"mixture": mixture}, indent=1), encoding="utf-8")
-        partial.replace(self.folder / HEADER)
+        with replaced(self.folder / HEADER) as partial:
+            partial.write_text(json.dumps(self._description | {"mixture": mixture}, indent=1), encoding="utf-8")
 
     def add_index(self, description: str) -> None:
         """Add an index of faiss for the keys; see `build_datastore`."""
@@ -183,26 +181,20 @@ def build_datastore(
     if index is not None:
         with _suits(index):  # before the text is read
             _faiss().index_factory(width, index)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        _write_keys(model, text, unfinished, length, dtype, module, report)
-        header = {
-            "format": FORMAT,
-            "module": module,
-            "shape": [len(text) - 1, width],
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        header |= {
-            "fingerprint": fingerprint(model.base_model),
-            "model": model.config.name_or_path or type(model).__name__,
-        }
+    header = {
+        "format": FORMAT,
+        "module": module,
+        "shape": [len(text) - 1, width],
+        "dtype": str(dtype).removeprefix("torch."),
+        "fingerprint": model_fingerprint(model.base_model, torch.bfloat16),
+        "model": model.config.name_or_path or type(model).__name__,
+    }
+    with replaced(folder) as unfinished:
+        unfinished.mkdir(parents=True)
         (unfinished / HEADER).write_text(json.dumps(header, indent=1), encoding="utf-8")
+        _write_keys(model, text, unfinished, length, dtype, module, report)
         if index is not None:
             Datastore(unfinished).add_index(index)
-        os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return Datastore(folder)
 
 

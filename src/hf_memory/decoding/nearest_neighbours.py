@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
+from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
 from hf_memory.layers import wide
 from hf_memory.modeling.base import kept_positions
-from hf_memory.serving.memory_file import fingerprint
 
 WEIGHTS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -47,7 +47,7 @@ class Beside:
     def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        if datastore.fingerprint != fingerprint(model.base_model):
+        if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
         self.datastore, self.k = datastore, k
         self._attached = ExitStack()

@@ -1,7 +1,6 @@
 """A file with the results of several models on one text, which is extended so that nothing is measured twice."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from hf_memory.evaluation.plots import plot_task
 from hf_memory.evaluation.tasks import TASKS
 from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.names import visible
+from hf_memory.files.replacing import replaced
 
 FILE = "evaluation.json"
 HEADER = ("task", "at", "figure")
@@ -72,9 +72,8 @@ def labels(record: Record) -> dict[str, str]:
 def keep(folder: Path, record: Record) -> None:
     """Write the record; the file is replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{FILE}.{os.getpid()}"
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / FILE)
+    with replaced(folder / FILE) as partial:
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def table(record: Record) -> Iterator[tuple[str, ...]]:

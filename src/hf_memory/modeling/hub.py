@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
+from hf_memory.files.replacing import replaced
 from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
 
 SHIM_MODULE = "modeling_hf_memory"
@@ -78,6 +79,5 @@ def auto_classes(config_class: type) -> dict[str, str]:
 
 def write_shim(folder: Path, classes) -> None:
     """Write the shim for some class names atomically, so that no process reads half of it."""
-    partial = folder / f".{SHIM_MODULE}.{os.getpid()}"
-    partial.write_text(SHIM.format(classes="\n".join(f"        {name}," for name in classes)), encoding="utf-8")
-    os.replace(partial, folder / f"{SHIM_MODULE}.py")
+    with replaced(folder / f"{SHIM_MODULE}.py") as partial:
+        partial.write_text(SHIM.format(classes="\n".join(f"        {name}," for name in classes)), encoding="utf-8")

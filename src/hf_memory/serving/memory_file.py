@@ -5,7 +5,6 @@ The format is safetensors. The header has a fingerprint of the model, the number
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_memory.cache import MemoryLayer, Spec, State, memory_layer
+from hf_memory.files.fingerprints import model_fingerprint
+from hf_memory.files.replacing import replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.serving.rows import check_layers
@@ -50,19 +51,16 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
-        "fingerprint": fingerprint(model),
+        "fingerprint": model_fingerprint(model, torch.bfloat16),
         "tokens_seen": str(cache.get_seq_length()),
         "layers": _kinds(cache),
     }
     header["checksum"] = _checksum(header, tensors)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, unfinished, metadata=header)
-        os.replace(unfinished, path)
+        with replaced(path) as partial:
+            save_file(tensors, partial, metadata=header)
     except SafetensorError as error:
         raise OSError(f"could not write {path}: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
@@ -102,18 +100,6 @@ def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
     return f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A fingerprint of config, parameter shapes and some numbers of each parameter; equal in float32 and bfloat16."""
-    config = {n: x for n, x in model.config.to_diff_dict().items() if n not in ("dtype", "transformers_version")}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        flat = parameter.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 16)][:16]
-        digest.update(some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
     if path.is_dir():
@@ -138,7 +124,7 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
         raise ValueError(f"{path} must have the format {FORMAT!r}, got {header.get('format')!r}")
     if not header.keys() >= HEADER:
         raise ValueError(f"{path} is damaged or was changed after it was written")
-    if header["fingerprint"] != fingerprint(model):
+    if header["fingerprint"] != model_fingerprint(model, torch.bfloat16):
         raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
     if header["layers"] != _kinds(cache):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")

@@ -21,6 +21,7 @@ from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import written
+from hf_memory.files.replacing import replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
@@ -212,10 +213,5 @@ def _rest(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    partial = file.with_suffix(".partial")
-    try:
-        with written(file.name, file.parent, "those before it stay, and the same call goes on"):
-            save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, partial)
-            partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written(file.name, file.parent, "those before it stay, and the same call goes on"), replaced(file) as partial:
+        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, partial)

@@ -1,0 +1,30 @@
+"""Fingerprints of models and texts, by which files say to what they belong."""
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_memory.files.text import Text
+
+OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
+SAMPLES = 64  # numbers of each weight that go into a fingerprint
+
+
+def tokens_fingerprint(tokens: Text | Tensor) -> str:
+    """A fingerprint of a text."""
+    text = Text.of(tokens)
+    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes()).hexdigest()
+
+
+def model_fingerprint(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
+    """A fingerprint of the config and some numbers of each weight, rounded to a dtype; the same on every device."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in OF_LOADING}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in model.state_dict().items():
+        numbers = weight.detach().flatten()
+        sample = numbers[:: max(1, len(numbers) // SAMPLES)].to("cpu", dtype).float()
+        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
