@@ -4,9 +4,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch.nn import functional as F
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
-from cases import CASE, CASES, make_model, random_tokens
+from cases import CASE, make_config, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.ops import delta_rule, deltaformer
 from hf_memory.ops.deltaformer import KERNELS, corrected_values
@@ -111,9 +111,15 @@ def test_a_static_cache_whose_window_rolls_equals_the_whole(kernel):
     assert_close(torch.cat(parts, 1), model(tokens).logits)
 
 
-def test_attention_that_hides_its_padding_is_refused():
-    with pytest.raises(ValueError, match="flex"):
-        make_model(next(case for case in CASES if case.name == "deltaformer"), attn_implementation="flex_attention")
+@pytest.mark.parametrize("name", ["deltaformer", "deltaformer-window"])
+@torch.no_grad()
+def test_padding_is_never_read_not_even_as_nan_and_takes_no_room_of_a_window(name):
+    model, tokens = make_model(CASE[name]).double(), random_tokens(2, 10)
+    embeddings, mask, cache = model.get_input_embeddings()(tokens), torch.ones(2, 10), DynamicCache(config=model.config)
+    embeddings[1, 5:8], mask[1, 5:8] = torch.nan, 0
+    model(inputs_embeds=embeddings[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+    more = model(inputs_embeds=embeddings[:, 8:], attention_mask=mask, past_key_values=cache).logits
+    assert_close(more[1:], model(tokens[1:, mask[1].bool()]).logits[:, -2:])
 
 
 def test_a_window_beside_a_memory_is_refused():
@@ -122,6 +128,17 @@ def test_a_window_beside_a_memory_is_refused():
             StrictDataclassClassValidationError, match=r"attention_window must be None .*, whose layers .* got 4"
         ):
             make_model(CASE["deltaformer"], attention_window=4, window_memory=window_memory)
+
+
+def test_a_window_without_a_size_is_refused():
+    with pytest.raises(StrictDataclassClassValidationError, match=r"sliding_window must be set with .'sliding_memory'"):
+        make_model(CASE["deltaformer"], layer_types=["memory", "sliding_memory"])
+
+
+def test_configs_saved_when_its_caches_were_those_of_attention_are_read():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "mixer_types": ["sliding_memory", "memory"]}
+    config = make_config(CASE["deltaformer"], sliding_window=4, **kinds)
+    assert (config.mixer_types, config.layer_types) == (kinds["mixer_types"], ["memory", "memory"])
 
 
 def swapped(write_kernel, n=256, swaps=1024, d=128):

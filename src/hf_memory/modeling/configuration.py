@@ -259,8 +259,8 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
 
     def _check_layers(self) -> None:
         self.check_each("layer_types", self.layer_types, tuple(self.mixers), self.mixer_types)
-        is_sliding = "sliding_attention" in self.layer_types
-        check(not is_sliding or self.sliding_window, "sliding_window", "set with 'sliding_attention' layers", None)
+        sliding = [kind for kind in self.mixer_types if kind.startswith("sliding")]
+        check(not sliding or self.sliding_window, "sliding_window", f"set with {sliding[:1]} in layer_types", None)
         self.check_each("no_rope_layers", (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers])
 
     def check_each(self, name: str, given: list, words: tuple[str, ...] = (), names: list[str] | None = None) -> None:

@@ -6,13 +6,11 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
-from hf_memory.mixers.deltaformer import DeltaFormerMixer
+from hf_memory.mixers.deltaformer import DeltaFormerMixer, window_of
 from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
-
-CACHES = {"memory": "full_attention", "sliding_memory": "sliding_attention"}  # a memory here is a growing KV cache
 
 
 @strict
@@ -20,8 +18,8 @@ class DeltaFormerConfig(MemoryConfig):
     """Config of DeltaFormer; its other options are those of `MemoryConfig`.
 
     In `layer_types`, `"memory"` means a DeltaFormer layer, and `"sliding_memory"` one that sees the last
-    `sliding_window` tokens only. The config stores these names as `mixer_types`; its `layer_types` then say which kind
-    of cache and mask each layer has.
+    `sliding_window` tokens only. The config stores these names as `mixer_types`; its `layer_types` have `"memory"` for
+    both.
 
     Args:
         write_kernel (`str`, defaults to `"softmax"`): kernel that compares a new key with earlier keys: `"softmax"`,
@@ -52,15 +50,14 @@ class DeltaFormerConfig(MemoryConfig):
         super().set_defaults()
         if self.mixer_types is None:
             self.mixer_types = self.layer_types or ["memory"] * self.num_hidden_layers
-        self.layer_types = [CACHES.get(kind, kind) for kind in self.mixer_types]
+        self.layer_types = ["memory" if kind == "sliding_memory" else kind for kind in self.mixer_types]
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
         is_closed = self.beta_activation != "sigmoid" and self.beta_mode == "erase" and self.read_kernel == "softmax"
         if not is_closed:
             return super().attends(layer_idx, length)
-        is_sliding = self.mixer_types[layer_idx] == "sliding_memory"
-        return min(length, self.sliding_window or length) if is_sliding else length
+        return min(length, window_of(self, layer_idx) or length)
 
     def validate_architecture(self):
         """Check kernels and the write strength, too, and refuse the window that other memories stand beside."""
@@ -77,7 +74,6 @@ class DeltaFormerPreTrainedModel(MemoryPreTrainedModel):
     """Base class of the models, with the class attributes that transformers needs."""
 
     config: DeltaFormerConfig
-    _supports_flex_attn = False  # the write must know what is padding, which a mask of blocks does not say
 
 
 class DeltaFormerModel(DeltaFormerPreTrainedModel, MemoryModel):

@@ -45,14 +45,16 @@ def _blocks(T: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, T)) for start in range(0, T, block)]
 
 
-def _seen(mask: Mask, position: Tensor, first: int, rows: slice) -> Tensor:
-    """Which columns the rows of a block see, [B, 1, C, columns].
+def _seen(mask: Mask, position: Tensor, T: int, rows: slice) -> Tensor:
+    """Which columns the rows of a block of the last T columns see, [B, 1, C, columns].
 
-    The number of columns is rounded up, so that few different sizes occur and memory can be reused.
+    The number of columns is rounded up, so that few different sizes occur and memory can be reused. Bounds are counted
+    from the end, or left out, since torch.compile would treat a growing bound as a constant.
     """
-    columns, last = Tokens(position), first + rows.stop
-    wanted = min(position.shape[1], -(-last // COLUMNS) * COLUMNS)
-    return seen(mask, columns.of(slice(first + rows.start, last)), columns.of(slice(wanted)))
+    columns, last = Tokens(position), position.shape[1] - T + rows.stop
+    wanted = -(-last // COLUMNS) * COLUMNS
+    asking = columns.of(slice(rows.start - T, None if rows.stop == T else rows.stop - T))
+    return seen(mask, asking, columns.of(slice(wanted)) if wanted < position.shape[1] else columns)
 
 
 def _score_gradient(dP: Tensor, P: Tensor, kernel: str) -> Tensor:
@@ -70,7 +72,7 @@ class _Write(torch.autograd.Function):
         S, T = past_u.shape[2], v.shape[2]
         U = torch.cat([past_u, torch.zeros_like(v)], dim=2)
         for rows in _blocks(T, settings[-1]):
-            sees = _seen(settings[1], position, S, rows)
+            sees = _seen(settings[1], position, T, rows)
             P = weights(w[:, :, rows] @ k[:, :, : sees.shape[-1]].mT, sees, settings[0])
             before, here = S + rows.start, slice(S + rows.start, S + rows.stop)
             R = a[:, :, rows] * v[:, :, rows] - beta[:, :, rows] * (P[..., :before] @ U[:, :, :before])
@@ -88,7 +90,7 @@ class _Write(torch.autograd.Function):
         dU = torch.cat([torch.zeros_like(U[:, :, :S]), dU_new], dim=2)
         G, dw, dk, dbeta = torch.empty_like(v), torch.empty_like(w), torch.zeros_like(k), torch.empty_like(beta)
         for rows in reversed(_blocks(v.shape[2], settings[-1])):
-            sees = _seen(settings[1], position, S, rows)
+            sees = _seen(settings[1], position, v.shape[2], rows)
             columns, before, here = sees.shape[-1], S + rows.start, slice(S + rows.start, S + rows.stop)
             P = weights(w[:, :, rows] @ k[:, :, :columns].mT, sees, settings[0])
             system = (beta[:, :, rows] * P[..., here]).mT
@@ -109,23 +111,23 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, u, position, settings):
-        S, outputs = k.shape[2] - q.shape[2], []
+        outputs = []
         for rows in _blocks(q.shape[2], settings[-1]):
-            sees = _seen(settings[1], position, S, rows)
+            sees = _seen(settings[1], position, q.shape[2], rows)
             columns = sees.shape[-1]
             P = weights(q[:, :, rows] @ k[:, :, :columns].mT, sees, settings[0])
             outputs.append(P @ u[:, :, :columns])
         ctx.save_for_backward(q, k, u, position)
-        ctx.settings, ctx.S = settings, S
+        ctx.settings = settings
         return torch.cat(outputs, dim=2)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do):
-        (q, k, u, position), S = ctx.saved_tensors, ctx.S
+        q, k, u, position = ctx.saved_tensors
         dq, dk, du = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(u)
         for rows in _blocks(q.shape[2], ctx.settings[-1]):
-            sees = _seen(ctx.settings[1], position, S, rows)
+            sees = _seen(ctx.settings[1], position, q.shape[2], rows)
             columns = sees.shape[-1]
             P = weights(q[:, :, rows] @ k[:, :, :columns].mT, sees, ctx.settings[0])
             dP = do[:, :, rows] @ u[:, :, :columns].mT * sees
