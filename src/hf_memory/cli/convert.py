@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
@@ -28,7 +26,7 @@ from hf_memory.cli.options import (
     read_pairs,
 )
 from hf_memory.cli.run_file import Flags, read_schedule
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
 from hf_memory.conversion import Conversion, Recipe, Run, Schedule
 from hf_memory.evaluation import ModelResult
@@ -37,6 +35,7 @@ from hf_memory.evaluation.model_result import OF_CARD
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
 DEFAULT = Recipe()
+RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
 TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
@@ -153,7 +152,8 @@ def _convert(job: Job) -> Made | None:
     if not processes.is_main_process:
         return None
     if made.ranking:
-        _print_ranking(made)
+        rows = conversion.placement_table(made.ranking, made.plan.kept)
+        print_table(rows, conversion.PLACEMENT_HEADER, title=RANKING)
     return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
 
 
@@ -170,11 +170,3 @@ def _rows(
         quality = [task for task in OF_CARD if task != "speed"]  # which does not depend on the weights
         yield replace(measure("before training", before, teacher, tasks=quality), costs=after.costs)
     yield after
-
-
-def _print_ranking(made: Conversion) -> None:
-    title = "with attention in one layer only, before distillation; ranked by recall minus KL"
-    rows = Table(*conversion.PLACEMENT_HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
-    for row in conversion.placement_table(made.ranking, made.plan.kept):
-        rows.add_row(*row)
-    console.print(rows)

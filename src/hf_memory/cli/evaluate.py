@@ -1,19 +1,19 @@
 """hf-memory evaluate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from hf_memory import conversion
 from hf_memory.cli.options import MaxTokens, MeasureTokens
 from hf_memory.cli.progress import signs_of_life
-from hf_memory.cli.terminal import console
+from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.decoding import Datastore, NearestNeighbours
@@ -28,7 +28,6 @@ from hf_memory.files.text import check_tokens
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
 ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
-SETTINGS = ("lengths", "samples", "seed", "measure_tokens", "max_new_tokens", "dtype")  # figures depend on these
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
@@ -65,7 +64,6 @@ Output = Annotated[
 
 
 def evaluate(
-    context: typer.Context,
     model: ModelName,
     text: Texts,
     against: Against = None,
@@ -88,10 +86,8 @@ def evaluate(
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
-    chosen, sizes = _chosen(tasks), _numbers(lengths)
+    chosen, sizes = _chosen(tasks, against, lm_eval), _numbers(lengths)
     asked = read_prompts(prompts) if prompts else list(PROMPTS)
-    if {*chosen} == {"agreement"} and not against and not lm_eval:
-        raise ValueError("tasks must have one that needs no --against, got agreement without it")
     check_folder("output", output)
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
@@ -104,33 +100,46 @@ def evaluate(
             attached.enter_context(NearestNeighbours(models[mine][0], store))
         tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
-        settings = {name: context.params[name] for name in SETTINGS} | {"prompts": asked}
-        weights = {name: model_fingerprint(loaded) for name, (loaded, _) in models.items()}
-        if store:
-            weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
-        if against and len({*weights.values()}) == 1:
-            raise ValueError(f"against must be another model than {model}, got {against} with the same weights")
-        settings |= {"against": weights[against] if against else None, "text": tokens_fingerprint(tokens)}
-        known = record.open_record(output, settings | {"device": models[mine][0].device.type})
-        keep, earlier = partial(record.keep, output, known), dict[str, Any]()
-        for name, (loaded, tokenizer) in models.items():
+        for loaded, _ in models.values():
             check_tokens(tokens, loaded.config, min(sizes))
-            found = record.row_of(known, name, weights[name])
-            how: dict = {"samples": samples, "seed": seed, "prompts": asked, "new_tokens": max_new_tokens, **earlier}
-            subject = Subject(loaded, tokens, tokenizer=tokenizer, lengths=sizes, max_tokens=measure_tokens, **how)
+        weights = _weights(models, store)
+        how: dict = {"samples": samples, "seed": seed, "prompts": asked}
+        settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": max_new_tokens}
+        settings |= {"dtype": dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
+        known = record.open_record(output, settings | {"against": weights[against] if against else None})
+        keep = partial(record.keep, output, known)
+        how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": max_new_tokens}
+        for name, (loaded, tokenizer) in models.items():
+            subject, found = (
+                Subject(loaded, tokens, tokenizer=tokenizer, **how),
+                record.row_of(known, name, weights[name]),
+            )
             carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
             _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
-            earlier = {"teacher": loaded, "theirs": found}
+            how |= {"teacher": loaded, "theirs": found}
         record.draw(output, known)
     _show(known)
     console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
 
 
-def _chosen(tasks: str) -> list[str]:
+def _chosen(tasks: str, against: str | None, lm_eval: str | None) -> list[str]:
     names = [name.strip() for name in tasks.split(",")]
     if others := [name for name in names if name not in TASKS]:
         raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(others)}")
+    if {*names} == {"agreement"} and not against and not lm_eval:
+        raise ValueError("tasks must have one that needs no --against, got agreement without it")
     return names
+
+
+def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:
+    """Fingerprints of the models, of which the last one has the datastore."""
+    weights = {name: model_fingerprint(loaded) for name, (loaded, _) in models.items()}
+    *others, mine = models
+    if store:
+        weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
+    if others and weights[others[0]] == weights[mine]:
+        raise ValueError(f"against must be another model than {mine}, got {others[0]} with the same weights")
+    return weights
 
 
 def _numbers(lengths: str) -> tuple[int, ...]:
@@ -160,15 +169,15 @@ def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable
 def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
     names = list(record.labels(known).values())
-    rows = Table(*record.HEADER, *names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=TITLE)
-    before = None
-    for task, *cells in record.table(known):
-        if task != before and before is not None:
-            rows.add_section()
-        rows.add_row(task if task != before else "", *cells)
-        before = task
-    console.print(rows)
+    print_table(_rows(known), (*record.HEADER, *names), title=TITLE)
     for prompt, *texts in record.side_by_side(known):
         console.print(f"\n{prompt}", style="bold", soft_wrap=True)
         for name, text in zip(names, texts):
             console.print(f"  {name}: {' '.join(text.split())}", soft_wrap=True)
+
+
+def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...] | None]:
+    """The rows of the table; each task is named once, and is a section."""
+    for task, rows in groupby(record.table(known), key=itemgetter(0)):
+        yield None
+        yield from ((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(rows))

@@ -1,8 +1,11 @@
 """The consoles that all commands write to."""
 
 import os
+from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from hf_memory.files.names import visible
@@ -20,3 +23,12 @@ class SafeConsole(Console):
 
 
 console, errors = (SafeConsole(stderr=stderr, quiet=not IS_FIRST, **PLAIN) for stderr in (False, True))
+
+
+def print_table(rows: Iterable[Sequence[str] | None], header: Sequence[str] = (), *, title: str) -> None:
+    """Print rows of cells; None begins a new section."""
+    look: dict = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True, "show_header": bool(header)}
+    table = Table(*header, title=title, **look)
+    for row in rows:
+        table.add_section() if row is None else table.add_row(*row)
+    console.print(table)

@@ -4,19 +4,18 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import found
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
-from hf_memory.cli.terminal import IS_FIRST, console
+from hf_memory.cli.terminal import IS_FIRST, console, print_table
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.report import HEADER, table
@@ -105,7 +104,7 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
             made = None if asked.dry_run else make(job)
             results = None if made is None else _saved_and_measured(job, made)
         if asked.dry_run:
-            _print_plan(job.plan)
+            print_table(conversion.plan_rows(job.plan), title="plan")
         if results is None:
             return
         conversion.add_results(asked.output, results)
@@ -204,20 +203,11 @@ def split(tokens: Text) -> tuple[Text, Text]:
     return tokens[:-held_out], tokens[-held_out:]
 
 
-def _print_plan(plan: Plan) -> None:
-    """Print the plan."""
-    rows = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=False, title="plan")
-    for row in conversion.plan_rows(plan):
-        rows.add_row(*row)
-    console.print(rows)
-
-
 def print_results(results: conversion.Results) -> None:
     """Print the results of all models in one table."""
-    rows = Table(*HEADER, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title="on held-out text, by length")
-    for i, row in enumerate(table(results), 1):
-        rows.add_row(*row, end_section=i % len(results.rows) == 0)
-    console.print(rows)
+    rows, models = table(results), len(results.rows)
+    sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
+    print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")
 
 
 def how_to_load(folder: Path) -> str:
