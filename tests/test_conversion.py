@@ -241,7 +241,7 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
     if to not in ("linear", "deltaformer", "titans", "transformer"):  # which keep the scale
         match_scale(student, teacher, text()[None])
         for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
-            mine, theirs = (float((x - mixer.o_proj.bias).square().mean()) for x in (output, target))
+            mine, theirs = ((x - mixer.o_proj.bias).square().mean().item() for x in (output, target))
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 

@@ -25,7 +25,7 @@ def generate(model, tokens=None, **kwargs):
 @every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_cache_changes_no_token(case, way):
-    model, tokens = make_model(case), random_tokens(2, 5)
+    model, tokens = make_model(case).double(), random_tokens(2, 5)
     with_cache = generate(model, tokens, **WAYS[way])
     without = generate(model, tokens, use_cache=False, **WAYS[way])
     assert with_cache.shape[1] == 5 + NEW
@@ -35,7 +35,7 @@ def test_cache_changes_no_token(case, way):
 @every_case
 @pytest.mark.parametrize("beams", [1, 3])
 def test_left_padded_batch_generates_what_its_rows_do(case, beams):
-    model = make_model(case)
+    model = make_model(case).double()
     rows = [random_tokens(1, length, seed=length) for length in (7, 4)]
     tokens = torch.full((2, 7), 9)
     mask = torch.zeros(2, 7, dtype=torch.long)
@@ -48,7 +48,7 @@ def test_left_padded_batch_generates_what_its_rows_do(case, beams):
 
 @every_case
 def test_chunked_prefill_changes_no_token(case):
-    model, tokens = make_model(case), random_tokens(2, 9)
+    model, tokens = make_model(case).double(), random_tokens(2, 9)
     tokens[1, :5] = 0
     mask = (tokens != 0).long()
     expected = generate(model, tokens, attention_mask=mask)
@@ -58,20 +58,20 @@ def test_chunked_prefill_changes_no_token(case):
 
 @every_case
 def test_embeddings_as_input_change_no_token(case):
-    model, tokens = make_model(case), random_tokens(2, 5)
+    model, tokens = make_model(case).double(), random_tokens(2, 5)
     from_embeddings = generate(model, inputs_embeds=model.get_input_embeddings()(tokens))
     assert torch.equal(from_embeddings, generate(model, tokens)[:, 5:])
 
 
 @every_case
 def test_a_static_cache_changes_no_token(case):
-    model, tokens = make_model(case), random_tokens(2, 5)
+    model, tokens = make_model(case).double(), random_tokens(2, 5)
     assert torch.equal(generate(model, tokens, cache_implementation="static"), generate(model, tokens))
 
 
 @every_case
 def test_a_conversation_continues_on_its_cache(case):
-    model = make_model(case)
+    model = make_model(case).double()
     first, more = random_tokens(1, 5), random_tokens(1, 3, seed=1)
     cache = DynamicCache(config=model.config)
     text = torch.cat([generate(model, first, past_key_values=cache), more], 1)
@@ -80,7 +80,7 @@ def test_a_conversation_continues_on_its_cache(case):
 
 @every_case
 def test_prompt_lookup_changes_no_token(case):
-    model = make_model(case)
+    model = make_model(case).double()
     for seed in range(2):
         part = random_tokens(1, 4, seed=seed)
         tokens = torch.cat([part, random_tokens(1, 2, seed=seed + 50), part], 1)  # a repetition to look up
@@ -90,7 +90,7 @@ def test_prompt_lookup_changes_no_token(case):
 @every_case
 def test_a_draft_model_changes_no_token(case):
     """The draft is the model with some noise, so that a part of what it says is right."""
-    model, draft = make_model(case), make_model(case)
+    model, draft = make_model(case).double(), make_model(case).double()
     with torch.no_grad():
         for name, p in draft.named_parameters():
             if "lm_head" in name or "embed" in name:
@@ -103,7 +103,7 @@ def test_a_draft_model_changes_no_token(case):
 
 
 def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
-    model, draft = make_model(CASES[0]), make_model(CASES[1], vocab_size=65)
+    model, draft = make_model(CASES[0]).double(), make_model(CASES[1], vocab_size=65).double()
     shuffled = {word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()}
     backend = Tokenizer(models.WordLevel({**shuffled, "more": 64}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -125,7 +125,7 @@ def tokenizer():
 
 @every_family
 def test_pipeline_generates_from_a_saved_folder(case, tmp_path, tokenizer):
-    model = make_model(case)
+    model = make_model(case).double()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     generator = pipeline("text-generation", model=str(tmp_path))
@@ -142,6 +142,6 @@ def test_pipeline_generates_from_a_saved_folder(case, tmp_path, tokenizer):
 
 def test_generated_tokens_depend_on_the_prompt():
     """The comparisons above would hold for a model that says the same to everything."""
-    model = make_model(CASES[0])
+    model = make_model(CASES[0]).double()
     outputs = generate(model, random_tokens(8, 5))[:, 5:]
     assert len({tuple(row) for row in outputs.tolist()}) > 4

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from comparing import assert_close, in_float64
+from forms import is_real, read_in_parts
 from hf_memory.ops.neural_memory import neural_memory
 from hf_memory.ops.neural_memory.reference import example
-from test_neural_memory import is_real, read_in_parts
 
 FORMS = {
     "network": {"depth": 2, "chunk_size": 16, "residual": True},
@@ -27,10 +28,6 @@ def make(form, T=24, **sizes):
     return example(**{"T": T, "H": 1, "HV": 2, "K": 16, **form, **sizes})
 
 
-def wide(arguments):
-    return tree_map(lambda x: x.double() if is_real(x) else x, arguments)
-
-
 def run(arguments, backend):
     """Outputs, final state, and gradients of a random function of both for every tensor."""
     arguments = tree_map(lambda x: x.detach().requires_grad_() if is_real(x) else x, arguments)
@@ -42,25 +39,23 @@ def run(arguments, backend):
     return outputs, state.phase, torch.autograd.grad(total, inputs, materialize_grads=True)
 
 
-def assert_close(results, expected, tolerance=1e-5):
-    """Each tensor on the scale of its largest entry, or of what rounding weights leaves of a first small step."""
-    for one, other in zip(tree_flatten(results)[0], tree_flatten(expected)[0], strict=True):
-        scale = max([0.01, *other.abs().flatten().tolist()])
-        torch.testing.assert_close(one.to(other), other, rtol=0, atol=tolerance * scale)
+def reference(arguments):
+    """The same of the reference, in float64 and in float32."""
+    return [run(x, "reference") for x in (in_float64(arguments), arguments)]
 
 
 @every_form
 def test_kernels_equal_the_reference(form):
     """Outputs, states and all gradients; rows begin at phases of their own, and the last chunk is not full."""
     arguments = make(form)
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
 @pytest.mark.parametrize("T", [1, 16, 24])
 def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
     arguments = {**make(form, T), "initial_state": None, "mask": None}
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
@@ -68,7 +63,7 @@ def test_kernels_equal_the_reference_with_a_ragged_mask(form):
     arguments = make(form, B=3)
     arguments["mask"] = torch.rand(3, 24, generator=torch.Generator().manual_seed(1)) > 0.3
     arguments["mask"][1, 5:], arguments["mask"][2] = False, False
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
@@ -76,35 +71,36 @@ def test_packed_sequences_in_kernels_equal_the_reference(form):
     arguments = make(form, B=1)
     arguments["initial_state"] = make(form, B=4, T=1, seed=5)["initial_state"]
     arguments["cu_seqlens"] = torch.tensor([0, 5, 5, 6, 24])
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
 def test_any_split_in_kernels_equals_the_whole(form):
     arguments = make(form)
-    whole = neural_memory(**wide(arguments), backend="reference", output_final_state=True)
+    options = {"backend": "reference", "output_final_state": True}
+    whole = [neural_memory(**x, **options) for x in (in_float64(arguments), arguments)]
     for bounds in ([0, 16, 24], [0, 1, 18, 19, 24]):
-        assert_close(read_in_parts(arguments, bounds, "triton"), whole)
+        assert_close(read_in_parts(neural_memory, arguments, bounds, backend="triton"), *whole)
 
 
 @some_forms
 def test_wide_memories_run_in_tiles(form):
     arguments = make(form, T=17, B=1, HV=1, K=40, V=40, expansion=3)
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
 def test_a_gate_that_is_shut_forgets_everything_in_kernels(form):
     arguments = make(form)
     arguments["decay"][:, 7], arguments["momentum"][:, 9] = -torch.inf, -torch.inf
-    assert_close(run(arguments, "triton"), run(wide(arguments), "reference"))
+    assert_close(run(arguments, "triton"), *reference(arguments))
 
 
 @some_forms
 def test_kernels_in_16_bits_lose_what_rounding_loses(form):
     """float16, since the interpreter multiplies the bit patterns of bfloat16."""
     arguments = make(form, dtype=torch.float16)
-    expected = neural_memory(**wide(arguments), backend="reference")[0]
+    expected = neural_memory(**in_float64(arguments), backend="reference")[0]
     o = neural_memory(**arguments, backend="triton")[0]
     assert o.dtype == torch.float16
     assert (o.double() - expected).norm() / expected.norm() < 2e-3  # operands of 11 bits, a few roundings in turn

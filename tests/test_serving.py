@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_old_memory(memory):
 
 @every_case
 def test_many_readers_of_one_prefix(case):
-    model, prefix, more = make_model(case), random_tokens(1, 7), random_tokens(3, 2, seed=1)
+    model, prefix, more = make_model(case).double(), random_tokens(1, 7), random_tokens(3, 2, seed=1)
     once = read(model, prefix)
     once.batch_repeat_interleave(3)
     texts = torch.cat([prefix.expand(3, -1), more], 1)
@@ -290,7 +290,7 @@ def test_a_request_ends_at_its_last_token():
 
 @every_case
 def test_a_conversation_goes_on_from_its_cache(case):
-    model, first, second = make_model(case), random_tokens(5), random_tokens(3, seed=1)
+    model, first, second = make_model(case).double(), random_tokens(5), random_tokens(3, seed=1)
     company = Request(random_tokens(9, seed=2), 4)
     steps = [s for s in generate_stream(model, [company, Request(first, NEW, keep_cache=True)]) if s.request == 1]
     assert [s.cache is None for s in steps] == (NEW - 1) * [True] + [False]
@@ -387,7 +387,7 @@ def test_what_a_producer_raises_is_raised():
 
 @every_family
 def test_a_cancelled_request_keeps_what_it_has_read(case):
-    model, prompt = make_model(case), random_tokens(5)
+    model, prompt = make_model(case).double(), random_tokens(5)
     whole = collect(model, [Request(prompt, NEW)])[0]
     stopped, never = Request(prompt, NEW, keep_cache=True), Request(prompt)
     never.cancel()
