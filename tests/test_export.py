@@ -215,9 +215,9 @@ def test_small_norms_survive_16_bits(tmp_path):
 
 
 def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch):
-    faulty = find_target(make_config(EXACT[0].case))
-    faulty = faulty._replace(options=lambda config: {**TARGETS[0].options(config), "rms_norm_eps": 1e-2})
-    monkeypatch.setattr(exporting, "find_target", lambda config, name: faulty)
+    target = find_target(make_config(EXACT[0].case))
+    faulty = {**target.options(make_config(EXACT[0].case)), "rms_norm_eps": 1e-2}
+    monkeypatch.setattr(type(target), "options", lambda self, config: faulty)
     with pytest.raises(ValueError, match="the exported model must have the model's logits"):
         export_model(make_model(EXACT[0].case), tmp_path / "export")
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from hf_memory.export.parts import (
     check_shell,
     check_square,
     decay_by_head,
+    delta_options,
     full_rank,
     joined,
     output_heads,
@@ -20,65 +21,153 @@ from hf_memory.export.parts import (
     shared_options,
     spread,
 )
+from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 OLMO_EPS = 1e-5  # epsilon of OLMo-Hybrid's output norm, which is a constant in its code
+DELTA = {**ANY, "gate": ("scalar", "none"), "output_gate": ("silu",)}
+KIMI = {**DELTA, "gate": ("vector", "scalar", "none"), "output_gate": ("sigmoid",)}
+
+
+class OlmoHybrid(Target):
+    """OLMo-Hybrid. Its attention layers have norms after, not before them, so only pure models fit."""
+
+    name = model_type = "olmo_hybrid"
+    family = DeltaNetConfig
+    accepts = {**DELTA, "allow_negative_eigenvalues": None}
+
+    def check(self, config: DeltaNetConfig) -> list[str]:
+        return _check(config, OLMO_EPS)
+
+    def options(self, config: DeltaNetConfig) -> dict:
+        return {
+            **shared_options(config),
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "rope_parameters": config.rope_parameters,
+            **delta_options(config),
+            "linear_allow_neg_eigval": config.allow_negative_eigenvalues,
+        }
+
+    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+        parts = spread(config, mixer, key_heads=config.memory_heads[0])
+        A_log, dt_bias, decay = decay_by_head(config, mixer)
+        return {f"linear_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
+            "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+            "linear_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+            "linear_attn.a_proj.weight": decay,
+            "linear_attn.A_log": A_log,
+            "linear_attn.dt_bias": dt_bias,
+            "linear_attn.o_norm.weight": mixer["output_gate.norm.weight"],
+        }
+
+    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
+        return {"transformers": "", "vLLM": ""}
+
+
+class Bailing(Target):
+    """Ling 3.0."""
+
+    name = "bailing"
+    model_type = "bailing_hybrid"
+    family = DeltaNetConfig
+    accepts = KIMI
+
+    def check(self, config: DeltaNetConfig) -> list[str]:
+        return [*_check(config, config.rms_norm_eps), *check_square(config)]
+
+    def options(self, config: DeltaNetConfig) -> dict:
+        return {
+            **shared_options(config),
+            **_latent_attention(config),
+            "rope_parameters": config.rope_parameters,
+            "head_dim": config.linear_key_head_dim,
+            "short_conv_kernel_size": config.linear_conv_kernel_dim or 4,
+            "kda_safe_gate": False,
+            "first_k_dense_replace": config.num_hidden_layers + 1,
+            "layer_group_size": config.num_hidden_layers + 1,
+            "num_mtp_layers": 0,
+        }
+
+    def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+        """The class name that vLLM uses."""
+        return {"architectures": ["BailingMoeV3ForCausalLM"]}
+
+    def top(self, outside: Weights) -> dict[str, Tensor]:
+        """As ours, with an output head that is not tied to the embeddings."""
+        return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
+
+    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+        A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
+        return _kimi_delta(config, mixer) | {
+            "self_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+            "self_attn.forget_gate.f_proj.weight": (up.float() @ down.float()).to(up.dtype),
+            "self_attn.forget_gate.A_log": A_log,
+            "self_attn.forget_gate.dt_bias": dt_bias,
+        }
+
+    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
+        safe = "its decay is bounded (kda_safe_gate)"
+        return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": safe, "MLX": safe}
+
+
+class Kimi(Bailing):
+    """Kimi Linear, whose gates are low-rank products."""
+
+    name = "kimi"
+    model_type = "kimi_linear"
+    file_names = {".block_sparse_moe.": ".mlp."}  # for dense layers
+
+    def check(self, config: DeltaNetConfig) -> list[str]:
+        faults, K = super().check(config), config.linear_key_head_dim
+        rank = config.output_gate_low_rank_dim
+        if rank is None or rank > K:
+            faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
+        if config.gate != "vector" and output_heads(config) > K:
+            faults.append(
+                f"gate='vector' where there are more heads ({output_heads(config)}) than channels of a key ({K})"
+            )
+        return faults
+
+    def options(self, config: DeltaNetConfig) -> dict:
+        return {
+            **shared_options(config),
+            **_latent_attention(config),
+            "linear_head_dim": config.linear_key_head_dim,
+            "linear_num_heads": output_heads(config),
+            "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
+        }
+
+    def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+        """Fields as in the published model: layers are counted from 1, and there is a RoPE that is not used."""
+        layers = config.num_hidden_layers
+        linear = {"num_heads": theirs.linear_num_heads, "head_dim": theirs.linear_head_dim}
+        linear |= {"short_conv_kernel_size": theirs.linear_conv_kernel_dim}
+        linear |= {"kda_layers": list(range(1, layers + 1)), "full_attn_layers": [layers + 1]}
+        unused = {"rope_theta": 10000.0, "mla_use_nope": True, "moe_layer_freq": 1}
+        return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1, **unused}
+
+    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+        """Lower ranks are padded with zeros."""
+        K = config.linear_key_head_dim
+        A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
+        gate = mixer["output_gate.proj.weight"]
+        return _kimi_delta(config, mixer) | {
+            "self_attn.g_a_proj.weight": pad_rows(mixer["output_gate.down.weight"], K),
+            "self_attn.g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
+            "self_attn.forget_gate.f_a_proj.weight": pad_rows(down, K),
+            "self_attn.forget_gate.f_b_proj.weight": F.pad(up, (0, K - up.shape[1])),
+            "self_attn.forget_gate.A_log": A_log.view(1, 1, -1, 1),
+            "self_attn.forget_gate.dt_bias": dt_bias,
+        }
+
+    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
+        eps = "" if config.rms_norm_eps == 1e-5 else "the eps of its output norm is 1e-5"
+        return {"transformers": "", "vLLM": eps, "SGLang": "", "llama.cpp": "", "MLX": ""}
 
 
 def _check(config: DeltaNetConfig, eps: float) -> list[str]:
     return [*check_shell(config), *check_mlp(config), *check_pure(config), *check_output_norm(config, eps)]
-
-
-def check_olmo_hybrid(config: DeltaNetConfig) -> list[str]:
-    """Reasons against OLMo-Hybrid. Its attention layers have norms after, not before them, so only pure models fit."""
-    return _check(config, OLMO_EPS)
-
-
-def check_bailing(config: DeltaNetConfig) -> list[str]:
-    """Reasons against Ling 3.0."""
-    return [*_check(config, config.rms_norm_eps), *check_square(config)]
-
-
-def check_kimi(config: DeltaNetConfig) -> list[str]:
-    """Reasons against Kimi Linear."""
-    faults, K = check_bailing(config), config.linear_key_head_dim
-    rank = config.output_gate_low_rank_dim
-    if rank is None or rank > K:
-        faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
-    if config.gate != "vector" and output_heads(config) > K:
-        faults.append(f"gate='vector' where there are more heads ({output_heads(config)}) than channels of a key ({K})")
-    return faults
-
-
-def olmo_hybrid_options(config: DeltaNetConfig) -> dict:
-    """Arguments of OlmoHybridConfig."""
-    query_heads, _, _, K, V = config.memory_heads
-    return {
-        **shared_options(config),
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "rope_parameters": config.rope_parameters,
-        "linear_num_key_heads": query_heads,
-        "linear_num_value_heads": output_heads(config),
-        "linear_key_head_dim": K,
-        "linear_value_head_dim": V,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
-        "linear_allow_neg_eigval": config.allow_negative_eigenvalues,
-    }
-
-
-def olmo_hybrid_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer."""
-    parts = spread(config, mixer, key_heads=config.memory_heads[0])
-    A_log, dt_bias, decay = decay_by_head(config, mixer)
-    return {f"linear_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
-        "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
-        "linear_attn.g_proj.weight": full_rank(mixer, "output_gate"),
-        "linear_attn.a_proj.weight": decay,
-        "linear_attn.A_log": A_log,
-        "linear_attn.dt_bias": dt_bias,
-        "linear_attn.o_norm.weight": mixer["output_gate.norm.weight"],
-    }
 
 
 def _latent_attention(config: DeltaNetConfig) -> dict:
@@ -102,31 +191,6 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
     }
 
 
-def bailing_options(config: DeltaNetConfig) -> dict:
-    """Arguments of BailingHybridConfig."""
-    return {
-        **shared_options(config),
-        **_latent_attention(config),
-        "rope_parameters": config.rope_parameters,
-        "head_dim": config.linear_key_head_dim,
-        "short_conv_kernel_size": config.linear_conv_kernel_dim or 4,
-        "kda_safe_gate": False,
-        "first_k_dense_replace": config.num_hidden_layers + 1,
-        "layer_group_size": config.num_hidden_layers + 1,
-        "num_mtp_layers": 0,
-    }
-
-
-def bailing_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """The class name that vLLM uses."""
-    return {"architectures": ["BailingMoeV3ForCausalLM"]}
-
-
-def untied(outside: Weights) -> dict[str, Tensor]:
-    """The weights outside the layers, with an output head that is not tied to the embeddings."""
-    return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
-
-
 def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
     """The weights of a memory layer that Ling and Kimi share; queries and keys are repeated for all output heads."""
     parts = spread(config, mixer, key_heads=output_heads(config))
@@ -136,83 +200,11 @@ def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
     }
 
 
-def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, Tensor]:
-    """A_log [HV] and dt_bias [HV * K]; a decay per head is repeated for all channels of the head."""
+def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, ...]:
+    """A_log [HV], dt_bias [HV * K] and both factors of the projection; a decay per head is repeated for channels."""
     if config.gate == "vector":
-        return mixer["decay.A_log"], mixer["decay.dt_bias"]
-    A_log, dt_bias, _ = decay_by_head(config, mixer)
-    return A_log, dt_bias.repeat_interleave(config.linear_key_head_dim)
-
-
-def bailing_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer of Ling."""
-    A_log, dt_bias = _decay_by_channel(config, mixer)
-    if config.gate == "vector":
-        decay = full_rank(mixer, "decay")
-    else:
-        decay = decay_by_head(config, mixer)[2].repeat_interleave(config.linear_key_head_dim, 0)
-    return _kimi_delta(config, mixer) | {
-        "self_attn.g_proj.weight": full_rank(mixer, "output_gate"),
-        "self_attn.forget_gate.f_proj.weight": decay,
-        "self_attn.forget_gate.A_log": A_log,
-        "self_attn.forget_gate.dt_bias": dt_bias,
-    }
-
-
-def kimi_options(config: DeltaNetConfig) -> dict:
-    """Arguments of KimiLinearConfig."""
-    return {
-        **shared_options(config),
-        **_latent_attention(config),
-        "linear_head_dim": config.linear_key_head_dim,
-        "linear_num_heads": output_heads(config),
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
-    }
-
-
-def kimi_fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """Fields as in the published model: layers are counted from 1, and there is a RoPE that is not used."""
-    layers = config.num_hidden_layers
-    linear = {"num_heads": theirs.linear_num_heads, "head_dim": theirs.linear_head_dim}
-    linear |= {"short_conv_kernel_size": theirs.linear_conv_kernel_dim}
-    linear |= {"kda_layers": list(range(1, layers + 1)), "full_attn_layers": [layers + 1]}
-    unused = {"rope_theta": 10000.0, "mla_use_nope": True, "moe_layer_freq": 1}
-    return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1, **unused}
-
-
-def kimi_memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer of Kimi, whose gates are low-rank products; lower ranks are padded with zeros."""
-    K = config.linear_key_head_dim
-    A_log, dt_bias = _decay_by_channel(config, mixer)
-    if config.gate == "vector":
-        down, up = mixer["decay.down.weight"], mixer["decay.proj.weight"]
-    else:
-        by_head = decay_by_head(config, mixer)[2]
-        down = pad_rows(by_head, K)
-        up = torch.eye(len(by_head), K, dtype=by_head.dtype).repeat_interleave(K, 0)
-    gate = mixer["output_gate.proj.weight"]
-    return _kimi_delta(config, mixer) | {
-        "self_attn.g_a_proj.weight": pad_rows(mixer["output_gate.down.weight"], K),
-        "self_attn.g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
-        "self_attn.forget_gate.f_a_proj.weight": down,
-        "self_attn.forget_gate.f_b_proj.weight": up,
-        "self_attn.forget_gate.A_log": A_log.view(1, 1, -1, 1),
-        "self_attn.forget_gate.dt_bias": dt_bias,
-    }
-
-
-def olmo_hybrid_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """Engines that run the target."""
-    return {"transformers": "", "vLLM": ""}
-
-
-def bailing_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
-    safe = "its decay is bounded (kda_safe_gate)"
-    return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": safe, "MLX": safe}
-
-
-def kimi_engines(config: DeltaNetConfig) -> dict[str, str]:
-    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
-    eps = "" if config.rms_norm_eps == 1e-5 else "the eps of its output norm is 1e-5"
-    return {"transformers": "", "vLLM": eps, "SGLang": "", "llama.cpp": "", "MLX": ""}
+        return tuple(mixer[f"decay.{x}"] for x in ("A_log", "dt_bias", "down.weight", "proj.weight"))
+    A_log, dt_bias, decay = decay_by_head(config, mixer)
+    heads = torch.eye(len(decay), dtype=decay.dtype)
+    dt_bias, up = (x.repeat_interleave(config.linear_key_head_dim, 0) for x in (dt_bias, heads))
+    return A_log, dt_bias, decay, up

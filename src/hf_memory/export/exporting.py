@@ -17,7 +17,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
-from hf_memory.export.targets import Target, find_target
+from hf_memory.export.target import Target
+from hf_memory.export.targets import find_target
 from hf_memory.files.folders import written
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
@@ -87,7 +88,7 @@ def export_model(
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             if gguf is not None:
-                padded = LAYOUTS[found.name].padded(found)
+                padded = LAYOUTS[found.name].target
                 write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
         error = compare(model, partial, found)
         if gguf is not None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +11,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_gguf_available
 
-from hf_memory.export import mamba
-from hf_memory.export.targets import Target
+from hf_memory.export.mamba import LLAMA_CPP_EXPAND, Granite
+from hf_memory.export.qwen3_5 import Qwen35
+from hf_memory.export.target import Target
 from hf_memory.modeling.base import MemoryConfig
 
 TOKENIZER = "tokenizer_config.json"
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     architecture: str  # a name in gguf.MODEL_ARCH
     parameters: Callable[..., None]
     tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]  # with names from gguf's table
-    padded: Callable[[Target], Target] = lambda target: target
+    target: Target  # whose options and weights are written, which may be padded
 
 
 def _common(writer, config: PreTrainedConfig) -> None:
@@ -124,16 +124,9 @@ def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator
     yield name.replace("dt_bias", "dt_proj.bias").replace("shared_mlp.output_linear", "mlp.down_proj"), x
 
 
-def _granite_padded(target: Target) -> Target:
-    padding = {"expand": mamba.LLAMA_CPP_EXPAND}
-    return target._replace(
-        options=partial(mamba.granite_options, **padding), memory=partial(mamba.granite_memory, **padding)
-    )
-
-
 LAYOUTS = {
-    "qwen3_5": Layout("QWEN35", _qwen3_5, _qwen3_5_tensors),
-    "granite": Layout("GRANITE_HYBRID", _granite, _granite_tensors, _granite_padded),
+    "qwen3_5": Layout("QWEN35", _qwen3_5, _qwen3_5_tensors, Qwen35()),
+    "granite": Layout("GRANITE_HYBRID", _granite, _granite_tensors, Granite(LLAMA_CPP_EXPAND)),
 }
 
 

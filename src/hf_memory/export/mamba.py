@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from hf_memory.export.parts import (
@@ -16,13 +15,153 @@ from hf_memory.export.parts import (
     joined,
     kept_layers,
     output_heads,
+    pad_rows,
     shared_options,
     spread,
 )
+from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
 LLAMA_CPP_EXPAND = 2  # inner width relative to hidden_size in llama.cpp; a GGUF file is padded to it
 UNLIMITED = {"time_step_limit": [0.0, math.inf]}  # mlx-lm's default for Granite would be (0.001, 100)
+FREE = ("attention_bias", "attention_output_bias", "output_gate", "gate_low_rank_dim", "gate_logit_normalizer")
+MAMBA = {**ANY, **dict.fromkeys(FREE), "gate": ("mamba2",)}
+
+
+class Granite(Target):
+    """Granite 4 without experts.
+
+    Args:
+        expand: smallest inner width as a multiple of hidden_size; see `_sizes`.
+    """
+
+    name = "granite"
+    model_type = "granitemoehybrid"
+    family = GatedLinearAttentionConfig
+    accepts = {**MAMBA, "embedding_multiplier": None}
+
+    def __init__(self, expand: int | None = None):
+        self.expand = expand
+
+    def check(self, config: GatedLinearAttentionConfig) -> list[str]:
+        faults = [*_check(config), *check_mlp(config)]
+        kept, rotates = kept_layers(config), config.no_rope_layers
+        if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
+            faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
+        if kept and config.use_qk_norm:
+            faults.append("use_qk_norm=False (attention has no q/k norm there), got True")
+        if kept and config.head_dim * config.num_attention_heads != config.hidden_size:
+            expected = f"hidden_size / num_attention_heads = {config.hidden_size / config.num_attention_heads:g}"
+            faults.append(f"head_dim={expected}, got {config.head_dim}")
+        if kept and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
+            faults.append(f"partial_rotary_factor=1, got {config.rope_parameters['partial_rotary_factor']}")
+        return faults
+
+    def options(self, config: GatedLinearAttentionConfig) -> dict:
+        n_groups, heads, expand = _sizes(config, self.expand)
+        *_, K, V = config.memory_heads
+        return {
+            **shared_options(config),
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+            "rope_parameters": config.rope_parameters,
+            "position_embedding_type": "rope" if _rotates(config) else "nope",  # null would mean RoPE in MLX
+            "attention_bias": config.attention_bias or config.attention_output_bias,
+            "attention_multiplier": attention_scale(config),
+            "embedding_multiplier": config.embedding_multiplier,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": config.intermediate_size,
+            "mamba_n_groups": n_groups,
+            "mamba_n_heads": heads,
+            "mamba_d_state": K,
+            "mamba_d_head": V,
+            "mamba_d_conv": config.linear_conv_kernel_dim,
+            "mamba_expand": expand,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": config.attention_bias or config.attention_output_bias,
+        }
+
+    def fields(self, config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
+        """Layer types as in published models, which llama.cpp and MLX read, and the RoPE field that SGLang reads."""
+        words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
+        return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
+
+    def memory(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+        return {f"mamba.{name}": x for name, x in _memory(config, mixer, self.expand).items()}
+
+    def attention(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+        """If any projection has a bias, all need one."""
+        found = {f"self_attn.{name}": x for name, x in mixer.items()}
+        if config.attention_bias or config.attention_output_bias:
+            for part in "qkvo":
+                zeros = torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0])
+                found.setdefault(f"self_attn.{part}_proj.bias", zeros)
+        return found
+
+    def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The MLP is a shared expert."""
+        rest = {name: x for name, x in layer.items() if not name.startswith("mlp.")}
+        return rest | {
+            "shared_mlp.input_linear.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
+            "shared_mlp.output_linear.weight": layer["mlp.down_proj.weight"],
+        }
+
+    def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
+        n_groups, _, _ = _sizes(config)
+        return {
+            "transformers": "",
+            "vLLM": "",
+            "SGLang": "",
+            "llama.cpp": _llama_cpp(config),
+            "MLX": "" if n_groups == 1 else "its norm does not separate groups of heads",
+        }
+
+
+class Mamba2(Granite):
+    """Mamba-2."""
+
+    name = model_type = "mamba2"
+    accepts = {**MAMBA, "intermediate_size": (0,)}
+    names = {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.layers.": "backbone.layers.",
+        "model.norm.": "backbone.norm_f.",
+    }
+    cache = "cache_params"
+    needs_attention = False
+
+    def check(self, config: GatedLinearAttentionConfig) -> list[str]:
+        return [*_check(config), *check_pure(config)]
+
+    def options(self, config: GatedLinearAttentionConfig) -> dict:
+        n_groups, heads, expand = _sizes(config)
+        *_, K, V = config.memory_heads
+        shared = shared_options(config)
+        for name in ("intermediate_size", "max_position_embeddings"):
+            del shared[name]
+        return {
+            **shared,
+            "layer_norm_epsilon": shared.pop("rms_norm_eps"),
+            "n_groups": n_groups,
+            "num_heads": heads,
+            "state_size": K,
+            "head_dim": V,
+            "conv_kernel": config.linear_conv_kernel_dim,
+            "expand": expand,
+            "use_bias": config.attention_bias or config.attention_output_bias,
+        }
+
+    def fields(self, config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
+        """Fields that MLX reads."""
+        return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
+
+    def memory(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
+        return {f"mixer.{name}": x for name, x in _memory(config, mixer).items()}
+
+    def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The only norm is called `norm`."""
+        return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
 
 
 def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tuple[int, int, int]:
@@ -38,7 +177,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
     return n_groups, n_groups * heads, n_groups * heads * V // config.hidden_size
 
 
-def check(config: GatedLinearAttentionConfig) -> list[str]:
+def _check(config: GatedLinearAttentionConfig) -> list[str]:
     """Reasons against both targets."""
     faults = check_shell(config)
     if not config.linear_conv_kernel_dim:
@@ -46,91 +185,12 @@ def check(config: GatedLinearAttentionConfig) -> list[str]:
     return faults
 
 
-def check_granite(config: GatedLinearAttentionConfig) -> list[str]:
-    """Reasons against Granite."""
-    faults = [*check(config), *check_mlp(config)]
-    kept, rotates = kept_layers(config), config.no_rope_layers
-    if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
-        faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
-    if kept and config.use_qk_norm:
-        faults.append("use_qk_norm=False (attention has no q/k norm there), got True")
-    if kept and config.head_dim * config.num_attention_heads != config.hidden_size:
-        expected = f"hidden_size / num_attention_heads = {config.hidden_size / config.num_attention_heads:g}"
-        faults.append(f"head_dim={expected}, got {config.head_dim}")
-    if kept and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1:
-        faults.append(f"partial_rotary_factor=1, got {config.rope_parameters['partial_rotary_factor']}")
-    return faults
-
-
-def check_mamba2(config: GatedLinearAttentionConfig) -> list[str]:
-    """Reasons against Mamba-2."""
-    return [*check(config), *check_pure(config)]
-
-
 def _rotates(config: GatedLinearAttentionConfig) -> bool:
     kept = kept_layers(config)
     return bool(kept) and (config.no_rope_layers is None or bool(config.no_rope_layers[kept[0]]))
 
 
-def granite_options(config: GatedLinearAttentionConfig, expand: int | None = None) -> dict:
-    """Arguments of GraniteMoeHybridConfig."""
-    n_groups, heads, expand = _sizes(config, expand)
-    *_, K, V = config.memory_heads
-    return {
-        **shared_options(config),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
-        "rope_parameters": config.rope_parameters,
-        "position_embedding_type": "rope" if _rotates(config) else "nope",  # null would mean RoPE in MLX
-        "attention_bias": config.attention_bias or config.attention_output_bias,
-        "attention_multiplier": attention_scale(config),
-        "embedding_multiplier": config.embedding_multiplier,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": config.intermediate_size,
-        "mamba_n_groups": n_groups,
-        "mamba_n_heads": heads,
-        "mamba_d_state": K,
-        "mamba_d_head": V,
-        "mamba_d_conv": config.linear_conv_kernel_dim,
-        "mamba_expand": expand,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": config.attention_bias or config.attention_output_bias,
-    }
-
-
-def granite_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
-    """Layer types as in published models, which llama.cpp and MLX read, and the RoPE field that SGLang reads."""
-    words = ["mamba" if kind == "linear_attention" else "attention" for kind in theirs.layer_types]
-    return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
-
-
-def mamba2_options(config: GatedLinearAttentionConfig) -> dict:
-    """Arguments of Mamba2Config."""
-    n_groups, heads, expand = _sizes(config)
-    *_, K, V = config.memory_heads
-    shared = shared_options(config)
-    for name in ("intermediate_size", "max_position_embeddings"):
-        del shared[name]
-    return {
-        **shared,
-        "layer_norm_epsilon": shared.pop("rms_norm_eps"),
-        "n_groups": n_groups,
-        "num_heads": heads,
-        "state_size": K,
-        "head_dim": V,
-        "conv_kernel": config.linear_conv_kernel_dim,
-        "expand": expand,
-        "use_bias": config.attention_bias or config.attention_output_bias,
-    }
-
-
-def mamba2_fields(config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
-    """Fields that MLX reads."""
-    return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
-
-
-def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
+def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
     """The weights of a memory layer. Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
     query_heads, *_, K, V = config.memory_heads
     n_groups, heads, _ = _sizes(config, expand)
@@ -140,16 +200,16 @@ def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | Non
     for name, x in parts.items():
         part, _, kind = name.partition("_")
         if part in rows and kind.startswith(("proj", "conv1d")):
-            parts[name] = _longer(x, rows[part])
+            parts[name] = pad_rows(x, rows[part])
     found = {
         "in_proj.weight": joined(parts, "gvkqd", "proj.weight"),
         "conv1d.weight": joined(parts, "vkq", "conv1d.weight")[:, None],
         "conv1d.bias": joined(parts, "vkq", "conv1d.bias"),
-        "A_log": _longer(mixer["decay.A_log"], heads),
-        "dt_bias": _longer(mixer["decay.dt_bias"], heads),
-        "D": _longer(mixer["D"], heads),
-        "norm.weight": _longer(mixer["o_norm.weight"], heads * V),
-        "out_proj.weight": _longer(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
+        "A_log": pad_rows(mixer["decay.A_log"], heads),
+        "dt_bias": pad_rows(mixer["decay.dt_bias"], heads),
+        "D": pad_rows(mixer["D"], heads),
+        "norm.weight": pad_rows(mixer["o_norm.weight"], heads * V),
+        "out_proj.weight": pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
     }
     if config.attention_bias or config.attention_output_bias:
         zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
@@ -157,56 +217,6 @@ def memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | Non
         found["in_proj.bias"] = joined(biases, "gvkqd", "b")
         found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
     return found
-
-
-def _longer(x: Tensor, rows: int) -> Tensor:
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
-
-
-def granite_memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
-    """The weights of a memory layer of Granite."""
-    return {f"mamba.{name}": x for name, x in memory(config, mixer, expand).items()}
-
-
-def granite_attention(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of an attention layer. If any projection has a bias, all need one."""
-    found = {f"self_attn.{name}": x for name, x in mixer.items()}
-    if config.attention_bias or config.attention_output_bias:
-        for part in "qkvo":
-            zeros = torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0])
-            found.setdefault(f"self_attn.{part}_proj.bias", zeros)
-    return found
-
-
-def granite_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's weights under Granite's names, where the MLP is a shared expert."""
-    rest = {name: x for name, x in layer.items() if not name.startswith("mlp.")}
-    return rest | {
-        "shared_mlp.input_linear.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
-        "shared_mlp.output_linear.weight": layer["mlp.down_proj.weight"],
-    }
-
-
-def mamba2_memory(config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer of Mamba-2."""
-    return {f"mixer.{name}": x for name, x in memory(config, mixer).items()}
-
-
-def mamba2_block(config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's weights under Mamba-2's names; its only norm is called `norm`."""
-    return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
-
-
-def engines(config: GatedLinearAttentionConfig) -> dict[str, str]:
-    """Engines that run the targets; for each, the reason why it cannot run this model, or an empty string."""
-    n_groups, _, _ = _sizes(config)
-    return {
-        "transformers": "",
-        "vLLM": "",
-        "SGLang": "",
-        "llama.cpp": _llama_cpp(config),
-        "MLX": "" if n_groups == 1 else "its norm does not separate groups of heads",
-    }
 
 
 def _llama_cpp(config: GatedLinearAttentionConfig) -> str:

@@ -8,39 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.delta_net import DeltaNetConfig
 
 Weights = Mapping[str, Tensor]
-SIZES = {  # fields that every target supports with any value, or that do not change results; see `Target.accepts`
-    "vocab_size": None,
-    "hidden_size": None,
-    "intermediate_size": None,
-    "num_hidden_layers": None,
-    "num_attention_heads": None,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": None,
-    "initializer_range": None,
-    "rms_norm_eps": None,
-    "use_cache": None,
-    "tie_word_embeddings": None,
-    "rope_parameters": None,
-    "attention_dropout": None,
-    "no_rope_layers": None,
-    "layer_types": None,
-    "sliding_window": None,  # no accepted layer type uses it
-    "mixer_backend": None,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "linear_num_key_heads": None,
-    "linear_num_value_heads": None,
-    "linear_key_head_dim": None,
-    "linear_value_head_dim": None,
-    "linear_conv_kernel_dim": None,
-    "memory_rope": (False,),
-    "memory_qk_norm": None,
-    "output_norm_eps": None,
-}
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "initializer_range")
 SAME += ("rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "dtype")
 NEVER = -30.0  # A_log and dt_bias of a memory without decay: e^-30 softplus(-30) is 1e-26
@@ -49,6 +19,18 @@ NEVER = -30.0  # A_log and dt_bias of a memory without decay: e^-30 softplus(-30
 def shared_options(config: MemoryConfig) -> dict:
     """Arguments that have the same names in all targets."""
     return {name: getattr(config, name) for name in SAME}
+
+
+def delta_options(config: DeltaNetConfig) -> dict:
+    """Sizes of the memory, which Qwen3.5 and OLMo-Hybrid call the same."""
+    query_heads, _, _, K, V = config.memory_heads
+    return {
+        "linear_num_key_heads": query_heads,
+        "linear_num_value_heads": output_heads(config),
+        "linear_key_head_dim": K,
+        "linear_value_head_dim": V,
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
+    }
 
 
 def kept_layers(config: MemoryConfig) -> list[int]:
@@ -134,8 +116,8 @@ def full_rank(mixer: Weights, name: str) -> Tensor:
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Add rows of zeros at the end of a matrix."""
-    return F.pad(x, (0, 0, 0, rows - len(x)))
+    """Add rows of zeros at the end of a vector or matrix."""
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
 
 def decay_by_head(config, mixer: Weights) -> tuple[Tensor, Tensor, Tensor]:

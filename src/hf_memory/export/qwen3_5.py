@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from hf_memory.export.delta import DELTA
 from hf_memory.export.parts import (
     Weights,
     attention_scale,
@@ -14,14 +15,15 @@ from hf_memory.export.parts import (
     check_output_norm,
     check_shell,
     decay_by_head,
+    delta_options,
     full_rank,
     interval,
     joined,
     kept_layers,
-    output_heads,
     shared_options,
     spread,
 )
+from hf_memory.export.target import Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 PIN = 4097.0  # 1 + w of pinned norms: w = 4096 is exact in every precision
@@ -50,90 +52,122 @@ READERS = {  # matrices that read a norm's output
 }
 
 
-def is_pinned(config: DeltaNetConfig) -> bool:
+class Qwen35(Target):
+    """Qwen3.5 for text."""
+
+    name = "qwen3_5"
+    model_type = "qwen3_5_text"
+    family = DeltaNetConfig
+    accepts = DELTA
+    files = FILES
+    unsaved = "self_attn.o_proj.bias"
+
+    def check(self, config: DeltaNetConfig) -> list[str]:
+        faults = [*check_shell(config), *check_mlp(config), *check_output_norm(config, config.rms_norm_eps)]
+        kept, rotates = kept_layers(config), config.no_rope_layers
+        if rotates is not None and not all(rotates[i] for i in kept):
+            faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
+        if kept and config.use_qk_norm and config.query_pre_attn_scalar not in (None, config.head_dim):
+            faults.append(f"query_pre_attn_scalar=head_dim={config.head_dim}, got {config.query_pre_attn_scalar}")
+        return faults
+
+    def options(self, config: DeltaNetConfig) -> dict:
+        D = _head_dim(config)
+        return {
+            **shared_options(config),
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+            "head_dim": D,
+            "attention_bias": _is_pinned(config),
+            "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": config.rotary_dim / D},
+            **delta_options(config),
+        }
+
+    def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
+        every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
+        bias = {"qkv_bias": True} if _is_pinned(config) else {}
+        rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
+        (module,) = FILES
+        own = {"mamba_ssm_dtype": "float32", "output_gate_type": "silu", "model_file": module}
+        return {**every, **bias, **rope, **own}
+
+    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+        parts = spread(config, mixer, key_heads=config.memory_heads[0])
+        A_log, dt_bias, decay = decay_by_head(config, mixer)
+        return {
+            "linear_attn.in_proj_qkv.weight": joined(parts, "qkv", "proj.weight"),
+            "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+            "linear_attn.in_proj_z.weight": full_rank(mixer, "output_gate"),
+            "linear_attn.in_proj_b.weight": mixer["b_proj.weight"],
+            "linear_attn.in_proj_a.weight": decay,
+            "linear_attn.A_log": A_log,
+            "linear_attn.dt_bias": dt_bias,
+            "linear_attn.norm.weight": mixer["output_gate.norm.weight"],
+            "linear_attn.out_proj.weight": mixer["o_proj.weight"],
+        }
+
+    def attention(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
+        """The gate is sigmoid(0) = 1/2, so the output projection is doubled."""
+        D = _head_dim(config)
+        heads = {part: _wider(mixer[f"{part}_proj.weight"], config.head_dim, D) for part in "qkv"}
+        out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
+        norms = (
+            _pinned(config, heads)
+            if _is_pinned(config)
+            else {f"{x}_norm.weight": mixer[f"{x}_norm.weight"] - 1 for x in "qk"}
+        )
+        return {f"self_attn.{name}": x for name, x in norms.items()} | {
+            "self_attn.q_proj.weight": F.pad(heads["q"], (0, 0, 0, D)).flatten(0, 1),
+            "self_attn.k_proj.weight": heads["k"].flatten(0, 1),
+            "self_attn.v_proj.weight": heads["v"].flatten(0, 1),
+            "self_attn.o_proj.weight": 2 * F.pad(out, (0, D - config.head_dim)).flatten(1),
+        }
+
+    def block(self, config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert norms, which multiply by 1 + weight there. For a small w, w - 1 would lose digits in 16 bits.
+
+        So w is multiplied by a power of two that makes it at least 2, and the matrices that read the norm are divided
+        by it, which is exact.
+        """
+        layer = dict(layer)
+        for norm, readers in READERS.items():
+            smallest = max(layer[norm].abs().min().item(), 2**-8)
+            factor = 2.0 ** max(0, math.ceil(math.log2(2 / smallest)))
+            layer[norm] = layer[norm] * factor - 1
+            for name in layer:
+                if name.startswith(readers) and name.endswith(".weight"):
+                    layer[name] = layer[name] / factor
+        return layer
+
+    def top(self, outside: Weights) -> dict[str, Tensor]:
+        return {**outside, "model.norm.weight": outside["model.norm.weight"] - 1}
+
+    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
+        *_, K, V = config.memory_heads
+        periodic = "" if interval(config) else "it needs attention in exactly every n-th layer"
+        plain = config.rope_parameters["rope_type"] == "default"
+        llama_cpp = (
+            "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
+        )
+        return {
+            "transformers": "",
+            "vLLM": "",
+            "SGLang": "its attention has no biases in this architecture" if _is_pinned(config) else periodic,
+            "llama.cpp": llama_cpp if K == V else "it needs keys and values of the same width",
+            "MLX": periodic,
+            "TensorRT-LLM": "",
+        }
+
+
+def _is_pinned(config: DeltaNetConfig) -> bool:
     """Whether attention has no q/k norm, so that the target's q/k norms must be made to have no effect ("pinned")."""
     return bool(kept_layers(config)) and not config.use_qk_norm
 
 
-def head_dim(config: DeltaNetConfig) -> int:
+def _head_dim(config: DeltaNetConfig) -> int:
     """Channels of an attention head in the target; a pinned norm needs two more, for a constant in two parts."""
     D = config.head_dim
-    return next(size for size in (*HEAD_DIMS, 2 * D) if size >= D + 2) if is_pinned(config) else D
-
-
-def check(config: DeltaNetConfig) -> list[str]:
-    """Reasons against Qwen3.5."""
-    faults = [*check_shell(config), *check_mlp(config), *check_output_norm(config, config.rms_norm_eps)]
-    kept, rotates = kept_layers(config), config.no_rope_layers
-    if rotates is not None and not all(rotates[i] for i in kept):
-        faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
-    if kept and config.use_qk_norm and config.query_pre_attn_scalar not in (None, config.head_dim):
-        faults.append(f"query_pre_attn_scalar=head_dim={config.head_dim}, got {config.query_pre_attn_scalar}")
-    return faults
-
-
-def options(config: DeltaNetConfig) -> dict:
-    """Arguments of Qwen3_5TextConfig."""
-    query_heads, _, _, K, V = config.memory_heads
-    D = head_dim(config)
-    return {
-        **shared_options(config),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
-        "head_dim": D,
-        "attention_bias": is_pinned(config),
-        "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": config.rotary_dim / D},
-        "linear_num_key_heads": query_heads,
-        "linear_num_value_heads": output_heads(config),
-        "linear_key_head_dim": K,
-        "linear_value_head_dim": V,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
-    }
-
-
-def fields(config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-    """Fields of config.json that some engines need."""
-    every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
-    bias = {"qkv_bias": True} if is_pinned(config) else {}
-    rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
-    (module,) = FILES
-    own = {"mamba_ssm_dtype": "float32", "output_gate_type": "silu", "model_file": module}
-    return {**every, **bias, **rope, **own}
-
-
-def memory(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer."""
-    parts = spread(config, mixer, key_heads=config.memory_heads[0])
-    A_log, dt_bias, decay = decay_by_head(config, mixer)
-    return {
-        "linear_attn.in_proj_qkv.weight": joined(parts, "qkv", "proj.weight"),
-        "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
-        "linear_attn.in_proj_z.weight": full_rank(mixer, "output_gate"),
-        "linear_attn.in_proj_b.weight": mixer["b_proj.weight"],
-        "linear_attn.in_proj_a.weight": decay,
-        "linear_attn.A_log": A_log,
-        "linear_attn.dt_bias": dt_bias,
-        "linear_attn.norm.weight": mixer["output_gate.norm.weight"],
-        "linear_attn.out_proj.weight": mixer["o_proj.weight"],
-    }
-
-
-def attention(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of an attention layer. Its gate is sigmoid(0) = 1/2, so the output projection is doubled."""
-    D = head_dim(config)
-    heads = {part: _wider(mixer[f"{part}_proj.weight"], config.head_dim, D) for part in "qkv"}
-    out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
-    norms = (
-        _pinned(config, heads)
-        if is_pinned(config)
-        else {f"{x}_norm.weight": mixer[f"{x}_norm.weight"] - 1 for x in "qk"}
-    )
-    return {f"self_attn.{name}": x for name, x in norms.items()} | {
-        "self_attn.q_proj.weight": F.pad(heads["q"], (0, 0, 0, D)).flatten(0, 1),
-        "self_attn.k_proj.weight": heads["k"].flatten(0, 1),
-        "self_attn.v_proj.weight": heads["v"].flatten(0, 1),
-        "self_attn.o_proj.weight": 2 * F.pad(out, (0, D - config.head_dim)).flatten(1),
-    }
+    return next(size for size in (*HEAD_DIMS, 2 * D) if size >= D + 2) if _is_pinned(config) else D
 
 
 def _wider(x: Tensor, before: int, after: int) -> Tensor:
@@ -147,7 +181,7 @@ def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
     Two new channels of every head hold constants, together of size c, that are so large that the root mean square of a
     head is always c / sqrt(D). The weights of the norm undo this division, and set the new channels to zero.
     """
-    D, dtype = head_dim(config), heads["q"].dtype
+    D, dtype = _head_dim(config), heads["q"].dtype
     c = PIN * math.sqrt(math.sqrt(D) / attention_scale(config))
     coarse = torch.tensor(c * (1 - 2**-8)).to(dtype)  # below c also after rounding
     fine = torch.tensor(math.sqrt(c**2 - float(coarse) ** 2)).to(dtype)
@@ -163,42 +197,4 @@ def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
         "o_proj.bias": torch.zeros(config.hidden_size, dtype=dtype),
         "q_norm.weight": norm,
         "k_norm.weight": norm.clone(),
-    }
-
-
-def block(config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert norms, which multiply by 1 + weight in the target. For a small w, w - 1 would lose digits in 16 bits.
-
-    So w is multiplied by a power of two that makes it at least 2, and the matrices that read the norm are divided by
-    it, which is exact.
-    """
-    layer = dict(layer)
-    for norm, readers in READERS.items():
-        smallest = max(layer[norm].abs().min().item(), 2**-8)
-        factor = 2.0 ** max(0, math.ceil(math.log2(2 / smallest)))
-        layer[norm] = layer[norm] * factor - 1
-        for name in layer:
-            if name.startswith(readers) and name.endswith(".weight"):
-                layer[name] = layer[name] / factor
-    return layer
-
-
-def top(outside: Weights) -> dict[str, Tensor]:
-    """The weights outside the layers."""
-    return {**outside, "model.norm.weight": outside["model.norm.weight"] - 1}
-
-
-def engines(config: DeltaNetConfig) -> dict[str, str]:
-    """Engines that run the target; for each, the reason why it cannot run this model, or an empty string."""
-    *_, K, V = config.memory_heads
-    periodic = "" if interval(config) else "it needs attention in exactly every n-th layer"
-    plain = config.rope_parameters["rope_type"] == "default"
-    llama_cpp = "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
-    return {
-        "transformers": "",
-        "vLLM": "",
-        "SGLang": "its attention has no biases in this architecture" if is_pinned(config) else periodic,
-        "llama.cpp": llama_cpp if K == V else "it needs keys and values of the same width",
-        "MLX": periodic,
-        "TensorRT-LLM": "",
     }

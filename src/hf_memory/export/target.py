@@ -1,0 +1,104 @@
+"""What an export target is: an architecture of transformers that represents some of our models exactly."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_memory.export.parts import SAME, Weights
+from hf_memory.modeling.configuration import MemoryConfig
+
+FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+FREE: tuple[str, ...] = ("num_hidden_layers", "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim")
+FREE += ("rope_parameters", "no_rope_layers", "query_pre_attn_scalar", "use_qk_norm", "attention_dropout")
+FREE += ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+FREE += ("linear_conv_kernel_dim", "memory_qk_norm", "output_gate_low_rank_dim", "output_norm_eps")
+FREE += ("use_cache", "mixer_backend", "sliding_window")  # no accepted layer type uses the last
+ANY = dict.fromkeys((*SAME, *FREE)) | {"memory_rope": (False,)}  # what every target accepts
+REASONS = {  # why a target does not accept other values of a field
+    "norm_placement": "norms are before mixer and MLP there",
+    "hidden_act": "the memory and the MLP share one activation there",
+    "memory_rope": "queries and keys of a memory are not rotated there",
+    "output_gate": "the output gate has this activation there",
+    "allow_negative_eigenvalues": "the write strength is at most 1 there",
+    "attention_bias": "memory layers have no biases there",
+    "attention_output_bias": "memory layers have no biases there",
+    "use_qk_norm": "attention has no q/k norm there",
+    "gate": "the memory has this kind of decay there",
+    "levels": "a head has one memory there",
+}
+
+
+class Target:
+    """An architecture: which of our models it represents, and how their weights translate.
+
+    Attributes:
+        name: its name for users.
+        model_type: its name in transformers.
+        family: the config class of the models.
+        accepts: allowed values by field of the config, None: any; fields that are not named must have their defaults.
+        names: prefixes of weight names that differ.
+        file_names: parts of names that differ in published checkpoints.
+        files: further files that some engines need, and their text.
+        unsaved: ending of the names of zeros that are left out.
+        cache: the name of the cache in its forward.
+        needs_attention: whether a model without attention layers gets one that adds zero.
+    """
+
+    name: ClassVar[str]
+    model_type: ClassVar[str]
+    family: ClassVar[type[MemoryConfig]]
+    accepts: ClassVar[Mapping[str, tuple | None]]
+    names: ClassVar[Mapping[str, str]] = {}
+    file_names: ClassVar[Mapping[str, str]] = {}
+    files: ClassVar[Mapping[str, str]] = {}
+    unsaved = "-"
+    cache = "past_key_values"
+    needs_attention = True
+
+    def check(self, config: MemoryConfig) -> list[str]:
+        """Further reasons why the target does not represent a model: words that follow "it needs "."""
+        raise NotImplementedError
+
+    def options(self, config: MemoryConfig) -> dict:
+        """Arguments of the architecture's config, except the number and types of layers."""
+        raise NotImplementedError
+
+    def fields(self, config: MemoryConfig, theirs: PreTrainedConfig) -> dict:
+        """Further fields of config.json, which some engines need."""
+        return {}
+
+    def engines(self, config: MemoryConfig) -> dict[str, str]:
+        """Engines that have the architecture; for each, the reason why it cannot run this model, or ""."""
+        raise NotImplementedError
+
+    def memory(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
+        """The weights of a memory layer, from those of our mixer."""
+        raise NotImplementedError
+
+    def attention(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
+        """The weights of an attention layer, from those of our mixer."""
+        raise AssertionError("the target takes models without attention layers only")
+
+    def block(self, config: MemoryConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a whole layer, from translated weights of its mixer and ours of the rest."""
+        return layer
+
+    def top(self, outside: Weights) -> dict[str, Tensor]:
+        """The weights outside the layers."""
+        return dict(outside)
+
+    def faults(self, config: MemoryConfig) -> list[str]:
+        """Reasons why this target does not represent a model, each with what it needs and what the model has."""
+        faults = []
+        for field in dataclasses.fields(config):
+            accepted = self.accepts.get(field.name, (field.default,))
+            if accepted is None or field.name in FIELDS_OF_ALL_MODELS:
+                continue
+            value = getattr(config, field.name)
+            if value not in accepted:
+                reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
+                faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
+        return faults + self.check(config)
