@@ -332,7 +332,19 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
     [
         ({"to": "lstm"}, "to must be one of linear, .*, got 'lstm'"),
         ({"keep": (2,)}, r"keep must name layers from 0 to 1, got \[2\]"),
-        ({"options": {"gaet": "vector"}}, "options must be fields of LinearTransformerConfig, got gaet"),
+        (
+            {"options": {"featuremap": "elu"}},
+            r"fields of LinearTransformerConfig, got featuremap; did you mean feature_map\?",
+        ),
+        ({"options": {"model_type": "llama"}}, "options must be fields of LinearTransformerConfig, got model_type"),
+        (
+            {"options": {"attention_window": 8, "num_sink_tokens": 256}},
+            "must be fewer than the 16 tokens of a training window",
+        ),
+        (
+            {"to": "transformer", "keep": "heads:1/2"},
+            "keep must be layers for a student of this kind, got 'heads:1/2': attention_window must be None for",
+        ),
     ],
 )
 def test_wrong_arguments_are_explained(wrong, message):

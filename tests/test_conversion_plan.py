@@ -1,5 +1,6 @@
 """What a conversion decides before it begins: what it refuses, what it shows, and what it says of itself afterwards."""
 
+import math
 import os
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def planned(**recipe):
 )
 def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     plan = planned(**recipe)
-    row = ModelResult("teacher", 2.0, 0.0, None, None, {256: 2.0}, {128: 0.0}, (Cost(256, 1000, 1.0, 1.0),))
+    row = ModelResult("teacher", {256: 2.0}, {256: 0.0}, {}, {}, (Cost(256, 1000, 1.0, 1.0),), 1, 1)
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
     card = model_card(results_of(plan, {stage.name: [] for stage in plan.stages}, [row, row], **names)).content
     about = card[: card.index("## Results")]  # what follows explains columns
@@ -134,11 +135,20 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"optim": "apollo_adamw"}, "optim must be an optimizer that is installed"),
         ({"report_to": "nobody"}, "nobody is not supported"),
         ({"report_to": "comet_ml"}, "report_to must be a logger that is installed .*, got "),
-        ({"max_steps": 3}, "training must be arguments of .* other than .*, got max_steps"),
+        ({"max_steps": 3}, "training must be arguments from .*, got max_steps"),
+        ({"weight_decoy": 0.1}, r"training must be arguments from .*, got weight_decoy; did you mean weight_decay\?"),
+        ({"resume_from_checkpoint": "x"}, "training must be arguments from .*, got resume_from_checkpoint"),
+        ({"deepspeed": "x", "label_smoothing_factor": 0.5}, "got deepspeed, label_smoothing_factor"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm of training must be at least 0, got nan"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps of training must be at least 1, got 0"),
+        ({"adam_beta1": 1.0}, "adam_beta1 of training must be less than 1, got 1.0"),
+        ({"fp16": True}, "fp16 of training needs a GPU"),
+        ({"torch_compile_mode": "nope"}, "torch_compile must be possible with this backend and mode, got .*nope"),
         ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3"),
     ],
 )
-def test_arguments_of_training_that_cannot_be_are_refused(training, message):
+def test_arguments_of_training_that_cannot_be_are_refused(training, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         check_run(planned(), Run(training=training))
 

@@ -384,6 +384,8 @@ def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):  # noqa: 
         ("steps", "transfer must have name=value with names from steps, .*, repeats, got 'steps'"),
         ("lr=1", "with names from steps, .*, repeats, got 'lr=1'"),
         ("steps=many", "steps of transfer must be a number, got 'many'"),
+        ("steps=1e999", "steps of transfer must be a number, got '1e999'"),
+        ("steps=1.5", "steps of transfer must be a whole number, got '1.5'"),
     ],
 )
 def test_a_wrong_block_is_explained(pair, message):

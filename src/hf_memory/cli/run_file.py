@@ -1,6 +1,7 @@
 """A run of the command line as a YAML file: the names of its flags and their values."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,10 +93,14 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) ->
         if not equals or name not in Schedule._fields:
             fields = ", ".join(Schedule._fields)
             raise ValueError(f"{stage} must have name=value with names from {fields}, got {pair!r}")
+        kind = Schedule.__annotations__[name]
         try:
-            given[name] = Schedule.__annotations__[name](value)
-        except ValueError as error:
+            number = float(value)
+            given[name] = kind(number)
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"{name} of {stage} must be a number, got {value!r}") from error
+        if given[name] != number and not math.isnan(number):
+            raise ValueError(f"{name} of {stage} must be a whole number, got {value!r}")
     return default._replace(**given)
 
 

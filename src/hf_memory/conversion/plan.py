@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -137,6 +138,8 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
     whole, student = _on_meta(teacher), _on_meta(config)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)
+    if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
+        raise ValueError(f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}")
     exact = is_exact(config, teacher, window)
     if ranked and exact:
         raise ValueError("keep must not be auto for a student that equals its teacher whatever layers it keeps")
@@ -161,7 +164,12 @@ def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple
     """A student's config whose layers keep these heads, and a window in the others."""
     options = {**BESIDE, **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
-    return student_config(teacher, str(recipe.to), (), options)
+    try:
+        return student_config(teacher, str(recipe.to), (), options)
+    except StrictDataclassError as error:  # without these options there was none
+        raise ValueError(
+            f"keep must be layers for a student of this kind, got {recipe.keep!r}: {error.__cause__}"
+        ) from error
 
 
 def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bool = False) -> None:
@@ -235,6 +243,8 @@ def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreT
 
 
 def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text | Tensor) -> Plan:
+    if not recipe.fine_tuning.steps:
+        raise ValueError("steps of fine-tuning must be at least 1, got 0")
     check_fine_tuning(tokens, config, recipe.fine_tuning)
     model = _on_meta(config)
     return Plan(

@@ -1,5 +1,6 @@
 """How a recipe is run: options that do not change the student."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any, get_type_hints
 import torch
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
+from hf_memory.files.names import nearest
 from hf_memory.progress import Progress, silent
 
 DEFAULTS = {  # our defaults for transformers' TrainingArguments
@@ -27,22 +30,44 @@ DEFAULTS = {  # our defaults for transformers' TrainingArguments
     "disable_tqdm": True,
     "report_to": "none",
 }
-OURS = (  # training arguments that a stage sets itself
-    "run_name",
-    "seed",
-    "output_dir",
-    "use_cpu",
-    "max_steps",
-    "learning_rate",
-    "per_device_train_batch_size",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "train_sampling_strategy",
-    "remove_unused_columns",
-    "save_strategy",
-    "save_steps",
-    "logging_steps",
-)
+LEAST = {  # training arguments that a user may set, with the smallest value of those that have one
+    "activation_checkpointing": None,
+    "activation_checkpointing_kwargs": None,
+    "adam_beta1": 0,
+    "adam_beta2": 0,
+    "adam_epsilon": 0,
+    "bf16": None,
+    "dataloader_multiprocessing_context": None,
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": None,
+    "dataloader_pin_memory": None,
+    "dataloader_prefetch_factor": 1,
+    "ddp_backend": None,
+    "ddp_broadcast_buffers": None,
+    "ddp_bucket_cap_mb": 1,
+    "ddp_find_unused_parameters": None,
+    "ddp_timeout": 1,
+    "disable_tqdm": None,
+    "fp16": None,
+    "full_determinism": None,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": None,
+    "gradient_checkpointing_kwargs": None,
+    "lr_scheduler_kwargs": None,
+    "max_grad_norm": 0,
+    "optim": None,
+    "optim_args": None,
+    "optim_target_modules": None,
+    "project": None,
+    "report_to": None,
+    "save_total_limit": 1,
+    "tf32": None,
+    "torch_compile": None,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "torch_empty_cache_steps": 1,
+    "weight_decay": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -94,29 +119,38 @@ class Run:
 
     def check(self, *schedules: Schedule) -> None:
         """Raise ValueError if stages with these schedules cannot be run with these training arguments."""
-        fields = TrainingArguments.__dataclass_fields__
-        if taken := sorted(name for name in self.training if name not in fields or name in OURS):
-            raise ValueError(
-                f"training must be arguments of transformers' TrainingArguments other than {', '.join(OURS)}, "
-                f"got {', '.join(taken)}"
-            )
+        if unknown := sorted(set(self.training) - set(LEAST)):
+            given = ", ".join(unknown) + nearest(unknown[0], LEAST)
+            raise ValueError(f"training must be arguments from {', '.join(LEAST)}, got {given}")
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
-            _check_type(name, value, hints[name])
+            _check_value(name, value, hints[name])
         for schedule in schedules:
             _check_installed(self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available()))
 
 
-def _check_type(name: str, value: Any, expected: Any) -> None:
+def _check_value(name: str, value: Any, expected: Any) -> None:
     words = expected.__name__ if isinstance(expected, type) else expected
     value = float(value) if expected is float and type(value) is int else value
     try:
         type_validator(name, value, expected)
     except (TypeError, StrictDataclassFieldValidationError) as error:
         raise ValueError(f"{name} of training must be {words}, got {value!r}") from error
+    least = LEAST[name]
+    if least is not None and value is not None and not least <= value < math.inf:
+        raise ValueError(f"{name} of training must be at least {least}, got {value!r}")
+    if name.startswith("adam_beta") and value >= 1:
+        raise ValueError(f"{name} of training must be less than 1, got {value!r}")
+    if name == "fp16" and value and not torch.cuda.is_available():
+        raise ValueError("fp16 of training needs a GPU: on a CPU, bf16 is possible, got true")
 
 
 def _check_installed(arguments: TrainingArguments) -> None:
+    if arguments.torch_compile:
+        try:  # which compiles nothing yet
+            torch.compile(nn.Identity(), backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode)
+        except RuntimeError as error:
+            raise ValueError(f"torch_compile must be possible with this backend and mode, got {error}") from error
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     except ImportError as error:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memory.conversion.recipe import Keep
 from hf_memory.conversion.students.placement import kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
+from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
@@ -113,9 +114,11 @@ def _memory_type(to: str, attention_type: str) -> str:
 
 
 def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:
-    unknown = sorted(set(options) - set(family.config.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}")
+    inherited = set(PreTrainedConfig.__dataclass_fields__) - set(shared) - {"layer_types"}
+    own = set(family.config.__dataclass_fields__) - inherited
+    if unknown := sorted(set(options) - own):
+        suggested = nearest(unknown[0], own)
+        raise ValueError(f"options must be fields of {family.config.__name__}, got {', '.join(unknown)}{suggested}")
     if "layer_types" in options:
         raise ValueError("options must not have layer_types: keep says which layers keep their attention")
     if options.get("sparse_memory_gradients"):
