@@ -203,6 +203,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
         ("overwrite: true", "got overwrite"),
         ("- 1", "config must be a YAML file of names and values"),
         ("a: [", "config must be a YAML file, got"),
+        ("[" * 999, "config must be a YAML file, got"),
     ],
 )
 def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, sentence):

@@ -27,13 +27,8 @@ def explain(error: Exception) -> None:
     """End the process with one sentence about wrong input; other errors are raised again, with a traceback."""
     if not isinstance(error, EXPECTED):
         raise error
-    errors.print("Error: ", style="red", end="")
-    errors.out(_sentence(error))
-    sys.exit(2)
-
-
-def _sentence(error: Exception) -> str:
-    """The first paragraph of a message on one line, without names of exceptions."""
-    text = " ".join(str(error).split("\n\n")[0].split())
+    text = " ".join(str(error).split("\n\n")[0].split())  # the first paragraph, without names of exceptions
     text = text.rpartition("Error: ")[2] or type(error).__name__
-    return f"a file of weights is damaged or incomplete: {text}" if isinstance(error, SafetensorError) else text
+    errors.print("Error: ", style="red", end="")
+    errors.out(f"a file of weights is damaged or incomplete: {text}" if isinstance(error, SafetensorError) else text)
+    sys.exit(2)

@@ -10,21 +10,7 @@ import typer
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import (
-    Checkpoints,
-    Config,
-    DryRun,
-    LoraRank,
-    MaxTokens,
-    MeasureTokens,
-    Option,
-    Overwrite,
-    Seed,
-    Texts,
-    Training,
-    after_file,
-    read_pairs,
-)
+from hf_memory.cli import options
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
@@ -37,6 +23,7 @@ FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be 
 DEFAULT = Recipe()
 RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
+Words = list[str] | None
 TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
 Family = Annotated[str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")]
@@ -52,15 +39,10 @@ Servable = Annotated[
         "--servable", help="Set the options with which inference engines can run the student (see hf-memory export)."
     ),
 ]
-Transfer = Annotated[
-    list[str] | None, typer.Option(callback=after_file, help=f"Schedule of attention transfer: {FIELDS}")
-]
-Distillation = Annotated[
-    list[str] | None, typer.Option(callback=after_file, help=f"Schedule of logit distillation: {FIELDS}")
-]
+Transfer = Annotated[Words, typer.Option(callback=options.after_file, help=f"Schedule of attention transfer: {FIELDS}")]
+Distillation = Annotated[Words, typer.Option(callback=options.after_file, help=f"Schedule of distillation: {FIELDS}")]
 FineTuning = Annotated[
-    list[str] | None,
-    typer.Option(callback=after_file, help=f"Schedule of fine-tuning, which is off (0 steps) by default: {FIELDS}"),
+    Words, typer.Option(callback=options.after_file, help=f"Schedule of fine-tuning, by default of 0 steps: {FIELDS}")
 ]
 Temperature = Annotated[float, typer.Option(help="Temperature of the distillation loss.")]
 CrossEntropy = Annotated[
@@ -79,35 +61,35 @@ TopK = Annotated[int | None, typer.Option(help=f"Likely tokens to save at each p
 def convert(
     context: typer.Context,
     teacher: TeacherName,
-    text: Texts,
+    text: options.Texts,
     output: Output,
     to: Family = "linear",
     keep: Keep = "none",
-    option: Option = None,
+    option: options.Option = None,
     servable: Servable = False,
     transfer: Transfer = None,
     distillation: Distillation = None,
     fine_tuning: FineTuning = None,
-    lora_rank: LoraRank = None,
-    max_tokens: MaxTokens = None,
-    measure_tokens: MeasureTokens = 2**16,
+    lora_rank: options.LoraRank = None,
+    max_tokens: options.MaxTokens = None,
+    measure_tokens: options.MeasureTokens = 2**16,
     temperature: Temperature = 1.0,
     cross_entropy: CrossEntropy = None,
     teacher_bits: TeacherBits = None,
     teacher_logits: TeacherLogits = None,
     top_k: TopK = None,
-    seed: Seed = 0,
-    checkpoints: Checkpoints = None,
-    arguments: Training = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    config: Config = None,
+    seed: options.Seed = 0,
+    checkpoints: options.Checkpoints = None,
+    arguments: options.Training = None,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    config: options.Config = None,
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     recipe = Recipe(
         to=to,
         keep=keep,
-        options=(_servable(to) if servable else {}) | read_pairs(option),
+        options=(_servable(to) if servable else {}) | options.read_pairs(option),
         transfer=read_schedule("transfer", DEFAULT.transfer, transfer),
         distillation=read_schedule("distillation", DEFAULT.distillation, distillation),
         fine_tuning=read_schedule("fine_tuning", DEFAULT.fine_tuning, fine_tuning),
@@ -118,19 +100,8 @@ def convert(
         teacher_bits=teacher_bits,
         seed=seed,
     )
-    asked = Asked(
-        model=teacher,
-        recipe=recipe,
-        run=Run(checkpoints, teacher_logits, training=read_pairs(arguments)),
-        text=text,
-        output=output,
-        flags=Flags(context.command.params, context.params),
-        overwrite=overwrite,
-        dry_run=dry_run,
-        max_tokens=max_tokens,
-        measure_tokens=measure_tokens,
-        servable=servable,
-    )
+    run, flags = Run(checkpoints, teacher_logits, training=options.read_pairs(arguments)), Flags.of(context)
+    asked = Asked(teacher, recipe, run, text, output, flags, overwrite, dry_run, max_tokens, measure_tokens, servable)
     carry_out(asked, _convert)
 
 

@@ -8,22 +8,11 @@ from typing import Annotated
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.options import (
-    Checkpoints,
-    Config,
-    DryRun,
-    LoraRank,
-    MaxTokens,
-    MeasureTokens,
-    Overwrite,
-    Seed,
-    Texts,
-    Training,
-    read_pairs,
-)
+from hf_memory.cli import options
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
 from hf_memory.conversion import FINE_TUNING, Recipe, Run, Schedule
+from hf_memory.evaluation import ModelResult
 
 DEFAULT = Recipe().fine_tuning._replace(steps=100)
 NONE = DEFAULT._replace(steps=0)
@@ -32,36 +21,27 @@ NONE = DEFAULT._replace(steps=0)
 def fine_tune(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of a model.")],
-    text: Texts,
+    text: options.Texts,
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = DEFAULT.steps,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = DEFAULT.learning_rate,
     batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size,
     length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length,
-    lora_rank: LoraRank = None,
-    max_tokens: MaxTokens = None,
-    measure_tokens: MeasureTokens = 2**16,
-    seed: Seed = 0,
-    checkpoints: Checkpoints = None,
-    arguments: Training = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    config: Config = None,
+    lora_rank: options.LoraRank = None,
+    max_tokens: options.MaxTokens = None,
+    measure_tokens: options.MeasureTokens = 2**16,
+    seed: options.Seed = 0,
+    checkpoints: options.Checkpoints = None,
+    arguments: options.Training = None,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    config: options.Config = None,
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
     schedule = Schedule(steps, learning_rate, batch_size, length)
-    asked = Asked(
-        model=model,
-        recipe=Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed),
-        run=Run(checkpoints, training=read_pairs(arguments)),
-        text=text,
-        output=output,
-        flags=Flags(context.command.params, context.params),
-        overwrite=overwrite,
-        dry_run=dry_run,
-        max_tokens=max_tokens,
-        measure_tokens=measure_tokens,
-    )
+    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
+    run, flags = Run(checkpoints, training=options.read_pairs(arguments)), Flags.of(context)
+    asked = Asked(model, recipe, run, text, output, flags, overwrite, dry_run, max_tokens, measure_tokens)
     with tempfile.TemporaryDirectory() as folder:
         carry_out(asked, partial(_fine_tune, adapter=Path(folder) if lora_rank else None))
 
@@ -78,10 +58,8 @@ def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    return Made(
-        student,
-        job.plan,
-        {FINE_TUNING: losses},
-        lambda: [*before, job.measure("after", student, keep=job.keep)],
-        adapter,
-    )
+
+    def measure() -> list[ModelResult]:
+        return [*before, job.measure("after", student, keep=job.keep)]
+
+    return Made(student, job.plan, {FINE_TUNING: losses}, measure, adapter)

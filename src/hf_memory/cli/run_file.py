@@ -4,8 +4,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import typer
 import yaml
 
 from hf_memory.conversion.recipe import Recipe, Schedule
@@ -29,7 +30,7 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config must be a YAML file, got {file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config must be a YAML file of names and values, got other content in {file}")
@@ -46,6 +47,11 @@ class Flags(NamedTuple):
 
     parameters: Sequence
     values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, context: typer.Context) -> Self:
+        """The flags of the command that runs."""
+        return cls(context.command.params, context.params)
 
     def write(self, folder: Path, recipe: Recipe) -> None:
         """Write all settings of a run, including defaults and those of its recipe, so that it can be repeated."""

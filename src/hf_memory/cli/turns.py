@@ -18,20 +18,16 @@ def turns() -> Generator[str, None, None]:
     line = _plain_line if is_terminal and not _has_readline() else input
     try:
         while True:
-            _tell(MARK_PASTES, is_terminal)
             text = _turn(line)
-            _tell(MARK_PASTES, is_terminal)  # also during the answer, when readline has taken it back
+            if is_terminal:
+                print(MARK_PASTES, end="", flush=True)  # during the answer, too: readline has taken it back
             if text:
                 yield text
     except EOFError:
         print()  # end the line of the prompt
     finally:
-        _tell(LEAVE_PASTES, is_terminal)
-
-
-def _tell(command: str, is_terminal: bool) -> None:
-    if is_terminal:
-        print(command, end="", flush=True)
+        if is_terminal:
+            print(LEAVE_PASTES, end="", flush=True)
 
 
 def _has_readline() -> bool:
@@ -55,8 +51,7 @@ def _turn(line: Callable[[str], str]) -> str:
 
 def _plain_line(prompt: str) -> str:
     """A line as the terminal gives it, with marks around what was pasted."""
-    print(prompt, end="", flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
+    print(MARK_PASTES + prompt, end="", flush=True)
+    if line := sys.stdin.readline():
+        return line.rstrip("\n")
+    raise EOFError

@@ -31,33 +31,19 @@ MAXIMUM = 2**18  # largest number of held-out tokens
 
 
 class Asked(NamedTuple):
-    """What convert or fine-tune is asked for.
+    """What convert or fine-tune is asked for."""
 
-    Attributes:
-        model: folder, Hub name or GGUF file of the model to start from.
-        recipe: what is made of it.
-        run: how it is made.
-        text: sources of text.
-        output: folder for the new model.
-        flags: the flags of the command, for the run file.
-        overwrite: whether the result of an earlier run is replaced.
-        dry_run: whether the plan is printed only.
-        max_tokens: number of tokens of the text to read; None: all.
-        measure_tokens: number of held-out tokens on which models are compared.
-        servable: whether inference engines must be able to run the student.
-    """
-
-    model: str
+    model: str  # folder, Hub name or GGUF file of the model to start from
     recipe: Recipe
     run: Run
-    text: list[str]
+    text: list[str]  # its sources
     output: Path
-    flags: Flags
+    flags: Flags  # of the command, for the run file
     overwrite: bool
     dry_run: bool
-    max_tokens: int | None
-    measure_tokens: int
-    servable: bool = False
+    max_tokens: int | None  # of the text; None: all
+    measure_tokens: int  # of the held-out text
+    servable: bool = False  # by inference engines
 
 
 class Job(NamedTuple):
