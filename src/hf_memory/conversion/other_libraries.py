@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_memory.conversion.students.weights import rename
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling import FAMILIES
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -26,81 +25,76 @@ Weights = Mapping[str, Tensor]
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
-_FLA_BLOCK = {
-    "model.embeddings.{rest}": "model.embed_tokens.{rest}",
-    "model.layers.{i}.attn_norm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
-    "model.layers.{i}.mlp_norm.{rest}": "model.layers.{i}.post_attention_layernorm.{rest}",
-    "model.layers.{i}.attn.g_norm_swish_gate.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
-    "model.layers.{i}.attn.g_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
-    "model.layers.{i}.attn.o_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
-    "model.layers.{i}.attn.norm.{rest}": "model.layers.{i}.mixer.o_norm.{rest}",
-    "model.layers.{i}.attn.g_proj.{rest}": "model.layers.{i}.mixer.output_gate.proj.{rest}",
-    "model.layers.{i}.attn.gk_proj.0.{rest}": "model.layers.{i}.mixer.decay.down.{rest}",
-    "model.layers.{i}.attn.gk_proj.1.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
-    "model.layers.{i}.attn.a_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
-    "model.layers.{i}.attn.A_log": "model.layers.{i}.mixer.decay.A_log",
-    "model.layers.{i}.attn.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
-    "model.layers.{i}.attn.{rest}": "model.layers.{i}.mixer.{rest}",
-    "{rest}": "{rest}",
+OUTSIDE = {  # names outside layers, and what is outside here: theirs and ours
+    "model.embeddings": "model.embed_tokens",
+    "backbone.embeddings": "model.embed_tokens",
+    "backbone.norm_f": "model.norm",
+    "model.layers.0.pre_norm": "model.embed_norm",
+    "blocks.0.ln0": "model.embed_norm",
+    "emb": "model.embed_tokens",
+    "ln_out": "model.norm",
+    "head": "lm_head",
 }
-_TRANSFORMERS_BLOCK = {
-    "backbone.embeddings.{rest}": "model.embed_tokens.{rest}",
-    "backbone.layers.{i}.norm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
-    "backbone.layers.{i}.mixer.norm.{rest}": "model.layers.{i}.mixer.o_norm.{rest}",
-    "backbone.layers.{i}.mixer.A_log": "model.layers.{i}.mixer.decay.A_log",
-    "backbone.layers.{i}.mixer.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
-    "backbone.layers.{i}.mixer.dt_down.{rest}": "model.layers.{i}.mixer.decay.down.{rest}",
-    "backbone.layers.{i}.mixer.dt_proj.bias": "model.layers.{i}.mixer.decay.dt_bias",
-    "backbone.layers.{i}.mixer.dt_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
-    "backbone.layers.{i}.mixer.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
-    "backbone.layers.{i}.mixer.{rest}": "model.layers.{i}.mixer.{rest}",
-    "backbone.norm_f.{rest}": "model.norm.{rest}",
-    "model.layers.{i}.linear_attn.A_log": "model.layers.{i}.mixer.decay.A_log",
-    "model.layers.{i}.linear_attn.dt_bias": "model.layers.{i}.mixer.decay.dt_bias",
-    "model.layers.{i}.linear_attn.a_proj.{rest}": "model.layers.{i}.mixer.decay.proj.{rest}",
-    "model.layers.{i}.linear_attn.g_proj.{rest}": "model.layers.{i}.mixer.output_gate.proj.{rest}",
-    "model.layers.{i}.linear_attn.norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
-    "model.layers.{i}.linear_attn.o_norm.{rest}": "model.layers.{i}.mixer.output_gate.norm.{rest}",
-    "model.layers.{i}.linear_attn.out_proj.{rest}": "model.layers.{i}.mixer.o_proj.{rest}",
-    "model.layers.{i}.linear_attn.{rest}": "model.layers.{i}.mixer.{rest}",
-    "{rest}": "{rest}",
+INSIDE = {  # names inside a layer: attn of flash-linear-attention, mixer and linear_attn of transformers
+    "norm": "input_layernorm",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn.g_norm_swish_gate": "mixer.output_gate.norm",
+    "attn.g_norm": "mixer.output_gate.norm",
+    "attn.o_norm": "mixer.output_gate.norm",
+    "attn.norm": "mixer.o_norm",
+    "attn.g_proj": "mixer.output_gate.proj",
+    "attn.gk_proj.0": "mixer.decay.down",
+    "attn.gk_proj.1": "mixer.decay.proj",
+    "mixer.norm": "mixer.o_norm",
+    "mixer.dt_down": "mixer.decay.down",
+    "mixer.dt_proj.bias": "mixer.decay.dt_bias",
+    "mixer.dt_proj": "mixer.decay.proj",
+    "mixer.out_proj": "mixer.o_proj",
+    "linear_attn.norm": "mixer.output_gate.norm",
+    "linear_attn.o_norm": "mixer.output_gate.norm",
+    "linear_attn.g_proj": "mixer.output_gate.proj",
+    "linear_attn.out_proj": "mixer.o_proj",
+    **{f"{part}.a_proj": "mixer.decay.proj" for part in ("attn", "linear_attn")},
+    **{f"{part}.{x}": f"mixer.decay.{x}" for part in ("attn", "mixer", "linear_attn") for x in ("A_log", "dt_bias")},
+    **dict.fromkeys(("attn", "linear_attn"), "mixer"),
 }
-_RWKV7_PARTS = (  # names here, in flash-linear-attention, and in .pth files
-    ("mixer.input_layernorm.{rest}", "attn_norm.{rest}", "ln1.{rest}"),
-    ("mixer.post_attention_layernorm.{rest}", "ffn_norm.{rest}", "ln2.{rest}"),
-    ("mixer.q_proj.{rest}", "attn.r_proj.{rest}", "att.receptance.{rest}"),
-    ("mixer.k_proj.{rest}", "attn.k_proj.{rest}", "att.key.{rest}"),
-    ("mixer.v_proj.{rest}", "attn.v_proj.{rest}", "att.value.{rest}"),
-    ("mixer.o_proj.{rest}", "attn.o_proj.{rest}", "att.output.{rest}"),
-    ("mixer.o_norm.{rest}", "attn.g_norm.{rest}", "att.ln_x.{rest}"),
+_RWKV7 = (  # names here, in flash-linear-attention, and in .pth files
+    ("mixer.input_layernorm", "attn_norm", "ln1"),
+    ("mixer.post_attention_layernorm", "ffn_norm", "ln2"),
+    ("mixer.q_proj", "attn.r_proj", "att.receptance"),
+    ("mixer.k_proj", "attn.k_proj", "att.key"),
+    ("mixer.v_proj", "attn.v_proj", "att.value"),
+    ("mixer.o_proj", "attn.o_proj", "att.output"),
+    ("mixer.o_norm", "attn.g_norm", "att.ln_x"),
     *((f"mixer.{x}_lora.bias", f"attn.{x}_lora.lora.2.bias", f"att.{x}0") for x in "wav"),
     *((f"mixer.{x}_lora.down_proj.weight", f"attn.{x}_lora.lora.0.weight", f"att.{x}1") for x in "wavg"),
     *((f"mixer.{x}_lora.up_proj.weight", f"attn.{x}_lora.lora.2.weight", f"att.{x}2") for x in "wavg"),
-    ("mixer.{rest}", "attn.{rest}", "att.{rest}"),
-    ("mixer.mlp.up_proj.{rest}", "ffn.key.{rest}", "ffn.key.{rest}"),
-    ("mixer.mlp.down_proj.{rest}", "ffn.value.{rest}", "ffn.value.{rest}"),
-    ("mixer.mlp.{rest}", "ffn.{rest}", "ffn.{rest}"),
+    ("mixer", "attn", "att"),
+    ("mixer.mlp.up_proj", "ffn.key", "ffn.key"),
+    ("mixer.mlp.down_proj", "ffn.value", "ffn.value"),
+    ("mixer.mlp", "ffn", "ffn"),
 )
-_RWKV7_BLOCK = {
-    "model.embeddings.{rest}": "model.embed_tokens.{rest}",
-    "emb.{rest}": "model.embed_tokens.{rest}",
-    "model.layers.0.pre_norm.{rest}": "model.embed_norm.{rest}",
-    "blocks.0.ln0.{rest}": "model.embed_norm.{rest}",
-    "ln_out.{rest}": "model.norm.{rest}",
-    "head.{rest}": "lm_head.{rest}",
-    **{f"model.layers.{{i}}.{theirs}": f"model.layers.{{i}}.{ours}" for ours, theirs, _ in _RWKV7_PARTS},
-    **{f"blocks.{{i}}.{theirs}": f"model.layers.{{i}}.{ours}" for ours, _, theirs in _RWKV7_PARTS},
-    "{rest}": "{rest}",
-}
+INSIDE_RWKV7 = {theirs: ours for ours, *both in _RWKV7 for theirs in both}
+Rows = Mapping[str, tuple[int, Mapping[str, int]]]
 
 
 class Source(NamedTuple):
-    """A type of model in another library."""
+    """A type of model in another library.
 
-    config: type  # config class of this package
-    options: Callable[[dict], dict]  # arguments for our config; raises ValueError for unsupported ones
-    names: Mapping[str, str]
-    split: Callable[[dict, str, Tensor], Weights] = lambda config, name, x: {name: x}  # splits fused tensors
+    Args:
+        config: the config class of this package.
+        options: arguments for it from their config; raises ValueError for options that this package does not have.
+        fused: for projections of several parts, {theirs: (number of groups of rows, {ours: rows in a group})}.
+        change: splits or changes other tensors.
+        inside: their and our names inside a layer.
+    """
+
+    config: type
+    options: Callable[[dict], dict]
+    fused: Callable[[dict], Rows] = lambda config: {}
+    change: Callable[[dict, str, Tensor], Weights] = lambda config, name, x: {name: x}
+    inside: Mapping[str, str] = INSIDE
 
 
 def _refuse(config: dict, **expected: tuple) -> None:
@@ -171,36 +165,31 @@ def _delta(config: dict) -> dict:
     }
 
 
-def _mamba(config: dict) -> dict:
+def _any_mamba(config: dict) -> dict:
+    """Options that Mamba and Mamba-2 have."""
     _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"))
     return {
-        "gate": "mamba",
         "intermediate_size": 0,
         "num_attention_heads": 1,
         "linear_key_head_dim": config["state_size"],
-        "linear_value_head_dim": int(config["expand"] * config["hidden_size"]),
         "linear_conv_kernel_dim": config["conv_kernel"],
-        "gate_low_rank_dim": config["time_step_rank"],
         "rms_norm_eps": config["layer_norm_epsilon"],
     }
+
+
+def _mamba(config: dict) -> dict:
+    width = int(config["expand"] * config["hidden_size"])
+    own = {"gate": "mamba", "linear_value_head_dim": width, "gate_low_rank_dim": config["time_step_rank"]}
+    return _any_mamba(config) | own
 
 
 def _mamba2(config: dict) -> dict:
-    _refuse(config, use_bias=(False,), hidden_act=("silu", "swish"), expand=(1, 2, 4))
+    _refuse(config, expand=(1, 2, 4))
     low, high = config["time_step_limit"]
     if low > 0 or high != float("inf"):
         raise ValueError(f"time_step_limit must be (0, inf) to be imported, got {(low, high)}")
-    return {
-        "gate": "mamba2",
-        "intermediate_size": 0,
-        "num_attention_heads": 1,
-        "linear_num_key_heads": config["n_groups"],
-        "linear_num_value_heads": config["num_heads"],
-        "linear_key_head_dim": config["state_size"],
-        "linear_value_head_dim": config["head_dim"],
-        "linear_conv_kernel_dim": config["conv_kernel"],
-        "rms_norm_eps": config["layer_norm_epsilon"],
-    }
+    heads = {"linear_num_key_heads": config["n_groups"], "linear_num_value_heads": config["num_heads"]}
+    return _any_mamba(config) | {"gate": "mamba2", "linear_value_head_dim": config["head_dim"], **heads}
 
 
 def _gated_delta_layers(config: dict) -> dict:
@@ -253,7 +242,7 @@ def _split_rwkv7(config: dict, name: str, x: Tensor) -> Weights:
     return {name: x if name.endswith(".weight") else x.flatten()}
 
 
-def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
+def _repeat_gate(config: dict, name: str, x: Tensor) -> Weights:
     """GLA has a gate for each key head, we have one for each query head: repeat it for the heads of a group."""
     if ".gk_proj.1." not in name or not config.get("num_kv_heads"):
         return {name: x}
@@ -261,65 +250,62 @@ def _split_gla(config: dict, name: str, x: Tensor) -> Weights:
     return {name: x.unflatten(0, (heads, -1)).repeat_interleave(config["num_heads"] // heads, 0).flatten(0, 1)}
 
 
-def _split_convolution(config: dict, name: str, x: Tensor) -> Weights:
-    """Split the joint convolution of OLMo-Hybrid and Qwen3-Next into those of q, k and v."""
-    if ".conv1d." not in name:
-        return {name: x}
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    parts = x.split([keys, keys, len(x) - 2 * keys])
-    return {name.replace("conv1d", f"{part}_conv1d"): y for part, y in zip("qkv", parts)}
+def _add_one(config: dict, name: str, x: Tensor) -> Weights:
+    """Norms of Qwen3-Next outside its memories multiply by 1 + weight."""
+    return {name: 1 + x if name.endswith("norm.weight") and "linear_attn" not in name else x}
 
 
-def _split_qwen3_next(config: dict, name: str, x: Tensor) -> Weights:
-    """Rows of in_proj_qkvz and in_proj_ba are sorted by key head; the model's norms multiply by 1 + weight."""
-    heads, groups = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
-    keys, values = config["linear_key_head_dim"], groups * config["linear_value_head_dim"]
-    parts = {
-        "in_proj_qkvz": {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values},
-        "in_proj_ba": {"b_proj": groups, "a_proj": groups},
+def _convolution(config: dict) -> Rows:
+    """The joint convolution of OLMo-Hybrid and Qwen3-Next."""
+    keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
+    return {"conv1d": (1, {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})}
+
+
+def _by_key_head(config: dict) -> Rows:
+    """Rows of Qwen3-Next's projections are sorted by key head."""
+    heads = config["linear_num_key_heads"]
+    groups, keys = config["linear_num_value_heads"] // heads, config["linear_key_head_dim"]
+    values = groups * config["linear_value_head_dim"]
+    return _convolution(config) | {
+        "in_proj_qkvz": (heads, {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}),
+        "in_proj_ba": (heads, {"b_proj": groups, "a_proj": groups}),
     }
-    for fused, sizes in parts.items():
-        if fused in name:
-            apart = x.unflatten(0, (heads, -1)).split(list(sizes.values()), dim=1)
-            return {name.replace(fused, part): y.flatten(0, 1) for part, y in zip(sizes, apart)}
-    if name.endswith("norm.weight") and "linear_attn" not in name:
-        return {name: 1 + x}
-    return _split_convolution(config, name, x)
 
 
-def _split_mamba(config: dict, name: str, x: Tensor) -> Weights:
-    """Rows of in_proj are x and z (our v and g); those of x_proj are low-rank steps, B and C (k and q)."""
-    if "in_proj" in name:
-        return {name.replace("in_proj", f"{part}_proj"): y for part, y in zip("vg", x.chunk(2))}
-    if "x_proj" in name:
-        parts = x.split([config["time_step_rank"], config["state_size"], config["state_size"]])
-        return {name.replace("x_proj", part): y for part, y in zip(("dt_down", "k_proj", "q_proj"), parts)}
-    return {name.replace("conv1d", "v_conv1d"): x}
+def _parts_of_mamba(config: dict) -> Rows:
+    """x and z are our v and g; B and C are our k and q."""
+    values, keys = int(config["expand"] * config["hidden_size"]), config["state_size"]
+    return {
+        "in_proj": (1, {"v_proj": values, "g_proj": values}),
+        "x_proj": (1, {"dt_down": config["time_step_rank"], "k_proj": keys, "q_proj": keys}),
+        "conv1d": (1, {"v_conv1d": values}),
+    }
 
 
-def _split_mamba2(config: dict, name: str, x: Tensor) -> Weights:
-    """Rows of in_proj are z, x, B, C and dt, those of the convolution x, B and C: our v, k and q."""
-    keys = config["n_groups"] * config["state_size"]
-    values = config["num_heads"] * config["head_dim"]
-    if "in_proj" in name:
-        parts = {"g_proj": values, "v_proj": values, "k_proj": keys, "q_proj": keys, "dt_proj": config["num_heads"]}
-        return {name.replace("in_proj", part): y for part, y in zip(parts, x.split(list(parts.values())))}
-    if ".conv1d." in name:
-        return {name.replace("conv1d", f"{part}_conv1d"): y for part, y in zip("vkq", x.split([values, keys, keys]))}
-    return {name: x}
+def _parts_of_mamba2(config: dict) -> Rows:
+    """z, x, B, C and dt are our g, v, k, q and decay."""
+    values, keys = config["num_heads"] * config["head_dim"], config["n_groups"] * config["state_size"]
+    parts = {"v": values, "k": keys, "q": keys}
+    return {
+        "in_proj": (
+            1,
+            {"g_proj": values, **{f"{x}_proj": n for x, n in parts.items()}, "dt_proj": config["num_heads"]},
+        ),
+        "conv1d": (1, {f"{x}_conv1d": n for x, n in parts.items()}),
+    }
 
 
 SOURCES = {
-    "linear_attn": Source(LinearTransformerConfig, _linear_attn, _FLA_BLOCK),
-    "retnet": Source(GatedLinearAttentionConfig, _retnet, _FLA_BLOCK),
-    "gla": Source(GatedLinearAttentionConfig, _gla, _FLA_BLOCK, _split_gla),
-    "delta_net": Source(DeltaNetConfig, _delta_net, _FLA_BLOCK),
-    "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet, _FLA_BLOCK),
-    "rwkv7": Source(Rwkv7Config, _rwkv7, _RWKV7_BLOCK, _split_rwkv7),
-    "mamba": Source(GatedLinearAttentionConfig, _mamba, _TRANSFORMERS_BLOCK, _split_mamba),
-    "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _TRANSFORMERS_BLOCK, _split_mamba2),
-    "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _TRANSFORMERS_BLOCK, _split_qwen3_next),
-    "olmo_hybrid": Source(DeltaNetConfig, _olmo_hybrid, _TRANSFORMERS_BLOCK, _split_convolution),
+    "linear_attn": Source(LinearTransformerConfig, _linear_attn),
+    "retnet": Source(GatedLinearAttentionConfig, _retnet),
+    "gla": Source(GatedLinearAttentionConfig, _gla, change=_repeat_gate),
+    "delta_net": Source(DeltaNetConfig, _delta_net),
+    "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet),
+    "rwkv7": Source(Rwkv7Config, _rwkv7, change=_split_rwkv7, inside=INSIDE_RWKV7),
+    "mamba": Source(GatedLinearAttentionConfig, _mamba, _parts_of_mamba),
+    "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _parts_of_mamba2),
+    "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _by_key_head, _add_one),
+    "olmo_hybrid": Source(DeltaNetConfig, _olmo_hybrid, _convolution),
 }
 
 
@@ -373,9 +359,31 @@ def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
 
 
 def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
-    parts = {n: y for name, x in weights.items() for n, y in source.split(theirs, name, x).items()}
-    named = {rename(name, source.names): x for name, x in parts.items()}
+    """Weights under our names; convolutions have no dimension of size one here."""
+    fused = source.fused(theirs)
+    parts = {n: y for name, x in weights.items() for n, y in _apart(fused, name, x).items()}
+    parts = {n: y for name, x in parts.items() for n, y in source.change(theirs, name, x).items()}
+    named = {_rename(name, source.inside): x for name, x in parts.items()}
     return {name: x.squeeze(1) if name.endswith("_conv1d.weight") else x for name, x in named.items()}
+
+
+def _apart(fused: Rows, name: str, x: Tensor) -> Weights:
+    for projection, (groups, rows) in fused.items():
+        if f".{projection}." in name:
+            parts = x.unflatten(0, (groups, -1)).split([*rows.values()], dim=1)
+            return {name.replace(projection, part): y.flatten(0, 1) for part, y in zip(rows, parts)}
+    return {name: x}
+
+
+def _rename(name: str, inside: Mapping[str, str]) -> str:
+    outside = _replace_start(name, OUTSIDE)
+    layer = re.fullmatch(r"(?:model\.layers|backbone\.layers|blocks)\.(\d+)\.(.+)", outside)
+    return outside if layer is None else f"model.layers.{layer[1]}.{_replace_start(layer[2], inside)}"
+
+
+def _replace_start(name: str, starts: Mapping[str, str]) -> str:
+    start = next((start for start in starts if f"{name}.".startswith(f"{start}.")), "")
+    return starts.get(start, "") + name.removeprefix(start)
 
 
 def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
@@ -384,7 +392,7 @@ def _load(module: nn.Module, found: dict[str, Tensor]) -> None:
         if name.endswith("_conv1d.bias"):
             found.setdefault(name, torch.zeros_like(x))
     tied = {"lm_head.weight"} if getattr(getattr(module, "config", None), "tie_word_embeddings", False) else set()
-    missing, left = sorted(set(own) - set(found) - tied), sorted(set(found) - set(own) - {""})
+    missing, left = sorted(set(own) - set(found) - tied), sorted(set(found) - set(own))
     if missing or left:
         raise ValueError(f"weights must fit the config: missing {missing[:3]}, unknown {left[:3]}")
     module.load_state_dict(found, strict=not tied)
