@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 test processors check bench claims engines docs
+.PHONY: demo smollm2 test faults processors check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -18,16 +18,18 @@ demo: $(INSTALLED)  ## train a small Llama, convert it, compare, generate; all o
 smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on where it was stopped
 	$(BIN)/python examples/smollm2.py
 
-test: $(INSTALLED)  ## all tests, without network
-	$(BIN)/pytest --numprocesses 2
+test: $(INSTALLED)  ## all tests but those of faults, without network
+	$(BIN)/pytest --numprocesses 2 -m "not planted"
 
-# Files that compare ways of computing, and are fast. Sums that a processor's instructions order otherwise change nothing.
-FAST := $(patsubst %,tests/test_%.py,cache mixers layers windowed window_attention modeling generation)
+faults: $(INSTALLED)  ## tests that plant faults: do the tests see them?
+	$(BIN)/pytest --numprocesses 2 -m planted
 
-processors: $(INSTALLED)  ## the fast tests, with the instructions of other processors
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest --numprocesses 2 $(FAST)
-	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(FAST)
-	MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(FAST)
+COMPARING := $(patsubst %,tests/test_%.py,cache deltaformer mixers modeling placement vllm_plugin)
+
+processors: $(INSTALLED)  ## tests that compare ways of computing, with the instructions of other processors
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest --numprocesses 2 $(COMPARING)
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
+	MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(COMPARING)
 
 check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/ruff check

@@ -1,21 +1,37 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
 from importlib import import_module
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.gradcheck import GradcheckError
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 import test_cache
 import test_conversion
+import test_deltaformer
 import test_generation
+import test_loading
 import test_modeling
+import test_neural_memory
 import test_ops
-from cases import CASE, CASES, every_recurrent_family, make_model
-from hf_memory import cache
+import test_serving
+import test_transformer
+from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
+from forms import FORMS
+from hf_memory import cache, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
-from hf_memory.mixers import base
+from hf_memory.files import documents, text
+from hf_memory.mixers import base, store
+from hf_memory.modeling import loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
+from hf_memory.serving import memory_file
+
+pytestmark = pytest.mark.planted
 
 
 @every_recurrent_family
@@ -102,7 +118,7 @@ def test_what_stands_at_padding_is_seen(argument, monkeypatch):
         "without_padding",
         lambda mask, *inputs: [inputs[i] if i == argument else x for i, x in enumerate(blanked(mask, *inputs))],
     )
-    op, variant = next(form.values for form in test_ops.FORMS if form.id == "delta_rule-decay=scalar-beta=random")
+    op, variant = next(form.values for form in FORMS if form.id == "delta_rule-decay=scalar-beta=random")
     with pytest.raises(AssertionError):
         test_ops.test_padding_leaves_no_trace_whatever_stands_there(op, variant, "chunk", slice(60, 65))
 
@@ -136,6 +152,81 @@ def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):
     monkeypatch.setattr(MemoryLayer, "reset", reset)
     with pytest.raises(pytest.fail.Exception):
         test_cache.test_a_reset_ends_the_recording()
+
+
+def test_a_text_without_its_beginning_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(text, "start_of", lambda tokenizer: [])
+    with pytest.raises(AssertionError):
+        test_conversion.test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatch)
+
+
+def test_a_past_that_is_overwritten_before_it_is_read_is_seen(monkeypatch):
+    """As by a cache whose window rolls while views of it are read."""
+
+    def rolled(self, new):
+        past, stored = grown(self, new)
+        return {name: torch.cat([x[:, 1:], x[:, -1:]], 1) if self.states else x for name, x in past.items()}, stored
+
+    grown = base.Context.grown
+    monkeypatch.setattr(base.Context, "grown", rolled)
+    with pytest.raises(AssertionError):
+        test_deltaformer.test_a_static_cache_whose_window_rolls_equals_the_whole("linear")
+
+
+def test_a_wrong_third_derivative_is_seen(monkeypatch):
+    """Of PyTorch's layer_norm, which the inner gradient is one derivative of already."""
+
+    def standardized(z):
+        variance = z.var(-1, correction=0, keepdim=True)
+        return F.layer_norm(z, z.shape[-1:], eps=network.NORM_EPS), (variance + network.NORM_EPS).rsqrt()
+
+    network = import_module("hf_memory.ops.neural_memory.network")
+    monkeypatch.setattr(network, "standardized", standardized)
+    normed = next(name for name, options in test_neural_memory.OPTIONS.items() if options.get("norm"))
+    with pytest.raises(GradcheckError):
+        test_neural_memory.test_second_derivatives_of_the_reference_are_those_of_differences(normed)
+
+
+def test_equal_scores_in_any_order_are_seen(monkeypatch):
+    monkeypatch.setattr(store, "LEAST", 0.0)
+    with pytest.raises(AssertionError):
+        test_transformer.test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache("attention")
+
+
+def test_missing_weights_that_become_random_are_seen(monkeypatch, tmp_path):
+    class Silent(AutoModelForCausalLM):
+        @classmethod
+        def from_pretrained(cls, *args, **kwargs):
+            model, _ = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+            return model, {"missing_keys": set(), "mismatched_keys": set()}
+
+    monkeypatch.setattr(loading, "AutoModelForCausalLM", Silent)
+    make_model(CASE["deltanet"]).save_pretrained(tmp_path)
+    with pytest.raises(pytest.fail.Exception):
+        test_loading.test_missing_weights_are_refused_by_name(tmp_path, loading.load_model)
+
+
+@pytest.mark.parametrize("fault", ["texts beside data", "byte-order marks"])
+def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
+    def data(folder):
+        return chain.from_iterable(documents.documents(x) for x in sorted(folder.glob("*.jsonl")))
+
+    if fault == "texts beside data":
+        monkeypatch.setattr(documents, "_folder", data)
+    else:
+        read_text = Path.read_text
+        monkeypatch.setattr(Path, "read_text", lambda self, encoding: read_text(self, encoding="utf-8"))
+    with pytest.raises(AssertionError):
+        test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["not a number", "infinite", "too large", "integers"])
+def test_a_forged_state_that_is_believed_is_seen(name, monkeypatch, tmp_path):
+    model, path = make_model(CASE["linear-full"]), tmp_path / "memory"
+    save_memory(test_serving.read(model, random_tokens(1, 9)), path, model)
+    monkeypatch.setattr(memory_file, "_fault", lambda *args: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_serving.test_a_forged_memory_is_refused((model, path), name)
 
 
 def _without(argument):
