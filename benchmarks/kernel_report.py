@@ -76,6 +76,8 @@ def compile_variant(variant: Variant, architecture: int) -> Report:
     source = ASTSource(variant.kernel, signature, variant.constants, aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
+        raise ValueError(f"{variant.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
     registers, spilled = _assemble(compiled.asm["ptx"], architecture)
     return Report(variant.name, architecture, registers, compiled.metadata.shared, spilled, variant.num_warps)
 

@@ -1,18 +1,23 @@
 """Kernels equal the reference, in Triton's interpreter, and compile for GPUs that this machine does not have."""
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comparing import assert_close
 from forms import FORMS, reference, run, widened, with_strong_gates
+from hf_memory import ops
 from hf_memory.ops import OPS
+from hf_memory.ops.triton.launch import launcher
 
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
 LINEAR = [form for form in FORMS if form.values[0].is_linear]
@@ -144,8 +149,24 @@ def test_kernels_keep_what_custom_ops_promise(name, segment, monkeypatch):
     torch.library.opcheck(forward, calls[0])
 
 
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device, so nothing else may launch a kernel."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    kernel = {(3,): lambda *args, **options: entered.append((*args, options))}
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda:1")
+    launcher(kernel, (3,))(None, x, N=2)
+    assert entered == [torch.device("cuda:1"), (None, x, {"N": 2})]
+    sources = {path: path.read_text() for path in Path(ops.__file__).parent.rglob("*.py")}
+    assert [path.name for path, source in sources.items() if re.search(r"kernel\[", source)] == ["launch.py"]
+
+
 def test_kernels_compile_ahead_of_time_without_spills():
-    """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all."""
+    """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all.
+
+    It refuses sums that Triton before 3.7 does not compile.
+    """
     usual = {*filter(None, (op.kernels for op in OPS)), "16 x 64 x 128 bf"}  # the last of a network
     of_ops = [
         [v for v in import_module(f"hf_memory.ops.{op.name}.kernels").variants() if any(x in v.name for x in usual)]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_memory.ops.triton.launch import launcher
 from hf_memory.ops.triton.tiles import split_dot, unit_lower_inverse
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
@@ -165,7 +166,7 @@ def _forward(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float) -> tup
     k, v, a, beta = (x.contiguous() for x in (k, v, a, beta))
     (B, T, H, K), V = k.shape, v.shape[-1]
     u, L = torch.empty_like(v, dtype=torch.float32), torch.empty_like(beta, dtype=torch.float32)
-    _forward_kernel[(B * H,)](k, v, a, beta, u, L, scale, T, **_constants(H, K, V, k.dtype))
+    launcher(_forward_kernel, (B * H,))(k, v, a, beta, u, L, scale, T, **_constants(H, K, V, k.dtype))
     return u, L
 
 
@@ -180,7 +181,7 @@ def _backward(k: Tensor, beta: Tensor, u: Tensor, L: Tensor, du: Tensor, scale: 
     k, beta = k.contiguous(), beta.contiguous()
     (B, T, H, K), V = k.shape, u.shape[-1]
     g, dk, dbeta = du.contiguous().clone(), torch.zeros_like(k, dtype=torch.float32), torch.empty_like(L)
-    _backward_kernel[(B * H,)](k, beta, u, L, g, dk, dbeta, scale, T, **_constants(H, K, V, k.dtype))
+    launcher(_backward_kernel, (B * H,))(k, beta, u, L, g, dk, dbeta, scale, T, **_constants(H, K, V, k.dtype))
     return dk, dbeta, g
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 from hf_memory.ops.triton.gradients import dk_kernel, dq_kernel, query_and_key_gradients
-from hf_memory.ops.triton.launch import NONE, SCALAR, VECTOR, contiguous, decay_kind, or_empty, walk_constants
+from hf_memory.ops.triton.launch import NONE, SCALAR, VECTOR, contiguous, decay_kind, launcher, or_empty, walk_constants
 from hf_memory.ops.triton.segments import (
     boundary_states,
     cut,
@@ -190,7 +190,7 @@ def _forward(
         cu_seqlens = segments.bounds
     o, ST = torch.empty_like(v), torch.empty_like(S)
     den, zT = (None, None) if z is None else (S.new_empty(B, T, HV), torch.empty_like(z))
-    _forward_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
+    launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
         q, k, v, g, S, z, o, den, ST, zT, cu_seqlens, scale, T,
         **constants, NORMALIZE=z is not None, EPS=EPS,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def _backward(
         cu_seqlens = segments.bounds
     dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens)
     dv, dS0 = torch.empty_like(v), torch.empty_like(S)
-    _dv_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
+    launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
         q, k, g, do, dST, dv, dS0, cu_seqlens, T, **constants
     )
     if segments is not None:

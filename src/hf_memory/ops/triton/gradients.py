@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_memory.ops.triton.launch import CHUNK, SCALAR, decay_kind, walk_constants
+from hf_memory.ops.triton.launch import CHUNK, SCALAR, decay_kind, launcher, walk_constants
 from hf_memory.ops.triton.tiles import (
     column_of,
     decay_between,
@@ -211,9 +211,13 @@ def dk_kernel(
         if DECAY > 0:
             db = tl.cast(q_c, tl.float32) * tl.load(dq + i_t, mask=in_tk, other=0.0) - tl.cast(k_c, tl.float32) * dk_c
             if DECAY == 1:
-                db = tl.sum(db, axis=1)[:, None]
-            total = tl.sum(db, axis=0)[None, :]
-            dg_c = total - tl.cumsum(db, axis=0) + db + tail
+                db = tl.sum(db, axis=1)  # in one dimension: Triton before 3.7 compiles no cumsum of [C, 1]
+            total, rest = tl.sum(db, axis=0), db - tl.cumsum(db, axis=0)
+            if DECAY == 2:
+                total = total[None, :]
+            else:
+                total, rest = total + tl.zeros([1, 1], tl.float32), rest[:, None]
+            dg_c = total + rest + tail
             tail += total
             is_shut = gates < -150.0  # e^g is zero, and so is its gradient
             if DECAY == 2:
@@ -243,9 +247,11 @@ def query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens):
     dz0 = torch.empty_like(z) if normalize else None
     tiles = triton.cdiv(K, by_key["BK"])
     dg = S.new_empty(tiles, B, T, HV) if decay == SCALAR else S.new_empty(B, T, HV, K) if decay else None
-    launch = {**by_key, "NORMALIZE": normalize}
+    constants = {**by_key, "NORMALIZE": normalize}
     grid = (N * HV * tiles,)
-    dq_kernel[grid](k, v, g, S, z, do, dd, dq, states, normalizers, cu_seqlens, T, **launch)
-    dk_kernel[grid](q, k, v, g, do, dd, dq, states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, T, B * T, **launch)
+    launcher(dq_kernel, grid)(k, v, g, S, z, do, dd, dq, states, normalizers, cu_seqlens, T, **constants)
+    launcher(dk_kernel, grid)(
+        q, k, v, g, do, dd, dq, states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, T, B * T, **constants
+    )
     dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dg.sum(0) if decay == SCALAR else dg, dz0

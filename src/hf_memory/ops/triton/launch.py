@@ -1,5 +1,7 @@
 """Parts that kernel launches share: kinds of decay, tile sizes, and conversions for custom ops."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
     by_value["PARTS"] = max(1, width_k // 32) if wide or not narrow else 1
     by_key["PARTS"] = max(1, width_v // 32) if width_v > 64 or not narrow else 1
     return {**common, **by_value}, {**common, **by_key}
+
+
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """A function that runs a kernel on the device of its tensors; Triton alone would take the current device."""
+
+    def run(*args, **options) -> None:
+        device = next(x.device for x in (*args, *options.values()) if isinstance(x, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[grid](*args, **options)
+
+    return run
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import decay_kind
+from hf_memory.ops.triton.launch import decay_kind, launcher
 from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
 
 BLOCK = 64  # the length of a segment is a multiple of this
@@ -255,7 +255,7 @@ def boundary_states(
     kind = decay_kind(g)
     decay = S.new_empty(M, HV, K) if kind else None
     constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
-    sum_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+    launcher(sum_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
         x, y, w, g, own, own_z, decay, segments.bounds,
         **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def boundary_states(
 def _scan(own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool) -> Tensor:
     N, HV, K, V = state.shape
     states, constants = torch.empty_like(own), scan_constants(HV, K, V)
-    scan_kernel[(N * HV * triton.cdiv(K, constants["BK"]),)](
+    launcher(scan_kernel, (N * HV * triton.cdiv(K, constants["BK"]),))(
         own, decay, state, states, segments.first, **constants, BACKWARDS=backwards
     )
     return states
@@ -287,7 +287,7 @@ def boundary_states_of(
     """
     N, HV, K, V = state.shape
     states, constants = torch.empty_like(own), matrix_scan_constants(HV, K, V)
-    matrix_scan_kernel[(N * HV * triton.cdiv(V, constants["BV"]),)](
+    launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, constants["BV"]),))(
         own, transition, state, states, segments.first, **constants, BACKWARDS=backwards
     )
     return states

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import contiguous, decay_kind, or_empty
+from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher, or_empty
 from hf_memory.ops.triton.segments import (
     Segments,
     boundary_states_of,
@@ -70,7 +70,7 @@ def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     C = constants["C"]
     P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
     bounds, chunks = chunks_of(q, cu_seqlens, C)
-    chunk_kernel[(chunks * HV,)](q, k, beta, g, P, U, W, bounds, T, **constants)
+    launcher(chunk_kernel, (chunks * HV,))(q, k, beta, g, P, U, W, bounds, T, **constants)
     return P, U, W
 
 
@@ -144,7 +144,7 @@ def _forward(
     def walk(v, S0, o, e, ST, bounds):
         (M, HV, _, V), matrix = ST.shape, None if o is None else P
         constants = _constants_of(q, V, HV, g)
-        forward_kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+        launcher(forward_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
             q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, q.shape[1], **constants
         )
 
@@ -180,7 +180,7 @@ def _backward(
     dx, dS0 = torch.empty_like(e), torch.empty_like(S)
 
     def solve(dST, dx):
-        solve_kernel[(S.shape[0] * HV * triton.cdiv(V, constants["BV"]),)](
+        launcher(solve_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
             q, k, beta, g, P, W, do, dST, dx, dS0, cu_seqlens, T, **constants
         )
 

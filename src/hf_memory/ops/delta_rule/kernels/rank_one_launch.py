@@ -36,7 +36,7 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_forward_kernel,
 )
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous
+from hf_memory.ops.triton.launch import VECTOR, contiguous, launcher
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
@@ -55,7 +55,7 @@ def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
     C = constants["C"]
     matrices = [q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, q.dtype, torch.float32, torch.float32)]
     bounds, chunks = chunks_of(q, cu_seqlens, C)
-    rank_one_chunk_kernel[(chunks * HV,)](q, k, g, a, b, *matrices, bounds, T, **constants)
+    launcher(rank_one_chunk_kernel, (chunks * HV,))(q, k, g, a, b, *matrices, bounds, T, **constants)
     return tuple(matrices)
 
 
@@ -63,7 +63,7 @@ def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor,
     """Launch the kernel of one direction, which writes to `results`, for states of the shape of `state`."""
     (M, HV, K, V), (_, T, *_) = state.shape, vectors[0].shape
     constants = _constants(HV, K, V, vectors[0].dtype)
-    kernel[(M * HV * triton.cdiv(V, constants["BV"]),)](
+    launcher(kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
         *vectors, *matrices, *results, cu_seqlens, *scale, T, **constants
     )
 

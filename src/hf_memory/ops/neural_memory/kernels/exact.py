@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
+from hf_memory.ops.triton.launch import launcher
 from hf_memory.ops.triton.variants import Variant, variant
 
 TILE = 1024  # size of the part of the weights that a program holds
@@ -147,7 +148,7 @@ class _Pass(torch.autograd.Function):
         states, u, o = M.new_empty(NC + 1, *M.shape), torch.empty_like(given[2]), torch.empty_like(given[2])
         states[0] = M
         constants = _constants(C, width // parts, V, parts, dtype)
-        _forward_kernel[(triton.cdiv(V, constants["BV"]), N)](*given, states, u, o, NC, N, C, **constants)
+        launcher(_forward_kernel, (triton.cdiv(V, constants["BV"]), N))(*given, states, u, o, NC, N, C, **constants)
         reads, asks, _, keys, leaves, through, _ = given
         ctx.save_for_backward(reads, asks, keys, leaves, through, states, u)
         ctx.constants, ctx.returns = constants, back is not None
@@ -160,7 +161,7 @@ class _Pass(torch.autograd.Function):
         (NC, N, C, V), do = u.shape, do.contiguous()
         d_states, du = torch.empty_like(states), torch.empty_like(u)
         d_states[-1] = dM
-        _backward_kernel[(triton.cdiv(V, ctx.constants["BV"]), N)](
+        launcher(_backward_kernel, (triton.cdiv(V, ctx.constants["BV"]), N))(
             reads, asks, keys, leaves, through, do, d_states, du, NC, N, C, **ctx.constants
         )
         before, after = states[:-1], d_states[1:]

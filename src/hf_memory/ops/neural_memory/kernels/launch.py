@@ -27,6 +27,7 @@ from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Rule
+from hf_memory.ops.triton.launch import launcher
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 TILE = 16  # hidden channels; with more, registers spill
@@ -47,7 +48,7 @@ def _constants(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dty
 
 def _launch(kernel, grid: tuple, given: dict) -> None:
     """Run a kernel with those of the given arguments that it takes."""
-    kernel[grid](**{name: given[name] for name in (*kernel.arg_names, "num_warps", "num_stages")})
+    launcher(kernel, grid)(**{name: given[name] for name in (*kernel.arg_names, "num_warps", "num_stages")})
 
 
 _ROWS = ("q", "k", "v", "P", "beta", "c", "m", "H")
