@@ -42,6 +42,17 @@ def test_a_memory_layer_is_its_formula():
     assert_close(layer(x, values), expected)
 
 
+def test_weights_of_slots_are_computed_in_float32():
+    """In bfloat16 they would have 8 bits, and the sums of values would be off by as much."""
+    torch.manual_seed(0)
+    layer, seen = ProductKeyMemory(make_config(MEMORY)).bfloat16(), []
+    layer.init_own_parameters()
+    layer(torch.randn(1, 5, 32).bfloat16(), lambda slots, weights: seen.append(weights) or torch.zeros(1, 5, 32))
+    weights = seen[0].unflatten(-1, (2, -1))  # of the slots of each head
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 5, 2), rtol=0, atol=1e-6)
+
+
 def gradients(**options):
     """Of a model with one table for two layers, by name, and the model."""
     model, tokens = make_model(MEMORY, **options).double(), random_tokens(1, 4)
