@@ -137,6 +137,29 @@ def test_packed_rows_in_a_batch_stay_apart(case):
     assert_close(packed, torch.cat(apart))
 
 
+@every_case
+@torch.no_grad()
+def test_what_is_no_number_stays_in_its_packed_sequence(case):
+    """Attention hides other sequences by weights of zero, and zero times NaN is NaN."""
+    model, others = make_model(case).double(), SEQ_IDX != 1
+    x = model.get_input_embeddings()(random_tokens(1, 11))
+    broken = x.masked_fill(~others[..., None], torch.nan)
+    logits, expected = (model(inputs_embeds=y, **PACKINGS["all"]).logits for y in (broken, x))
+    assert_close(logits[others], expected[others])
+    assert logits[~others].isnan().all()
+
+
+@every_case
+@torch.no_grad()
+def test_what_is_no_number_at_padding_reaches_no_token(case):
+    model, mask = make_model(case).double(), torch.ones(3, 11, dtype=torch.bool)
+    mask[1, :4], mask[2, -4:] = False, False
+    x = model.get_input_embeddings()(random_tokens(3, 11))
+    broken = x.masked_fill(~mask[..., None], torch.nan)
+    logits, expected = (model(inputs_embeds=y, attention_mask=mask.long()).logits[mask] for y in (broken, x))
+    assert_close(logits, expected)
+
+
 @every_family
 def test_a_mask_of_pairs_is_refused(case):
     with pytest.raises(ValueError, match=r"attention_mask must be .* got shape \(1, 1, 5, 5\)"):

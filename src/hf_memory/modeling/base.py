@@ -24,7 +24,8 @@ from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubClassMixin
-from hf_memory.modeling.packing import default_positions, packed_boundaries, packed_positions
+from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
+from hf_memory.ops.contract import blank
 
 MASKS = {
     "memory": padding_mask,
@@ -60,10 +61,19 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + self.mixed(hidden_states, **kwargs)
         return hidden_states + self.fed(hidden_states, read_values) if self.has_mlp else hidden_states
 
-    def mixed(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        """The output of the mixer with its norms, without the residual."""
+    def mixed(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
+        """The output of the mixer with its norms, without the residual.
+
+        A packed sequence with a number that is not finite is not shown to the mixer, since attention multiplies the
+        values of other sequences by zero, and zero times NaN is NaN. Its output is NaN.
+        """
         before, after = self.norms[:2]
-        return self._norm(after, self.mixer(self._norm(before, hidden_states), **kwargs)[0])
+        x = self._norm(before, hidden_states)
+        if cu_seqlens is None:
+            return self._norm(after, self.mixer(x, **kwargs)[0])
+        finite = are_finite(x, cu_seqlens)
+        output = self.mixer(blank(x, finite), cu_seqlens=cu_seqlens, **kwargs)[0]
+        return self._norm(after, output.masked_fill(~finite[..., None], torch.nan))
 
     def fed(self, hidden_states: Tensor, read_values: Callable | None = None) -> Tensor:
         """The output of the feed-forward part with its norms, without the residual."""
@@ -181,6 +191,8 @@ class MemoryModel(MemoryPreTrainedModel):
             past_key_values = self.new_cache()
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
+        if isinstance(attention_mask, Tensor):
+            inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
         own_losses: list[Tensor] = []

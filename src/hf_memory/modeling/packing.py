@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -40,6 +41,13 @@ def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:
     tokens = torch.arange(B * T, device=inputs_embeds.device, dtype=cu_seqlens.dtype)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
     return (tokens - starts).view(B, T)
+
+
+def are_finite(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[B, T]: whether all numbers x [B, T, D] of a token's packed sequence are finite."""
+    largest = torch.linalg.vector_norm(x.detach(), torch.inf, -1)
+    broken = F.pad((~largest.isfinite()).flatten().cumsum(0), (1, 0))[cu_seqlens].diff()
+    return torch.repeat_interleave(broken == 0, cu_seqlens.diff(), output_size=largest.numel()).view_as(largest)
 
 
 def default_positions(inputs_embeds: Tensor, attention_mask, past_key_values: Cache | None) -> Tensor:
