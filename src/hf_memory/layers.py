@@ -10,6 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
 
+from hf_memory.ops.masks import packed
+
 __all__ = [
     "GroupRMSNorm",
     "RMSNorm",
@@ -17,7 +19,6 @@ __all__ = [
     "ShortConvolution",
     "SwiGLU",
     "last_tokens",
-    "places",
     "token_before",
     "unit_length",
     "wide",
@@ -112,7 +113,7 @@ class ShortConvolution(nn.Module):
             y = (context * weight).sum(1, keepdim=True)
         else:
             weight = weight.contiguous()
-            place = None if cu_seqlens is None else places(cu_seqlens, T)[:, None]
+            place = None if cu_seqlens is None else packed(cu_seqlens, T).position[0, :, None]
             y = context[:, W - 1 :] * weight[-1]
             for w in range(1, W):
                 past = context[:, W - 1 - w : W - 1 - w + T]
@@ -130,7 +131,7 @@ def token_before(
 
     def before(context: Tensor) -> Tensor:
         past = context[:, :-1]
-        return past if cu_seqlens is None else past.where(places(cu_seqlens, past.shape[1])[:, None] > 0, 0)
+        return past if cu_seqlens is None else past.where(packed(cu_seqlens, past.shape[1]).position[0, :, None] > 0, 0)
 
     return _over_last_tokens(before, 2, x, state, attention_mask)
 
@@ -169,17 +170,11 @@ def last_tokens(
         tokens = torch.stack([context[:, w : w + T] for w in range(W)], dim=2)
         if cu_seqlens is not None:
             age = torch.arange(W - 1, -1, -1, device=context.device)
-            tokens = tokens.where((places(cu_seqlens, T)[:, None] >= age)[..., None], 0)
+            tokens = tokens.where((packed(cu_seqlens, T).position[0, :, None] >= age)[..., None], 0)
         return tokens.flatten(2)
 
     tokens, state = _over_last_tokens(windows, W, x, state, attention_mask)
     return tokens.unflatten(2, (W, -1)), state
-
-
-def places(cu_seqlens: Tensor, T: int) -> Tensor:
-    """The position [T] of each of T tokens in its packed sequence."""
-    tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return tokens - cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
 
 
 def real_tokens_first(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -266,7 +266,8 @@ def _by_key_head(config: dict) -> Rows:
     heads = config["linear_num_key_heads"]
     groups, keys = config["linear_num_value_heads"] // heads, config["linear_key_head_dim"]
     values = groups * config["linear_value_head_dim"]
-    return _convolution(config) | {
+    return {
+        **_convolution(config),
         "in_proj_qkvz": (heads, {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}),
         "in_proj_ba": (heads, {"b_proj": groups, "a_proj": groups}),
     }

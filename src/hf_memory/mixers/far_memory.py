@@ -13,6 +13,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.ops import delta_rule, linear_attention
 from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.masks import packed
 
 NOTHING = 1e-30  # mass of an empty memory or slot, so small that it takes no share from the window
 LEAST = 1e-12  # smaller weights become zero: denormal products are a hundred times slower on CPUs
@@ -202,9 +203,8 @@ class DeltaSlots(SlotMemory):
         """[B, T, H, slots], the sum of earlier assignments to each slot in the same sequence."""
         counts = slots.cumsum(1)
         if context.cu_seqlens is not None:
-            starts = context.cu_seqlens.long()
-            sequence = torch.searchsorted(starts, torch.arange(slots.shape[1], device=starts.device), right=True) - 1
-            return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts[sequence]], {}
+            starts = torch.arange(T := slots.shape[1], device=slots.device) - packed(context.cu_seqlens, T).position[0]
+            return counts - F.pad(counts, (0, 0, 0, 0, 1, 0))[:, starts], {}
         if context.states:
             counts = counts + context.states["slot_counts"][:, None]
         return counts, {"slot_counts": counts[:, -1]}

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_memory.cache import States
-from hf_memory.layers import places, wide
+from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.masks import packed
 
 LEAST = 1e-4  # lower bound of the rates of positions, since their logarithms are needed
 
@@ -68,7 +69,7 @@ class TTTMixer(NeuralMemoryMixer):
         """Positions of tokens in their mini-batches, [1 or B, T]."""
         T, mask, bounds = hidden_states.shape[1], context.attention_mask, context.cu_seqlens
         if bounds is not None:
-            place = places(bounds, T)[None]
+            place = packed(bounds, T).position
         elif mask is not None:
             place = (mask.cumsum(1) - 1).clamp(min=0)
         else:

@@ -6,6 +6,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
+from hf_memory.ops.masks import packed
+
 
 def packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs: dict) -> Tensor | None:
     """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None if nothing is packed.
@@ -38,9 +40,7 @@ def packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_valu
 def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:
     """[B, T]: the position of each token in its own sequence."""
     B, T = inputs_embeds.shape[:2]
-    tokens = torch.arange(B * T, device=inputs_embeds.device, dtype=cu_seqlens.dtype)
-    starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
-    return (tokens - starts).view(B, T)
+    return packed(cu_seqlens, B * T).position.view(B, T)
 
 
 def are_finite(x: Tensor, cu_seqlens: Tensor) -> Tensor:
