@@ -11,7 +11,7 @@ import torch
 import typer
 
 from hf_memory.cli.options import Seed
-from hf_memory.cli.terminal import console, visible
+from hf_memory.cli.terminal import console
 from hf_memory.cli.turns import turns
 from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, Writer, load, sampling
 from hf_memory.serving import Conversation, load_memory, save_memory
@@ -99,8 +99,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _keep(conversation: Conversation, memory: Path) -> None:
     if conversation.cache is None and not conversation.unread:
-        console.out(visible(f"There was no message, so nothing is saved to {memory}"))
+        console.out(f"There was no message, so nothing is saved to {memory}")
         return
     kept = conversation.memory()
     save_memory(kept, memory, conversation.model)
-    console.out(visible(f"Saved {memory}: {kept.get_seq_length()} tokens"))
+    console.out(f"Saved {memory}: {kept.get_seq_length()} tokens")

@@ -8,6 +8,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.cli.run_file import RUN, read_flags
+from hf_memory.conversion import find_gguf
 
 SOURCES = (
     "a folder of text files, a text file, a .jsonl or .parquet file with a field text or messages, the name[:config] "
@@ -78,8 +79,8 @@ def _value(text: str) -> bool | int | float | str | list:
 
 
 def found(model: str) -> str:
-    """Check that a model is an existing folder, or a name in the Hub's cache or on the Hub, with a short timeout."""
-    if Path(model).is_dir():
+    """Check that a model is a folder, a GGUF file, or a name in the Hub's cache or on the Hub, with a short timeout."""
+    if Path(model).is_dir() or find_gguf(model):
         return model
     wanted = f"model must be a folder that exists or the name of a repository on the Hub, got {model}"
     if model.startswith(("/", ".", "~")):

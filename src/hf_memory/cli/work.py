@@ -1,8 +1,8 @@
 """What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -110,13 +110,11 @@ def _claimed_output(asked: Asked) -> AbstractContextManager[None]:
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
     recipe, run, output = asked.recipe, asked.run, asked.output
-    if conversion.find_gguf(asked.model) is None:
-        found(asked.model)
-    elif recipe.teacher_bits:
+    if recipe.teacher_bits and conversion.find_gguf(found(asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     if resumed := asked.flags.are_unfinished(output, recipe):
         asked = asked._replace(overwrite=True)  # the result of this very command
-    config, longest = conversion.load_config(asked.model), max(x.length for x in recipe.schedules.values())
+    config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
     conversion.check_run(plan, run, output=output, overwrite=asked.overwrite)
     if asked.servable:
@@ -147,33 +145,26 @@ def _written(source: str, asked: Asked, tokenizer) -> str:
 
 def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
     """Write a model with its run file, then measure it, which may take long."""
-    with _new_result(job.asked) as folder:
-        conversion.write_model(folder, made.model, job.tokenizer)
-        if made.adapter is not None:
-            shutil.copytree(made.adapter, folder / "adapter")
-        job.asked.flags.write(folder, made.plan.recipe)
-    rows, file = list(made.measure()), conversion.find_gguf(job.asked.model)
-    names = {
-        "teacher": job.asked.model if file is None else file.name,
-        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in job.asked.text),
-    }
-    results = conversion.results_of(made.plan, made.losses, rows, **names, training=job.asked.run.training)
-    if file:
-        weights = made.plan.teacher_parameters or made.plan.student_parameters
-        results.recipe["teacher_weights"] = conversion.describe_weights(file, weights)
-    return results
-
-
-@contextmanager
-def _new_result(asked: Asked) -> Iterator[Path]:
-    """A context with a folder to write a result to; the result exists completely or not at all."""
-    checkpoints = asked.run.checkpoints
+    asked, checkpoints = job.asked, job.asked.run.checkpoints
     goes_on = f"the same command resumes from {checkpoints}" if checkpoints else "--checkpoints makes a run resumable"
     with (
         written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
         conversion.new_folder(asked.output, overwrite=asked.overwrite) as folder,
     ):
-        yield folder
+        conversion.write_model(folder, made.model, job.tokenizer)
+        if made.adapter is not None:
+            shutil.copytree(made.adapter, folder / "adapter")
+        asked.flags.write(folder, made.plan.recipe)
+    rows, file = list(made.measure()), conversion.find_gguf(asked.model)
+    names = {
+        "teacher": asked.model if file is None else file.name,
+        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in asked.text),
+    }
+    results = conversion.results_of(made.plan, made.losses, rows, **names, training=asked.run.training)
+    if file:
+        weights = made.plan.teacher_parameters or made.plan.student_parameters
+        results.recipe["teacher_weights"] = conversion.describe_weights(file, weights)
+    return results
 
 
 def device() -> str:

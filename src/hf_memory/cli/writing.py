@@ -47,16 +47,14 @@ def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, P
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch raises these for unknown or missing devices
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # unknown or missing devices, and those without numbers
         raise ValueError(f"device must be available to torch, got {device}: {error}") from error
-    if torch.device(device).type == "meta":
-        raise ValueError(f"device must hold numbers, got {device}")
-    if conversion.find_gguf(model) is not None:
+    if conversion.find_gguf(found(model)):
         loaded = conversion.load_teacher(model).eval()
         loaded = loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
     else:
-        loaded = load_model(found(model), dtype=dtype)
+        loaded = load_model(model, dtype=dtype)
     return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
 
 
