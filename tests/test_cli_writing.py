@@ -247,7 +247,6 @@ def write_model(student, folder, files):
         (["generate", "STUDENT", "--prompt", "new", "--dtype", "int8"], "dtype must be one of auto, float32,"),
         (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be available to torch"),
         (["generate", "STUDENT", "--prompt", "new", "--device", "meta"], "device must be available to torch, got meta"),
-        (["evaluate", "STUDENT", "--text", "x", "--tasks", "agreement"], "tasks must have one that needs no --against"),
         (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
         (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),

@@ -135,6 +135,18 @@ def test_what_cannot_be_measured_is_refused(evaluate, monkeypatch, flags, senten
     assert sentence in err
 
 
+@pytest.mark.parametrize("flags", [["--tasks", "agreement"], ["--tasks", "passkey", "--lengths", 8]])
+def test_a_call_that_measures_nothing_is_refused(run, folder, tmp_path, flags):
+    model, text = folder / "student", folder / "text.txt"
+    code, _, err = run("evaluate", model, "--text", text, "--output", tmp_path / "out", *flags)
+    assert code == 2
+    assert (
+        f"tasks must have one that can be measured at these lengths, agreement only with --against, got {flags[1]} at"
+        in err
+    )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_is_where_it_should_be(kind, depth):

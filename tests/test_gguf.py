@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_memory.conversion import describe_weights, find_gguf, load_config, load_teacher, load_tokenizer
+from hf_memory.conversion.teachers.gguf import turn_ends
 from test_cli import FAST, _wide_console, run  # fixtures
 
 END, START = "<end>", "<start>"
@@ -165,6 +166,13 @@ def test_what_would_be_lost_is_refused(folder, tmp_path, others, message):
     folder[1].save_pretrained(tmp_path / "beside")
     (tmp_path / "beside" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert load_tokenizer(str(tmp_path))("a  1")["input_ids"] == folder[1]("a  1")["input_ids"]
+
+
+def test_a_template_that_fails_is_explained_while_a_file_is_loaded():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages + 1 }}"
+    with pytest.raises(ValueError, match="the model's chat template raised an error for this conversation"):
+        turn_ends(tokenizer)
 
 
 def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def evaluate(
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
-    chosen, sizes = _chosen(tasks, against, lm_eval), _numbers(lengths)
+    chosen, sizes = _chosen(tasks), _numbers(lengths)
     asked = read_prompts(prompts) if prompts else list(PROMPTS)
     check_folder("output", output)
     store = Datastore(datastore) if datastore else None
@@ -117,17 +117,18 @@ def evaluate(
             carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
             _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
             how |= {"teacher": loaded, "theirs": found}
+        if not found:
+            wanted = "tasks must have one that can be measured at these lengths, agreement only with --against"
+            raise ValueError(f"{wanted}, got {tasks} at {lengths}")
         record.draw(output, known)
     _show(known)
     console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
 
 
-def _chosen(tasks: str, against: str | None, lm_eval: str | None) -> list[str]:
+def _chosen(tasks: str) -> list[str]:
     names = [name.strip() for name in tasks.split(",")]
     if others := [name for name in names if name not in TASKS]:
         raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(others)}")
-    if {*names} == {"agreement"} and not against and not lm_eval:
-        raise ValueError("tasks must have one that needs no --against, got agreement without it")
     return names
 
 
