@@ -319,6 +319,17 @@ def test_a_weight_of_another_shape_is_an_error():
         carry_over(make_student(teacher, "gated", linear_key_head_dim=4, memory_rope=False), teacher)
 
 
+def test_a_start_does_not_depend_on_names_of_attributes():
+    starts = []
+    for names in ({}, {"gate": 1.0, "start_steady": None}):
+        student = make_student(make_teacher())
+        for mixer in (layer.mixer for layer in student.model.layers):
+            vars(mixer).update(names)
+        start_near(student, make_teacher(), text(), 16)
+        starts.append(student)
+    assert same(*starts)
+
+
 def test_a_new_weight_outside_the_mixers_is_an_error():
     teacher = make_teacher()
     student = make_student(teacher)

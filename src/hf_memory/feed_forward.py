@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from hf_memory.convertible import Convertible
 from hf_memory.layers import SwiGLU, wide
 from hf_memory.ops.product_keys import best_slots
 
 ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> weighted sums of values
 
 
-class MemoryValues(nn.EmbeddingBag):
+class MemoryValues(Convertible, nn.EmbeddingBag):
     """A table with a value for each slot; all memory layers of a model share it."""
 
     def __init__(self, config):
@@ -35,7 +36,7 @@ class MemoryValues(nn.EmbeddingBag):
         return super().forward(slots.flatten(0, 1), per_sample_weights=weights).unflatten(0, slots.shape[:2])
 
 
-class ProductKeyMemory(nn.Module):
+class ProductKeyMemory(Convertible, nn.Module):
     """W_o (y silu(W_g x)),   y = sum over heads and their best slots i of softmax(q . k)_i v_i,   q = W_q x.
 
     This is Memory+ of https://arxiv.org/abs/2412.09764, with product keys of https://arxiv.org/abs/1907.05242. Time

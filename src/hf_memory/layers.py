@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP as SwiGLU
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
 
+from hf_memory.convertible import Convertible
 from hf_memory.ops.masks import packed
 
 __all__ = [
@@ -59,7 +60,7 @@ class GroupRMSNorm(RMSNorm):
         return self.weight * F.rms_norm(parts, parts.shape[-1:], eps=self.variance_epsilon).flatten(-2)
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Convertible, nn.Module):
     """A causal depthwise convolution: for each channel a weighted sum over the last W tokens."""
 
     def __init__(self, channels: int, kernel_size: int, bias: bool = False):

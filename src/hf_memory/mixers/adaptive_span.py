@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from hf_memory.convertible import Convertible
 from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks
 from hf_memory.mixers.relations import RELATIONS
 from hf_memory.mixers.transformer import LocalMixer
 
 
-class AdaptiveSpan(nn.Module):
+class AdaptiveSpan(Convertible, nn.Module):
     """a_ij ~ m(i - j) e^s_ij,   m(d) = clip((R + z_h - d) / R, 0, 1),   z_h the span of head h and R the ramp.
 
     https://arxiv.org/abs/1905.07799. Computed by adding log m to the scores. A span is clamped between 0 and

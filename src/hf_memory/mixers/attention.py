@@ -22,11 +22,6 @@ class AttentionMixer(Projections):
         is_sliding = config.mixer_types[layer_idx].startswith("sliding")
         self.sliding_window = config.sliding_window if is_sliding else None
 
-    @property
-    def new_part(self) -> nn.Module | None:
-        """None: all weights have the same meaning as in the teacher."""
-        return None
-
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Keys and values of all tokens, or of those within the window."""

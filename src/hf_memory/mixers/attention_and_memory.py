@@ -127,6 +127,11 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
         if self.config.memory_gate == "add":
             init.ones_(self.gate)
 
+    @property
+    def gate_beside_attention(self) -> nn.Parameter | None:
+        """The gate, if the memory is added."""
+        return self.gate if self.config.memory_gate == "add" else None
+
     def start_open(self, half_life: int) -> None:
         """Close the gate, so that the mixer equals attention over its window."""
         super().start_open(half_life)
@@ -134,13 +139,7 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
             self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
-        """Scale the memory's output to the size of full attention's output, and scale the window's output down.
-
-        Args:
-            output: [B, T, hidden_size], the mixer's output with a gate of one.
-            without: [B, T, hidden_size], its output with a gate of zero.
-            target: [B, T, hidden_size], the output of the attention that is replaced.
-        """
+        """Scale the memory's output to the size of full attention's output, and scale the window's output down."""
         self.gate.fill_(target.norm() / (output - without).norm())
         self.o_proj.weight.mul_(WINDOW)
 
@@ -168,13 +167,18 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         super().init_own_parameters()
         init.ones_(self.gate)
 
+    @property
+    def gate_beside_attention(self) -> nn.Parameter | None:
+        """The gate."""
+        return self.gate
+
     def start_open(self, half_life: int) -> None:
         """Close the gate, so that the mixer equals attention over its window."""
         super().start_open(half_life)
         self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
-        """Scale the memory's output to the size of what the window misses; for arguments see `MemoryAsGateMixer`."""
+        """Scale the memory's output to the size of what the window misses."""
         self.gate.fill_((target - without).norm() / (output - without).norm())
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

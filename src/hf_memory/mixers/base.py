@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Inputs, MemoryLayer, Spec, State, States, memory_layer
+from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
@@ -84,7 +85,7 @@ class Context(NamedTuple):
         return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)
 
 
-class Projections(nn.Module, ABC):
+class Projections(Convertible, nn.Module, ABC):
     """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
     def __init__(self, config, layer_idx: int):
@@ -114,11 +115,6 @@ class Projections(nn.Module, ABC):
         return self.config.attention_heads
 
     @property
-    def new_part(self) -> nn.Module | None:
-        """The part that attention transfer trains: the whole mixer, since all projections change their meaning."""
-        return self
-
-    @property
     def normalizes(self) -> bool:
         """Whether each of queries and keys has an RMS norm."""
         return self.config.use_qk_norm
@@ -127,9 +123,6 @@ class Projections(nn.Module, ABC):
     @abstractmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states that the mixer of a layer keeps for each sequence, by name."""
-
-    def scale_output(self, factor: Tensor) -> None:
-        """Multiply the output by a factor, if the mixer ends with a norm that can do so; otherwise do nothing."""
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; with tensor parallelism H is smaller than in the config."""
@@ -158,6 +151,11 @@ class MemoryMixer(Projections):
 
     padding_last = False  # whether `mix` is given rows with padding at the end
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """The whole mixer, since all projections change their meaning."""
+        return self
 
     @property
     def sees_positions(self) -> bool:
@@ -307,8 +305,10 @@ def convolution_spec(config) -> Spec:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # for output gates
 
 
-class OutputGate(nn.Module):
+class OutputGate(Convertible, nn.Module):
     """An RMS norm of each head, times activation(W x) of the hidden states x unless `output_gate` is none."""
+
+    can_be_steady = True
 
     def __init__(self, hidden_size: int, heads: int, value_dim: int, config, rank: int | None = None):
         super().__init__()
@@ -319,7 +319,7 @@ class OutputGate(nn.Module):
             self.proj = nn.Linear(width, heads * value_dim, bias=False)
 
     def start_open(self, half_life: int) -> None:
-        """Start a sigmoid gate half open; see `conversion.students.starts`."""
+        """Start a sigmoid gate half open."""
         if self.activation == "sigmoid":
             self.proj.weight.zero_()
 
@@ -328,8 +328,8 @@ class OutputGate(nn.Module):
         if self.activation == "silu":
             steady_rows(self.down, self.proj, direction)
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the output by a factor."""
+    def scale_output(self, factor: Tensor) -> None:
+        """Scale the norm."""
         self.norm.weight.mul_(factor)
 
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class DeltaNetMixer(LevelsMixer):
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate."""
-        self.output_gate.scale(factor)
+        self.output_gate.scale_output(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""

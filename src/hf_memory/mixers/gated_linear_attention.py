@@ -32,7 +32,7 @@ class GatedLinearAttentionMixer(LevelsMixer):
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate."""
-        self.output_gate.scale(factor)
+        self.output_gate.scale_output(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
@@ -46,6 +46,8 @@ class Mamba2Mixer(LevelsMixer):
 
     https://arxiv.org/abs/2405.21060, section 7. The norm follows the gate, over all channels that share a key.
     """
+
+    can_be_steady = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

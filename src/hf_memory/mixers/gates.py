@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from hf_memory.convertible import Convertible
 from hf_memory.layers import wide
 
 
@@ -36,7 +37,7 @@ class FixedDecay(nn.Module):
         return torch.log1p(-(2.0 ** (-5 - heads))).expand(*hidden_states.shape[:2], -1)
 
 
-class SigmoidDecay(nn.Module):
+class SigmoidDecay(Convertible, nn.Module):
     """log sigmoid(W x) / temperature, for each head, or for each key channel with a low-rank W.
 
     Gated retention has the first (https://arxiv.org/abs/2405.05254), GLA the second (https://arxiv.org/abs/2312.06635).
@@ -58,7 +59,7 @@ class SigmoidDecay(nn.Module):
         return g if self.channels is None else g.unflatten(-1, (-1, self.channels))
 
 
-class SoftplusDecay(nn.Module):
+class SoftplusDecay(Convertible, nn.Module):
     """-exp(A_log) step with step = softplus(W x + dt_bias), for each head, or for each key channel with a low-rank W.
 
     Mamba-2 has the first (https://arxiv.org/abs/2405.21060), Kimi Delta Attention the second

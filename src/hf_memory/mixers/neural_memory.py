@@ -136,7 +136,7 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate."""
-        self.output_gate.scale(factor)
+        self.output_gate.scale_output(factor)
 
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""

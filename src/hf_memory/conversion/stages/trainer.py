@@ -18,6 +18,7 @@ from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
+from hf_memory.convertible import Convertible
 from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text
@@ -55,7 +56,7 @@ class StageTrainer(Trainer):
         if self.optimizer is not None or self.memory_factor == 1:
             return super().create_optimizer(model)
         optimizer, learner = super().create_optimizer(model), self.model if model is None else model
-        parts = [getattr(x, "new_part", None) for x in learner.modules()]  # type: ignore[union-attr]
+        parts = [x.new_part for x in learner.modules() if isinstance(x, Convertible)]  # type: ignore[union-attr]
         memories = {x for part in parts if part is not None for x in part.parameters()}
         for group in list(optimizer.param_groups):
             own = [x for x in group["params"] if x in memories]

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
+from hf_memory.convertible import Convertible
 from hf_memory.files.text import Text
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.mixers.gates import SoftplusDecay
@@ -80,8 +81,8 @@ def start_open(student: MemoryForCausalLM, half_life: int) -> None:
         half_life: number of tokens after which half of what was written has decayed.
     """
     for module in student.modules():
-        if hasattr(module, "start_open"):
-            module.start_open(half_life)  # type: ignore[operator]
+        if isinstance(module, Convertible):
+            module.start_open(half_life)
         if isinstance(module, MemoryMixer) and not module.sees_positions:
             for decay in (x for x in module.children() if isinstance(x, SoftplusDecay)):
                 decay.spread(half_life)
@@ -99,11 +100,11 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
         input_ids: [B, T], tokens of the training text.
     """
     transfer = AttentionTransfer(student, teacher)
-    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x or hasattr(x, "gate")}
+    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x}
     for mixer, output, target in transfer.outputs(input_ids) if transfer.mixers else ():
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
-        mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]
+        mixer.scale_output(sizes[0] / sizes[1])
     _open_gates(transfer, input_ids)
 
 
@@ -120,7 +121,7 @@ def steady_gates(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: 
         windows: [B, T], tokens of the training text.
     """
     gates = {
-        i: [x for x in layer.mixer.modules() if hasattr(x, "start_steady")]
+        i: [x for x in layer.mixer.modules() if isinstance(x, Convertible) and x.can_be_steady]
         for i, layer in enumerate(student.model.layers)
         if isinstance(layer.mixer, MemoryMixer)
     }
@@ -133,8 +134,9 @@ def steady_gates(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: 
             hidden_states = seen[i][0]["hidden_states"]
             fit.add(hidden_states, torch.ones_like(hidden_states[..., :1]))
     for i, fit in fits.items():
+        direction = fit.solve(STEADY)[0]
         for gate in gates[i]:
-            gate.start_steady(fit.solve(STEADY)[0])  # type: ignore[operator]
+            gate.start_steady(direction)
 
 
 @torch.no_grad()
@@ -150,7 +152,7 @@ def fit_outputs(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
         windows: [B, T], tokens of the training text.
     """
     transfer, inputs = AttentionTransfer(student, teacher), []
-    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x and not hasattr(x, "gate")}
+    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x and x.gate_beside_attention is None}
     fits = {mixer: LeastSquares() for mixer in transfer.mixers.values()}
     hooks = [mixer.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for mixer in fits]
     for window in windows.split(1) if fits else ():
@@ -183,12 +185,11 @@ class LeastSquares:
 
 def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
     """Set the gates of memories beside attention over a window, by comparing outputs with and without the memory."""
-    mixers = [mixer for mixer in transfer.mixers.values() if hasattr(mixer, "gate")]
-    opened: list = []
-    closed: list = []
-    for value, outputs in ((1, opened), (0, closed)) if mixers else ():
-        for mixer in mixers:
-            mixer.get_parameter("gate").fill_(value)
-        outputs += transfer.outputs(input_ids)
-    for (mixer, output, target), (_, without, _) in zip(opened, closed):
+    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.gate_beside_attention is not None}
+    outputs = []
+    for value in (1, 0) if transfer.mixers else ():
+        for mixer in transfer.mixers.values():
+            mixer.gate_beside_attention.fill_(value)
+        outputs.append(list(transfer.outputs(input_ids)))
+    for (mixer, output, target), (_, without, _) in zip(*outputs):
         mixer.open_gate(output, without, target)
