@@ -1,6 +1,8 @@
-"""Progress reports of long tasks."""
+"""Progress reports of long tasks, and losses of trainings."""
 
 from typing import NamedTuple
+
+History = list[dict[str, float]]  # losses of a training, [{"step": ..., "loss": ...}, ...]
 
 
 class Progress(NamedTuple):

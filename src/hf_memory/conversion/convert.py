@@ -20,9 +20,9 @@ from hf_memory.conversion.students.placement import LayerScore, rank_layers
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
-from hf_memory.evaluation.plots import History
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import History
 
 
 class Conversion(NamedTuple):

@@ -14,8 +14,8 @@ from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
 from hf_memory.evaluation.model_result import FACTOR
-from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import RESULTS
+from hf_memory.progress import History
 
 CARD = Path(__file__).with_name("model_card.md")
 

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.names import visible
+from hf_memory.progress import History
 
 Curve = Mapping[int, float]  # values by position, distance or context length, in tokens
 APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
-History = list[dict[str, float]]  # [{"step": ..., "loss": ...}, ...]
 
 
 def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Mapping[str, float]) -> None:

@@ -21,9 +21,9 @@ from hf_memory.conversion.stages.divergence import (
 )
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
-from hf_memory.evaluation.plots import History
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import History
 
 DISTILLATION = "distillation"
 

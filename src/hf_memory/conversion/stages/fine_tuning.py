@@ -15,9 +15,9 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
-from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
+from hf_memory.progress import History
 
 FINE_TUNING = "fine-tuning"
 

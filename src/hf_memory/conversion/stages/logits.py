@@ -19,12 +19,11 @@ from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationT
 from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidden_states, slices, tempered
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
-from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import written
 from hf_memory.files.replacing import replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
-from hf_memory.progress import Progress, silent
+from hf_memory.progress import History, Progress, silent
 
 SHARD = 64  # windows in a file
 SAVED = ("top_ids", "top_log_probs", "rest_log_prob")

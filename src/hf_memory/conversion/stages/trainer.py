@@ -19,10 +19,9 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.convertible import Convertible
-from hf_memory.evaluation.plots import History
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text
-from hf_memory.progress import Progress
+from hf_memory.progress import History, Progress
 
 TRAINING = "training"
 

@@ -16,9 +16,9 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
-from hf_memory.evaluation.plots import History
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.progress import History
 
 TRANSFER = "attention transfer"
 
