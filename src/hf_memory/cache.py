@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import (
-    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.utils.import_utils import is_tracing
 
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
@@ -346,10 +344,6 @@ def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, *
     if not is_tracing(present) and present.all():
         return None
     return present.contiguous()  # or its strides change with the past, and graphs are recompiled
-
-
-STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
-LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["memory"] = padding_mask
 
 
 def _length(inputs: Inputs) -> int:

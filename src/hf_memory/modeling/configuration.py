@@ -15,7 +15,7 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import check, check_numbers, check_word
 from hf_memory.modeling.hub import HubConfigMixin
-from hf_memory.modeling.registration import tell_peft
+from hf_memory.modeling.registration import KnownToPeft
 from hf_memory.ops.contract import BACKENDS
 from hf_memory.ops.masks import Mask, causal, window
 
@@ -32,7 +32,7 @@ NORMS = {  # names as in transformers: before and after the mixer, before and af
 
 
 @strict
-class MemoryConfig(HubConfigMixin, PreTrainedConfig):
+class MemoryConfig(HubConfigMixin, KnownToPeft, PreTrainedConfig):
     """Options that all families share. Those that Llama has too have Llama's names and meanings.
 
     Args:
@@ -223,11 +223,6 @@ class MemoryConfig(HubConfigMixin, PreTrainedConfig):
     def mixer_types(self) -> list[str]:
         """The mixer of each layer: `layer_types`, except in families where several mixers have one type of cache."""
         return self.layer_types
-
-    def to_dict(self) -> dict:
-        """The config as a dict. peft calls this first, so that it can be told the default targets of LoRA."""
-        tell_peft(self.model_type)
-        return super().to_dict()
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer class of a layer."""

@@ -1,4 +1,9 @@
-"""Registration of families with transformers' Auto classes."""
+"""Registration of families with transformers and peft.
+
+Where they have no registry for what is registered here, this module changes their tables, and no other module does.
+transformers 5.23 and peft 0.21 need each of these changes; a comment says which later version will not, and a test in
+tests/test_registration.py fails with it.
+"""
 
 import sys
 from typing import Literal, NamedTuple
@@ -13,9 +18,17 @@ from transformers import (
     PreTrainedModel,
     configuration_utils,
 )
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-# The Trainer reads the config of a checkpoint with transformers' base class, which checks layer types.
+from hf_memory.cache import StaticMemoryLayer
+
+# The Trainer reads the config of a checkpoint with transformers' base class, which refuses unknown names of layers. A
+# version in which the Trainer uses AutoConfig, or the base class allows names of others, makes this unnecessary.
 configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
+
+# Cache layers register themselves by `_layer_type`, but with StaticCache only if they are a StaticLayer, whose keys and
+# values a memory does not have. A version in which any layer can register with StaticCache makes this unnecessary.
+STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
 
 AUTO_CLASSES = {
     "config": AutoConfig,
@@ -55,7 +68,8 @@ def register(family: Family) -> Family:
 def _name_in_transformers(cls: type) -> None:
     """Set a class as an attribute of the transformers module, where `transformers serve` looks for it.
 
-    transformers replaces its module object while it is imported, and the server has the one from before.
+    transformers replaces its module object while it is imported, and the server has the one from before. A version
+    whose server finds the classes of a config by Auto classes makes this unnecessary.
     """
     server = sys.modules.get("transformers.cli.serving.model_manager")
     for module in (sys.modules["transformers"], getattr(server, "transformers", None)):
@@ -63,8 +77,16 @@ def _name_in_transformers(cls: type) -> None:
             setattr(module, cls.__name__, cls)
 
 
-def tell_peft(model_type: str) -> None:
-    """Set peft's default target modules for LoRA, if peft was already imported: importing it takes seconds."""
-    if peft := sys.modules.get("peft"):
-        targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets.setdefault(model_type, ["q_proj", "k_proj", "v_proj", "o_proj"])
+class KnownToPeft:
+    """For configs: peft's default target modules for LoRA.
+
+    peft may be imported after this package, and importing it takes seconds, so it is told when it asks for the config
+    as a dict, which it does first. A version with defaults for unknown models makes this unnecessary.
+    """
+
+    def to_dict(self) -> dict:
+        """The config as a dict."""
+        if peft := sys.modules.get("peft"):
+            targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            targets.setdefault(self.model_type, ["q_proj", "k_proj", "v_proj", "o_proj"])
+        return super().to_dict()
