@@ -13,7 +13,11 @@ from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -352,3 +356,11 @@ def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
     if positions.dtype == torch.bool:
         return hidden_states[positions]
     return hidden_states.take_along_dim(positions[..., None], dim=1)
+
+
+class MemoryForSequenceClassification(GenericForSequenceClassification, MemoryPreTrainedModel):
+    """A model with a head that classifies sequences."""
+
+
+class MemoryForTokenClassification(GenericForTokenClassification, MemoryPreTrainedModel):
+    """A model with a head that classifies tokens."""

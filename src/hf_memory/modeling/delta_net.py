@@ -3,12 +3,10 @@
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check_word
 from hf_memory.modeling.memory_heads import LevelsConfig
 
@@ -51,28 +49,19 @@ class DeltaNetConfig(LevelsConfig):
         super().validate_architecture()
 
 
-class DeltaNetPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: DeltaNetConfig
-
-
-class DeltaNetModel(MemoryModel):
+class DeltaNetModel(base.MemoryModel):
     """DeltaNet without a head."""
 
-    config: DeltaNetConfig
 
-
-class DeltaNetForCausalLM(MemoryForCausalLM, GenerationMixin):
+class DeltaNetForCausalLM(base.MemoryForCausalLM):
     """DeltaNet with a head that predicts the next token."""
 
-    config: DeltaNetConfig
     model_class = DeltaNetModel
 
 
-class DeltaNetForSequenceClassification(GenericForSequenceClassification, DeltaNetPreTrainedModel):
+class DeltaNetForSequenceClassification(base.MemoryForSequenceClassification):
     """DeltaNet with a head that classifies sequences."""
 
 
-class DeltaNetForTokenClassification(GenericForTokenClassification, DeltaNetPreTrainedModel):
+class DeltaNetForTokenClassification(base.MemoryForTokenClassification):
     """DeltaNet with a head that classifies tokens."""

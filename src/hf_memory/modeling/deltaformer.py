@@ -3,11 +3,9 @@
 https://arxiv.org/abs/2505.19488."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.deltaformer import DeltaFormerMixer, window_of
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
@@ -70,25 +68,19 @@ class DeltaFormerConfig(MemoryConfig):
         check_word("beta_activation", self.beta_activation, ("sigmoid", "tanh", "identity"))
 
 
-class DeltaFormerPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: DeltaFormerConfig
-
-
-class DeltaFormerModel(DeltaFormerPreTrainedModel, MemoryModel):
+class DeltaFormerModel(base.MemoryModel):
     """DeltaFormer without a head."""
 
 
-class DeltaFormerForCausalLM(DeltaFormerPreTrainedModel, MemoryForCausalLM, GenerationMixin):
+class DeltaFormerForCausalLM(base.MemoryForCausalLM):
     """DeltaFormer with a head that predicts the next token."""
 
     model_class = DeltaFormerModel
 
 
-class DeltaFormerForSequenceClassification(GenericForSequenceClassification, DeltaFormerPreTrainedModel):
+class DeltaFormerForSequenceClassification(base.MemoryForSequenceClassification):
     """DeltaFormer with a head that classifies sequences."""
 
 
-class DeltaFormerForTokenClassification(GenericForTokenClassification, DeltaFormerPreTrainedModel):
+class DeltaFormerForTokenClassification(base.MemoryForTokenClassification):
     """DeltaFormer with a head that classifies tokens."""

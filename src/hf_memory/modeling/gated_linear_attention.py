@@ -4,13 +4,11 @@ import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import LevelsConfig
 
@@ -82,30 +80,19 @@ class GatedLinearAttentionConfig(LevelsConfig):
         check(self.gate != "mamba" or heads == (1, 1, 1), "linear_num_key_heads", only, heads)
 
 
-class GatedLinearAttentionPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: GatedLinearAttentionConfig
-
-
-class GatedLinearAttentionModel(MemoryModel):
+class GatedLinearAttentionModel(base.MemoryModel):
     """Gated linear attention without a head."""
 
-    config: GatedLinearAttentionConfig
 
-
-class GatedLinearAttentionForCausalLM(MemoryForCausalLM, GenerationMixin):
+class GatedLinearAttentionForCausalLM(base.MemoryForCausalLM):
     """Gated linear attention with a head that predicts the next token."""
 
-    config: GatedLinearAttentionConfig
     model_class = GatedLinearAttentionModel
 
 
-class GatedLinearAttentionForSequenceClassification(
-    GenericForSequenceClassification, GatedLinearAttentionPreTrainedModel
-):
+class GatedLinearAttentionForSequenceClassification(base.MemoryForSequenceClassification):
     """Gated linear attention with a head that classifies sequences."""
 
 
-class GatedLinearAttentionForTokenClassification(GenericForTokenClassification, GatedLinearAttentionPreTrainedModel):
+class GatedLinearAttentionForTokenClassification(base.MemoryForTokenClassification):
     """Gated linear attention with a head that classifies tokens."""

@@ -1,12 +1,10 @@
 """Linear Transformer: attention with a feature map in place of softmax. https://arxiv.org/abs/2006.16236."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.far_memory import SlotMemory
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
@@ -50,28 +48,19 @@ class LinearTransformerConfig(MemoryConfig):
         check(is_set, "feature_dim", f"set when feature_map is {self.feature_map!r}", self.feature_dim)
 
 
-class LinearTransformerPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: LinearTransformerConfig
-
-
-class LinearTransformerModel(MemoryModel):
+class LinearTransformerModel(base.MemoryModel):
     """The Linear Transformer without a head."""
 
-    config: LinearTransformerConfig
 
-
-class LinearTransformerForCausalLM(MemoryForCausalLM, GenerationMixin):
+class LinearTransformerForCausalLM(base.MemoryForCausalLM):
     """The Linear Transformer with a head that predicts the next token."""
 
-    config: LinearTransformerConfig
     model_class = LinearTransformerModel
 
 
-class LinearTransformerForSequenceClassification(GenericForSequenceClassification, LinearTransformerPreTrainedModel):
+class LinearTransformerForSequenceClassification(base.MemoryForSequenceClassification):
     """The Linear Transformer with a head that classifies sequences."""
 
 
-class LinearTransformerForTokenClassification(GenericForTokenClassification, LinearTransformerPreTrainedModel):
+class LinearTransformerForTokenClassification(base.MemoryForTokenClassification):
     """The Linear Transformer with a head that classifies tokens."""

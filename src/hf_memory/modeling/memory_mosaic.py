@@ -1,11 +1,9 @@
 """Memory Mosaics: https://arxiv.org/abs/2405.06394."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.memory_mosaic import MemoryMosaicMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
@@ -37,28 +35,19 @@ class MemoryMosaicConfig(WholeLayersConfig):
         check(self.intermediate_size > 0, "intermediate_size", "at least 1", self.intermediate_size)
 
 
-class MemoryMosaicPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: MemoryMosaicConfig
-
-
-class MemoryMosaicModel(MemoryModel):
+class MemoryMosaicModel(base.MemoryModel):
     """A Memory Mosaic without a head."""
 
-    config: MemoryMosaicConfig
 
-
-class MemoryMosaicForCausalLM(MemoryForCausalLM, GenerationMixin):
+class MemoryMosaicForCausalLM(base.MemoryForCausalLM):
     """A Memory Mosaic with a head that predicts the next token."""
 
-    config: MemoryMosaicConfig
     model_class = MemoryMosaicModel
 
 
-class MemoryMosaicForSequenceClassification(GenericForSequenceClassification, MemoryMosaicPreTrainedModel):
+class MemoryMosaicForSequenceClassification(base.MemoryForSequenceClassification):
     """A Memory Mosaic with a head that classifies sequences."""
 
 
-class MemoryMosaicForTokenClassification(GenericForTokenClassification, MemoryMosaicPreTrainedModel):
+class MemoryMosaicForTokenClassification(base.MemoryForTokenClassification):
     """A Memory Mosaic with a head that classifies tokens."""

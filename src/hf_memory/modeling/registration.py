@@ -6,6 +6,7 @@ tests/test_registration.py fails with it.
 """
 
 import sys
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from transformers import (
@@ -50,14 +51,21 @@ class Family(NamedTuple):
     growth: Literal["fixed", "token"] = "fixed"  # growth of its memory with the number of tokens
     is_student: bool = True  # whether a Transformer can be converted to it
 
+    @classmethod
+    def of(cls, module: ModuleType, name: str, **options) -> "Family":
+        """The family whose classes in a module have names that begin with `name`."""
+        parts = ("Config", "Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+        return cls(*(getattr(module, name + part) for part in parts), **options)
+
 
 REGISTERED: dict[type[PreTrainedConfig], Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Register a family with the Auto classes, and let saved folders name its classes."""
+    """Give a family's classes their config, register them with the Auto classes, and let saved folders name them."""
     AutoConfig.register(family.config.model_type, family.config)
     for name, auto_class in list(AUTO_CLASSES.items())[1:]:
+        getattr(family, name).config_class = family.config
         auto_class.register(family.config, getattr(family, name))
     for name in AUTO_CLASSES:
         _name_in_transformers(getattr(family, name))
@@ -77,7 +85,7 @@ def _name_in_transformers(cls: type) -> None:
             setattr(module, cls.__name__, cls)
 
 
-class KnownToPeft:
+class KnownToPeft(PreTrainedConfig):
     """For configs: peft's default target modules for LoRA.
 
     peft may be imported after this package, and importing it takes seconds, so it is told when it asks for the config

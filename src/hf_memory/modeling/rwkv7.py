@@ -3,11 +3,9 @@
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.rwkv7 import Rwkv7Mixer
-from hf_memory.modeling.base import MemoryDecoderLayer, MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 RANKS = {  # default ranks: this factor times the square root of hidden_size, rounded to a multiple of 32
@@ -71,7 +69,7 @@ class Rwkv7Config(WholeLayersConfig):
                 setattr(self, name, max(32, 32 * round(factor * self.hidden_size**0.5 / 32)))
 
 
-class Rwkv7DecoderLayer(MemoryDecoderLayer):
+class Rwkv7DecoderLayer(base.MemoryDecoderLayer):
     """A layer that passes on the values of the first memory layer [B, T, H * V] together with the hidden states."""
 
     def forward(self, hidden_states: Tensor, first_values: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
@@ -83,13 +81,7 @@ class Rwkv7DecoderLayer(MemoryDecoderLayer):
         return hidden_states + made[..., :width], made[..., width:]
 
 
-class Rwkv7PreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: Rwkv7Config
-
-
-class Rwkv7Model(MemoryModel):
+class Rwkv7Model(base.MemoryModel):
     """RWKV-7 without a head."""
 
     config: Rwkv7Config
@@ -112,17 +104,16 @@ class Rwkv7Model(MemoryModel):
         return hidden_states
 
 
-class Rwkv7ForCausalLM(MemoryForCausalLM, GenerationMixin):
+class Rwkv7ForCausalLM(base.MemoryForCausalLM):
     """RWKV-7 with a head that predicts the next token."""
 
-    config: Rwkv7Config
     model_class = Rwkv7Model
     _pp_plan = None
 
 
-class Rwkv7ForSequenceClassification(GenericForSequenceClassification, Rwkv7PreTrainedModel):
+class Rwkv7ForSequenceClassification(base.MemoryForSequenceClassification):
     """RWKV-7 with a head that classifies sequences."""
 
 
-class Rwkv7ForTokenClassification(GenericForTokenClassification, Rwkv7PreTrainedModel):
+class Rwkv7ForTokenClassification(base.MemoryForTokenClassification):
     """RWKV-7 with a head that classifies tokens."""

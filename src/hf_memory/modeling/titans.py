@@ -1,8 +1,6 @@
 """Titans: a memory that learns at test time, alone or with attention over a window. https://arxiv.org/abs/2501.00663."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hf_memory.mixers.atlas import AtlasMixer
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
@@ -11,7 +9,7 @@ from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
 from hf_memory.mixers.miras import RULES, MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.test_time_training import TTTMixer
-from hf_memory.modeling.base import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
 
@@ -192,28 +190,19 @@ class TitansConfig(MemoryHeadsConfig):
         check(has_gradient or not limit, "memory_max_grad_norm", f"0 unless memory_rule is in {ONE_GRADIENT}", limit)
 
 
-class TitansPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: TitansConfig
-
-
-class TitansModel(MemoryModel):
+class TitansModel(base.MemoryModel):
     """Titans without a head."""
 
-    config: TitansConfig
 
-
-class TitansForCausalLM(MemoryForCausalLM, GenerationMixin):
+class TitansForCausalLM(base.MemoryForCausalLM):
     """Titans with a head that predicts the next token."""
 
-    config: TitansConfig
     model_class = TitansModel
 
 
-class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
+class TitansForSequenceClassification(base.MemoryForSequenceClassification):
     """Titans with a head that classifies sequences."""
 
 
-class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
+class TitansForTokenClassification(base.MemoryForTokenClassification):
     """Titans with a head that classifies tokens."""

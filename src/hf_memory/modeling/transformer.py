@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers import Cache
 
 from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
 from hf_memory.mixers.buckets import ReformerMixer, RoutingByHeadMixer, RoutingMixer
@@ -18,12 +17,7 @@ from hf_memory.mixers.slots import COMPRESSIONS, CompressiveMixer, MostUsedMixer
 from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
 from hf_memory.mixers.store import JOINS, MemorizingMixer, TopTokensMixer
 from hf_memory.mixers.transformer import LocalMixer, TransformerMixer
-from hf_memory.modeling.base import (
-    MemoryDecoderLayer,
-    MemoryForCausalLM,
-    MemoryModel,
-    MemoryPreTrainedModel,
-)
+from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_numbers, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
@@ -282,13 +276,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check(not learns, "compression", f"other than 'convolution' {here}", self.compression)
 
 
-class MemoryTransformerPreTrainedModel(MemoryPreTrainedModel):
-    """Base class of the models, with the class attributes that transformers needs."""
-
-    config: MemoryTransformerConfig
-
-
-class MemoryTransformerModel(MemoryModel):
+class MemoryTransformerModel(base.MemoryModel):
     """The Memory Transformer without a head."""
 
     config: MemoryTransformerConfig
@@ -314,9 +302,9 @@ class MemoryTransformerModel(MemoryModel):
                 config.span_limits[i] = math.ceil(config.span_ramp + float(longest))
 
     @property
-    def layer_class(self) -> type[MemoryDecoderLayer]:
+    def layer_class(self) -> type[base.MemoryDecoderLayer]:
         """The layer class for `depth`."""
-        return ReversibleLayer if self.config.depth == "reversible" else MemoryDecoderLayer
+        return ReversibleLayer if self.config.depth == "reversible" else base.MemoryDecoderLayer
 
     def new_cache(self) -> Cache | None:
         """See `MemoryModel.new_cache`. In training, a reversible model has none, which would hold activations."""
@@ -334,16 +322,15 @@ class MemoryTransformerModel(MemoryModel):
         return super().run_layers(hidden_states, masks, **kwargs)
 
 
-class MemoryTransformerForCausalLM(MemoryForCausalLM, GenerationMixin):
+class MemoryTransformerForCausalLM(base.MemoryForCausalLM):
     """The Memory Transformer with a head that predicts the next token."""
 
-    config: MemoryTransformerConfig
     model_class = MemoryTransformerModel
 
 
-class MemoryTransformerForSequenceClassification(GenericForSequenceClassification, MemoryTransformerPreTrainedModel):
+class MemoryTransformerForSequenceClassification(base.MemoryForSequenceClassification):
     """The Memory Transformer with a head that classifies sequences."""
 
 
-class MemoryTransformerForTokenClassification(GenericForTokenClassification, MemoryTransformerPreTrainedModel):
+class MemoryTransformerForTokenClassification(base.MemoryForTokenClassification):
     """The Memory Transformer with a head that classifies tokens."""
