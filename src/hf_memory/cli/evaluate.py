@@ -1,7 +1,7 @@
 """hf-memory evaluate."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -22,7 +22,6 @@ from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
-from hf_memory.files.folders import check_folder
 from hf_memory.files.text import check_tokens
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
@@ -88,16 +87,12 @@ def evaluate(
     """
     chosen, sizes = _chosen(tasks), _numbers(lengths)
     asked = read_prompts(prompts) if prompts else list(PROMPTS)
-    check_folder("output", output)
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
-    with signs_of_life() as report, ExitStack() as attached:
+    with claimed(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: load(source, device, dtype) for name, source in sources.items()}
         _check_vocabularies(models)
-        attached.enter_context(claimed(output))
-        if store:
-            attached.enter_context(NearestNeighbours(models[mine][0], store))
         tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
         for loaded, _ in models.values():
@@ -109,14 +104,13 @@ def evaluate(
         known = record.open_record(output, settings | {"against": weights[against] if against else None})
         keep = partial(record.keep, output, known)
         how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": max_new_tokens}
-        for name, (loaded, tokenizer) in models.items():
-            subject, found = (
-                Subject(loaded, tokens, tokenizer=tokenizer, **how),
-                record.row_of(known, name, weights[name]),
-            )
-            carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
-            _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
-            how |= {"teacher": loaded, "theirs": found}
+        with NearestNeighbours(models[mine][0], store) if store else nullcontext():
+            for name, (loaded, tokenizer) in models.items():
+                found = record.row_of(known, name, weights[name])
+                subject = Subject(loaded, tokens, tokenizer=tokenizer, **how)
+                carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
+                _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
+                how |= {"teacher": loaded, "theirs": found}
         if not found:
             wanted = "tasks must have one that can be measured at these lengths, agreement only with --against"
             raise ValueError(f"{wanted}, got {tasks} at {lengths}")
@@ -169,16 +163,11 @@ def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable
 
 def _show(known: dict[str, Any]) -> None:
     """Print the table, and the answers side by side."""
-    names = list(record.labels(known).values())
-    print_table(_rows(known), (*record.HEADER, *names), title=TITLE)
+    names, rows = list(record.labels(known).values()), list[Any]()
+    for task, found in groupby(record.table(known), key=itemgetter(0)):  # each is named once, and is a section
+        rows += [None, *((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(found))]
+    print_table(rows, (*record.HEADER, *names), title=TITLE)
     for prompt, *texts in record.side_by_side(known):
         console.print(f"\n{prompt}", style="bold", soft_wrap=True)
         for name, text in zip(names, texts):
             console.print(f"  {name}: {' '.join(text.split())}", soft_wrap=True)
-
-
-def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...] | None]:
-    """The rows of the table; each task is named once, and is a section."""
-    for task, rows in groupby(record.table(known), key=itemgetter(0)):
-        yield None
-        yield from ((task if i == 0 else "", *cells) for i, (_, *cells) in enumerate(rows))

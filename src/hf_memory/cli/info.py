@@ -1,11 +1,10 @@
 """hf-memory info."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from hf_memory.cli.options import found
 from hf_memory.cli.terminal import console, print_table
@@ -24,12 +23,10 @@ def info(model: Annotated[str, typer.Argument(help="Folder or Hub name of a mode
     kinds = layer_types(config)
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     console.out(f"{model}: {config.model_type}, {parameters:,} parameters, layers: {layers}")
-    print_table(_memory(config), HEADER, title="memory of one sequence")
-
-
-def _memory(config: PreTrainedConfig) -> Iterator[tuple[str, ...]]:
+    rows = []
     for tokens in CONTEXTS:
         ours, theirs = cache_bytes(config, tokens), kv_cache_bytes(config, tokens)
-        yield f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}"
+        rows.append((f"{tokens:,}", f"{ours / 1e6:,.2f} MB", f"{theirs / 1e6:,.2f} MB", f"{ours / theirs:.2%}"))
     ours, theirs = bytes_per_token(config), kv_cache_bytes(config, 1)
-    yield "each more", f"{ours:,} bytes", f"{theirs:,} bytes", f"{ours / theirs:.2%}"
+    rows.append(("each more", f"{ours:,} bytes", f"{theirs:,} bytes", f"{ours / theirs:.2%}"))
+    print_table(rows, HEADER, title="memory of one sequence")

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
 from hf_memory.export import find_target
 from hf_memory.files.claims import claimed
-from hf_memory.files.folders import check_folder, written
+from hf_memory.files.folders import written
 from hf_memory.files.text import Text
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
@@ -84,7 +84,7 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
         asked: what is asked for.
         make: makes the model; returns None in all processes except the first.
     """
-    with _claimed_output(asked):
+    with nullcontext() if asked.dry_run or not IS_FIRST else claimed(asked.output):
         with signs_of_life() as report:
             job = _prepare(asked._replace(run=replace(asked.run, report=report)))
             made = None if asked.dry_run else make(job)
@@ -97,14 +97,6 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
         (asked.output / record.FILE).unlink(missing_ok=True)
         print_results(results)
         console.print(how_to_load(asked.output), soft_wrap=True)
-
-
-def _claimed_output(asked: Asked) -> AbstractContextManager[None]:
-    """A context in which no other process can write to the output, unless this one does not write there."""
-    if asked.dry_run or not IS_FIRST:
-        return nullcontext()
-    check_folder("output", asked.output)
-    return claimed(asked.output)
 
 
 def _prepare(asked: Asked) -> Job:

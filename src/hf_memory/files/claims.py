@@ -8,6 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hf_memory.files.folders import check_folder
+
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
@@ -17,8 +19,9 @@ def claimed(folder: Path) -> Iterator[None]:
         folder: the folder, which need not exist; the claim is a file beside it.
 
     Raises:
-        ValueError: if another process has claimed it.
+        ValueError: if another process has claimed it, or it cannot be created or written to.
     """
+    check_folder("output", folder)
     owner = folder.absolute().with_name(f".{folder.absolute().name}.lock")
     owner.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(owner)
