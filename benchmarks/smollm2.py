@@ -201,7 +201,7 @@ def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens:
 def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
     """Nats a token that a first reading is worth on the second."""
     return {
-        str(gap): copy_gain(model, held_out, passage=256, gap=gap, trials=trials, batch_size=1, max_tokens=None)
+        str(gap): copy_gain(model, held_out, passage=256, gap=gap, trials=trials, max_tokens=None)
         for gap, trials in BETWEEN.items()
     }
 
@@ -224,7 +224,7 @@ def decoding(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, di
 
 def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
     """All columns of a row that are of the student alone."""
-    like = agreement(student, teacher, held_out, length=1024, batch_size=1, max_tokens=12 * 1024)
+    like = agreement(student, teacher, held_out, length=1024, max_tokens=12 * 1024)
     return {
         "perplexity / teacher": like.ratio,
         "KL": like.kl,

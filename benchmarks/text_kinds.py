@@ -51,7 +51,7 @@ def row(name: str, student: PreTrainedModel, teacher: PreTrainedModel, held_out:
     """How near a student of one kind of text is to its teacher on each kind."""
     found = {}
     for kind, tokens in held_out.items():
-        like = agreement(student, teacher, tokens, length=1024, batch_size=1)
+        like = agreement(student, teacher, tokens, length=1024)
         found[kind] = {"perplexity / teacher": like.ratio, "KL": like.kl, "agreement": like.top1}
         print(f"{name:16} on {kind:16} ratio {like.ratio:.3f}  KL {like.kl:.3f}  agreement {like.top1:.1%}", flush=True)
     return found

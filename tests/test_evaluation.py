@@ -298,6 +298,7 @@ def test_no_more_than_a_slice_of_the_logits_is_in_float32(name, monkeypatch):
     model = Predictor(lambda x: random_logits[x + torch.arange(x.shape[1])])
     whole = MEASURES[name](model, text)
     monkeypatch.setattr(language, "SLICE", 3 * 8 * SIZES["vocab_size"])
+    monkeypatch.setattr(language, "BATCH", 160)
     with Float32Sizes() as made:
         assert MEASURES[name](model, text) == pytest.approx(whole, rel=1e-5)
     assert max(made.sizes) <= language.SLICE

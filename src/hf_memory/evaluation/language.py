@@ -44,7 +44,6 @@ def perplexity(
     tokens: Text | Tensor,
     *,
     length: int = 256,
-    batch_size: int = 8,
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Estimate:
@@ -56,7 +55,6 @@ def perplexity(
         model: a causal language model.
         tokens: a text of at least one window. Up to half a window at its end may be left out.
         length: tokens of a window; windows overlap by half.
-        batch_size: windows in a batch.
         max_tokens: largest number of tokens to read.
         progress: is called with the number of tokens of each batch.
 
@@ -64,7 +62,7 @@ def perplexity(
         ValueError: if there are fewer tokens than a window has.
     """
     stride = length // 2
-    losses = _losses(model, _windows(tokens, length, stride, max_tokens), batch_size, progress)
+    losses = _losses(model, _windows(tokens, length, stride, max_tokens), progress)
     scored = [losses[0], *losses[1:, -stride:]]
     weights = torch.tensor([len(x) for x in scored])
     return Estimate(torch.stack([x.mean() for x in scored]), weights, of=exp_of_mean)
@@ -76,13 +74,12 @@ def agreement(
     tokens: Text | Tensor,
     *,
     length: int = 256,
-    batch_size: int = 8,
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Agreement:
     """Compare the predictions of two models on the windows of a text; see `perplexity` for the arguments."""
     rows = _windows(tokens, length, length, max_tokens)
-    return _agreement(_compared(student, teacher, rows, batch_size, progress))
+    return _agreement(_compared(student, teacher, rows, progress))
 
 
 def agreement_by_position(
@@ -97,7 +94,7 @@ def agreement_by_position(
 ) -> dict[int, Agreement]:
     """`agreement` by the position of a token in its window; arguments and windows of `perplexity_by_position`."""
     rows = _spread(tokens, length, windows, max_tokens)
-    parts = _by_position(_compared(student, teacher, rows, _batch_size(length), progress))
+    parts = _by_position(_compared(student, teacher, rows, progress))
     return {end: _agreement(part) for end, part in parts}
 
 
@@ -108,9 +105,9 @@ def _agreement(compared: Tensor) -> Agreement:
 
 
 @torch.no_grad()
-def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, batch_size: int, tell: Tell) -> Tensor:
+def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, tell: Tell) -> Tensor:
     """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
-    return torch.cat([_compared_batch(student, teacher, batch) for batch in _batches(rows, batch_size, tell)])
+    return torch.cat([_compared_batch(student, teacher, batch) for batch in _batches(rows, tell)])
 
 
 def _compared_batch(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ def perplexity_by_position(
     Returns:
         {32: perplexity of tokens 0 to 31, 64: of tokens 32 to 63, 128: ..., length: of the last half}
     """
-    losses = _losses(model, _spread(tokens, length, windows, max_tokens), _batch_size(length), progress)
+    losses = _losses(model, _spread(tokens, length, windows, max_tokens), progress)
     return {end: Estimate(part.mean(1), of=exp_of_mean) for end, part in _by_position(losses)}
 
 
@@ -166,11 +163,6 @@ def _by_position(found: Tensor) -> Iterator[tuple[int, Tensor]]:
     return zip(ends, found[..., : ends[-1] - 1].tensor_split([end - 1 for end in ends[:-1]], dim=-1))
 
 
-def _batch_size(length: int) -> int:
-    """How many windows are read at once, so that their logits fit into memory."""
-    return max(1, BATCH // length)
-
-
 def recall_by_distance(
     model: PreTrainedModel,
     tokens: Text | Tensor,
@@ -184,7 +176,7 @@ def recall_by_distance(
     """Recall by distance: `copy_gain` for passages whose second reading begins some distance after the first."""
     gaps = {d: d - passage for d in distances}
     trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
-    settings: dict = {"passage": passage, "trials": trials, "batch_size": 4, "max_tokens": None, "progress": progress}
+    settings: dict = {"passage": passage, "trials": trials, "max_tokens": None, "progress": progress}
     return {d: copy_gain(model, tokens, gap=gap, **settings) for d, gap in gaps.items()}
 
 
@@ -195,7 +187,6 @@ def copy_gain(
     passage: int = 64,
     gap: int = 96,
     trials: int = 32,
-    batch_size: int = 8,
     max_tokens: int | None = BUDGET,
     progress: Tell = say_nothing,
 ) -> Estimate:
@@ -211,7 +202,6 @@ def copy_gain(
         passage: tokens of a passage.
         gap: tokens between the two readings.
         trials: number of passages, evenly spread over the text.
-        batch_size: rows in a batch.
         max_tokens: largest number of tokens to read; fewer passages are tried if they have more.
         progress: is called with the number of tokens of each batch.
     """
@@ -225,7 +215,7 @@ def copy_gain(
     read = unread.clone()
     read[:, before : before + passage] = texts
     losses = [
-        _losses(model, text.begun(rows), batch_size, progress)[:, 1 - passage :] for rows in (unread, read)
+        _losses(model, text.begun(rows), progress)[:, 1 - passage :] for rows in (unread, read)
     ]  # without the first token, which cannot be predicted
     return Estimate((losses[0] - losses[1]).mean(1))
 
@@ -247,13 +237,13 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return torch.cat(losses, dim=1).cpu()
 
 
-def _losses(model: PreTrainedModel, rows: Tensor, batch_size: int, progress: Tell) -> Tensor:
+def _losses(model: PreTrainedModel, rows: Tensor, progress: Tell) -> Tensor:
     """Losses in float64, so that means are exact."""
-    return torch.cat([token_losses(model, batch) for batch in _batches(rows, batch_size, progress)]).double()
+    return torch.cat([token_losses(model, batch) for batch in _batches(rows, progress)]).double()
 
 
-def _batches(rows: Tensor, batch_size: int, progress: Tell) -> Iterator[Tensor]:
-    for batch in rows.split(batch_size):
+def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
+    for batch in rows.split(max(1, BATCH // rows.shape[1])):
         yield batch
         progress(batch.numel())
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.efficiency import cost_by_context
 from hf_memory.evaluation.estimates import Estimate, described
 from hf_memory.evaluation.language import (
-    BATCH,
     BUDGET,
     Tell,
     agreement_by_position,
@@ -116,10 +115,7 @@ def _recall(subject: Subject, length: int) -> dict[int, Figures]:
     passage, begun, most = length // 8, len(Text.of(subject.tokens).start), how.pop("max_tokens")
     trials = TRIALS if most is None else max(1, min(TRIALS, most // (2 * sum(subject.contexts))))
     gap = length - begun - 2 * passage - passage // 2
-    batch = max(1, BATCH // length)
-    found = copy_gain(
-        subject.model, subject.tokens, passage=passage, gap=gap, trials=trials, batch_size=batch, max_tokens=None, **how
-    )
+    found = copy_gain(subject.model, subject.tokens, passage=passage, gap=gap, trials=trials, max_tokens=None, **how)
     return {length: {"recall": found}}
 
 
@@ -151,10 +147,6 @@ def _search(says: str, kind: Hunt) -> Task:
     return Task(says, partial(_haystacks, kind=kind), partial(_hunt, kind=kind))
 
 
-def _contexts(subject: Subject) -> list[int]:
-    return subject.contexts
-
-
 def _whole_window(subject: Subject) -> list[int]:
     return [2 ** (longest.bit_length() - 1) for longest in sorted(subject.contexts)[-1:]]
 
@@ -175,7 +167,7 @@ TASKS = {
     "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),
     "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
-    "speed": Task("tokens per second and bytes of the cache, by context", _contexts, _speed),
+    "speed": Task("tokens per second and bytes of the cache, by context", lambda x: x.contexts, _speed),
 }
 
 

@@ -5,7 +5,7 @@ The format is safetensors. The header has a fingerprint of the model, the number
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     _catch_up(cache, model)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read tokens with this model, got one with an empty layer")
-    tensors = {name: x.contiguous() for name, x in _states(cache)}
+    tensors = {f"{i}.{name}": x.contiguous() for i, layer in enumerate(cache.layers) for name, x in _tensors(layer)}
     header = {
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
@@ -83,21 +83,15 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
             if fault := _fault(x, spec[name], tokens_seen):
                 raise ValueError(f"{path} must have a state {i}.{name} {fault}")
             own[name] = x.to(model.device, spec[name].dtype or model.dtype)
-        _fill(layer, own, tokens_seen, spec)
+        if isinstance(layer, MemoryLayer):
+            layer.spec = spec
+            layer.fill(own, tokens_seen)
+        else:
+            layer.lazy_initialization(own["keys"], own["values"])
+            layer.keys, layer.values = own["keys"], own["values"]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = tokens_seen
     return cache
-
-
-def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
-    """What a state must be, if its numbers are none that reading can have led to."""
-    declared = state.dtype or torch.float32
-    if x.is_floating_point() != declared.is_floating_point:
-        return f"of {declared}, got {x.dtype}"
-    if x.is_floating_point():
-        return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
-    largest = tokens_seen if state.largest is None else state.largest
-    if ((x >= state.absent) & (x <= largest)).all():
-        return None
-    return f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
 
 
 def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -108,9 +102,8 @@ def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, s
         with safe_open(path, framework="pt") as file:
             header, names = file.metadata() or {}, list(file.keys())
             _check_header(path, header, cache, model)
-            _check_shapes(
-                path, int(header["tokens_seen"]), cache, model, {x: file.get_slice(x).get_shape() for x in names}
-            )
+            expected = _expected(cache, model.config.state_specs, int(header["tokens_seen"]))
+            _check_shapes(path, expected, {name: file.get_slice(name).get_shape() for name in names})
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
@@ -133,24 +126,35 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
         raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given} tokens")
 
 
-def _check_shapes(path: Path, tokens_seen: int, cache: Cache, model: PreTrainedModel, shapes: dict[str, list]) -> None:
-    expected = {}
-    for i, (layer, spec) in enumerate(zip(cache.layers, model.config.state_specs, strict=True)):
+def _expected(cache: Cache, specs: list[Spec], tokens_seen: int) -> dict[str, list[int]]:
+    """The shape of each state of a text; keys and values of transformers' own layers have tokens after heads."""
+    shapes = {}
+    for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         for name, state in spec.items():
-            places = state.places(tokens_seen)
-            is_memory = isinstance(layer, MemoryLayer)
-            expected[f"{i}.{name}"] = (
-                [*places, *state.shape] if is_memory else [state.shape[0], *places, state.shape[1]]
-            )
-    if shapes.keys() != expected.keys():
-        raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(shapes) or 'none'}")
-    texts = next(iter(shapes.values()))[:1]
-    for name, shape in shapes.items():
-        if shape != texts + expected[name] or texts == [0]:
-            wanted = [*(texts if texts > [0] else [1]), *expected[name]]
-            raise ValueError(
-                f"{path} must have a state {name} of the shape {wanted} after {tokens_seen} tokens, got {shape}"
-            )
+            before = 0 if isinstance(layer, MemoryLayer) else 1
+            shapes[f"{i}.{name}"] = [*state.shape[:before], *state.places(tokens_seen), *state.shape[before:]]
+    return shapes
+
+
+def _check_shapes(path: Path, expected: dict[str, list[int]], found: dict[str, list[int]]) -> None:
+    if found.keys() != expected.keys():
+        raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}")
+    texts = max([1], next(iter(found.values()))[:1])
+    for name, shape in found.items():
+        if shape != texts + expected[name]:
+            raise ValueError(f"{path} must have a state {name} of the shape {texts + expected[name]}, got {shape}")
+
+
+def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
+    """What a state must be, if its numbers are none that reading can have led to."""
+    declared = state.dtype or torch.float32
+    if x.is_floating_point() != declared.is_floating_point:
+        return f"of {declared}, got {x.dtype}"
+    if x.is_floating_point():
+        return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
+    largest = tokens_seen if state.largest is None else state.largest
+    is_possible = ((x >= state.absent) & (x <= largest)).all()
+    return None if is_possible else f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
 
 
 def _kinds(cache: Cache) -> str:
@@ -174,12 +178,6 @@ def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
             mixer.catch_up(memory_layer(cache, i))
 
 
-def _states(cache: Cache) -> Iterator[tuple[str, Tensor]]:
-    for i, layer in enumerate(cache.layers):
-        for name, x in _tensors(layer):
-            yield f"{i}.{name}", x
-
-
 def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
     if isinstance(layer, MemoryLayer):
         return layer.states.items()
@@ -188,14 +186,3 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
         kept = min(layer.keys.shape[-2], layer.sliding_window - 1)
         return [(name, x[..., -kept:, :]) for name, x in both]
     return both
-
-
-def _fill(layer, tensors: dict[str, Tensor], tokens_seen: int, spec: Spec) -> None:
-    if isinstance(layer, MemoryLayer):
-        layer.spec = spec
-        layer.fill(tensors, tokens_seen)
-        return
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    layer.keys, layer.values = tensors["keys"], tensors["values"]
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = tokens_seen
