@@ -240,7 +240,7 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
         assert x.untyped_storage().nbytes() == 4 * x[:, :1].nbytes
     for t in range(10, 20):
         next_logits(model, cache, tokens[:, t : t + 1])
-        assert 4 <= sum(stretch.num_tokens for stretch in cache.layers[0].recorded) < 8
+        assert 4 <= sum(stretch.length for stretch in cache.layers[0].recorded) < 8
     with pytest.raises(RuntimeError, match="6 were recorded"):
         copy.deepcopy(cache).crop(-7)
     cache.crop(-4)

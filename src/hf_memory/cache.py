@@ -48,17 +48,18 @@ class State:
     absent: int = 0
     largest: int | None = None
 
-    def places(self, num_tokens: int) -> tuple[int, ...]:
+    def places(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
-        tokens = num_tokens if self.at_most is None else min(num_tokens, self.at_most)
+        tokens = tokens_read if self.at_most is None else min(tokens_read, self.at_most)
         return {"fixed": (), "log": (tokens.bit_length(),), "token": (tokens,)}[self.growth]
 
-    def nbytes(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of this state after `num_tokens` tokens of one sequence, in a model of a dtype."""
-        return math.prod((*self.places(num_tokens), *self.shape)) * (self.dtype or dtype).itemsize
+    def nbytes(self, tokens_read: int, dtype: torch.dtype) -> int:
+        """Bytes of this state after some tokens of one sequence, in a model of a dtype."""
+        return math.prod((*self.places(tokens_read), *self.shape)) * (self.dtype or dtype).itemsize
 
 
 Spec = dict[str, State]
+Mix = Callable[[Inputs, States], tuple[Tensor, States]]  # outputs [B, T, ...] of a mixer, and its states after them
 
 
 @dataclass
@@ -67,20 +68,15 @@ class Stretch:
 
     before: States
     inputs: list[Inputs] = field(default_factory=list)
-    num_tokens: int = 0  # tokens of all inputs
 
-    def cut(self, num_tokens: int) -> None:
-        """Keep the inputs of the first `num_tokens` tokens."""
-        kept, self.num_tokens = [], num_tokens
-        for inputs in self.inputs:
-            if num_tokens > 0:
-                kept.append({name: x[:, :num_tokens] for name, x in inputs.items()})
-            num_tokens -= _length(inputs)
-        self.inputs = kept
+    @property
+    def length(self) -> int:
+        """Number of tokens of all inputs."""
+        return sum(map(_length, self.inputs))
 
 
 class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """A cache layer with the states of one mixer by name, and the number of tokens that they have seen.
+    """A cache layer with the states of one mixer by name, and `tokens_read`, the number of tokens that led to them.
 
     The first dimension of each state is the batch. Without gradients a state is overwritten in place, so that its
     address does not change after the first write; with gradients it is replaced, since the graph may need the old one.
@@ -102,32 +98,49 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self, **kwargs)
         self.states: States = {}
         self.spec: Spec = {}
-        self.seen_tokens = 0
+        self.tokens_read = 0
         self.record_past = False
         self.recorded: list[Stretch] = []
         self.is_behind = False  # the states are those before the last stretch, and its inputs must be replayed
         self.device: torch.device | None = None
 
-    def read(self, num_tokens: int = 0) -> States:
-        """The states by name, with room for `num_tokens` more tokens.
+    def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
+        """Let a mixer read its inputs after these states, keep the states after them, and return the output.
+
+        Args:
+            inputs: the inputs, [B, T, ...] each; all but the first may have one row for all.
+            mix: the mixer, which may overwrite the states that it gets.
+            spec: the declaration of the states.
+        """
+        self.catch_up(mix)
+        self.spec = spec
+        early = _length(inputs) - self.window if self.record_past else 0  # tokens that are too old to be undone later
+        parts = [inputs] if early <= 0 else [_tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))]
+        outputs = [self._advance(part, mix) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _advance(self, inputs: Inputs, mix: Mix) -> Tensor:
+        T = _length(inputs)
+        output, states = mix(inputs, self.read(T))
+        self._store(states)
+        self.tokens_read += T
+        self.is_initialized = True
+        if self.record_past:
+            self._record(inputs)
+        return output
+
+    def read(self, more: int = 0) -> States:
+        """The states by name, with room for some more tokens.
 
         Without an entry, which is so before the first write and after a reset, a memory is empty.
         """
-        return self._with_room(self.states, self.seen_tokens + num_tokens) if self.is_initialized else {}
+        return self._with_room(self.states, self.tokens_read + more) if self.is_initialized else {}
 
-    def write(self, num_tokens: int, states: States, spec: Spec) -> None:
-        """Store the states of a mixer after it has read `num_tokens` more tokens."""
-        self.spec = spec
-        self._store(states)
-        self.seen_tokens += num_tokens
-        self.is_initialized = True
-
-    def record(self, inputs: Inputs) -> None:
+    def _record(self, inputs: Inputs) -> None:
         """Record the inputs that led to these states, and drop those that are too old to be undone."""
-        last = self.recorded[-1]
-        last.inputs.append({name: owned(x.detach()) for name, x in inputs.items()})
-        last.num_tokens += _length(inputs)
-        if last.num_tokens >= self.window:
+        last, B = self.recorded[-1], len(next(iter(inputs.values())))
+        last.inputs.append({name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()})
+        if last.length >= self.window:
             self.recorded = [last, Stretch(self._copied())]
 
     def _store(self, states: States) -> None:
@@ -135,17 +148,18 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             old = self.states.get(name)
             if old is state:  # an op has updated it in place
                 continue
-            if old is not None and _alike(old, state) and not torch.is_grad_enabled():
+            alike = old is not None and (old.shape, old.dtype, old.device) == (state.shape, state.dtype, state.device)
+            if alike and not torch.is_grad_enabled():
                 old.copy_(state)
             else:
                 self.states[name] = owned(state)
 
-    def _with_room(self, states: States, num_tokens: int) -> States:
-        """Extend states that grow with the logarithm of tokens to `num_tokens`, by empty entries."""
+    def _with_room(self, states: States, tokens_read: int) -> States:
+        """Extend states that grow with the logarithm of tokens by empty entries."""
         roomy = {}
         for name, x in states.items():
             state = self.spec[name]
-            if state.growth == "log" and (missing := state.places(num_tokens)[0] - x.shape[1]) > 0:
+            if state.growth == "log" and (missing := state.places(tokens_read)[0] - x.shape[1]) > 0:
                 roomy[name] = F.pad(x, (*(0, 0) * len(state.shape), 0, missing))
         return states | roomy
 
@@ -163,28 +177,34 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Number of tokens seen so far."""
-        return self.seen_tokens
+        return self.tokens_read
 
     def get_max_length(self) -> int:
         """-1: there is no maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.13
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the padding mask that covers the past and the query."""
-        return self.seen_tokens + query_length, 0
+        return self.tokens_read + query_length, 0
 
-    def fill(self, states: States, seen_tokens: int) -> None:
-        """Set the states, and the number of tokens that they have seen."""
+    def fill(self, states: States, tokens_read: int) -> None:
+        """Set the states, and the number of tokens that led to them."""
         self._stop_recording()
         self.states = {name: owned(x) for name, x in states.items()}
-        self.seen_tokens, self.is_initialized = seen_tokens, True
+        self.tokens_read, self.is_initialized = tokens_read, True
 
     def join(self, other: "MemoryLayer", length: int) -> None:
         """Append the rows of another layer. States that grow with the text are left-padded to `length` tokens."""
         ours, theirs = (layer._with_room(layer.states, length) for layer in (self, other))
-        self.fill({name: self._joined(name, x, theirs[name]) for name, x in ours.items()}, length)
+        joined = {}
+        for name, state in self.spec.items():
+            both = [ours[name], theirs[name]]
+            if state.growth == "token":
+                most = max(x.shape[1] for x in both)
+                before = [(*(0, 0) * len(state.shape), most - x.shape[1], 0) for x in both]
+                both = [F.pad(x, pad, value=state.absent) for x, pad in zip(both, before)]
+            joined[name] = torch.cat(both)
+        self.fill(joined, length)
 
     def keep_last(self, length: int) -> None:
         """Keep the last `length` tokens of growing states, and drop entries that are empty at this length."""
@@ -197,19 +217,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 states[name] = x[:, : state.places(length)[0]]
         self.fill(states, length)
 
-    def _joined(self, name: str, *both: Tensor) -> Tensor:
-        state = self.spec[name]
-        if state.growth != "token":
-            return torch.cat(both)
-        length = max(x.shape[1] for x in both)
-        before = [(*(0, 0) * len(state.shape), length - x.shape[1], 0) for x in both]
-        return torch.cat([F.pad(x, pad, value=state.absent) for x, pad in zip(both, before)])
-
     def reset(self) -> None:
         """Empty the memory; the tensors keep their addresses."""
         for state in self.states.values():
             state.zero_()
-        self.seen_tokens, self.is_initialized = 0, False
+        self.tokens_read -= self.tokens_read  # in place, if it is a tensor
+        self.is_initialized = False
         self._stop_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -252,7 +265,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be negative or 0, got {tokens_to_remove}")
-        recorded = sum(stretch.num_tokens for stretch in self.recorded)
+        recorded = sum(stretch.length for stretch in self.recorded)
         if recorded < -tokens_to_remove:
             raise RuntimeError(
                 f"a memory layer cannot undo {-tokens_to_remove} tokens: {recorded} were recorded since "
@@ -260,24 +273,29 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             )
         if tokens_to_remove:
             self._go_back(-tokens_to_remove)
-            self.seen_tokens += tokens_to_remove
+            self.tokens_read += tokens_to_remove
         elif self.record_past:
             self.activate_past_recording()
 
-    def _go_back(self, num_tokens: int) -> None:
-        while self.recorded[-1].num_tokens < num_tokens:
-            num_tokens -= self.recorded.pop().num_tokens
+    def _go_back(self, tokens: int) -> None:
+        while self.recorded[-1].length < tokens:
+            tokens -= self.recorded.pop().length
         last = self.recorded[-1]
-        last.cut(last.num_tokens - num_tokens)
+        kept, last.inputs, inputs = last.length - tokens, [], last.inputs
+        for part in inputs:
+            if kept > last.length:
+                last.inputs.append(_tokens(part, slice(kept - last.length)))
         self._store(last.before)
         self.is_initialized, self.is_behind = bool(last.before), True
 
     @torch.no_grad()
-    def catch_up(self, read: Callable[[Inputs, States], States]) -> None:
-        """Let a mixer replay, from earlier states, the inputs that `crop` has kept."""
+    def catch_up(self, mix: Mix) -> None:
+        """After tokens were undone, let the mixer read again, from earlier states, the inputs that `crop` has kept."""
+        if not self.is_behind:
+            return
         states = self.read()
         for inputs in self.recorded[-1].inputs:
-            states = read(inputs, self._with_room(states, self.seen_tokens))
+            _, states = mix(inputs, self._with_room(states, self.tokens_read))
         self._store(states)
         self.is_initialized, self.is_behind, self.recorded = bool(states), False, []
         if self.record_past:
@@ -299,7 +317,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def update(self, *args, **kwargs):
         """Not supported: a memory has states, not keys and values."""
-        raise RuntimeError("a memory layer has no keys and values; use read() and write()")
+        raise RuntimeError("a memory layer has no keys and values; use advance()")
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to allocate: a missing state means an empty memory."""
@@ -316,24 +334,18 @@ class StaticMemoryLayer(MemoryLayer):
 
     def __init__(self, max_cache_len: int = -1, **kwargs):
         super().__init__(**kwargs)
-        self.seen_tokens = torch.zeros((), dtype=torch.long)
+        self.tokens_read = torch.zeros((), dtype=torch.long)
 
     def _store(self, states: States) -> None:
         super()._store(self._with_room(states, 0))
         if not self.is_initialized and not torch.compiler.is_compiling():
-            self.seen_tokens = self.seen_tokens.to(next(iter(states.values())).device)
-            for tensor in (self.seen_tokens, *self.states.values()):
+            self.tokens_read = self.tokens_read.to(next(iter(states.values())).device)
+            for tensor in (self.tokens_read, *self.states.values()):
                 torch._dynamo.mark_static_address(tensor)
 
-    def _with_room(self, states: States, num_tokens: int) -> States:
+    def _with_room(self, states: States, tokens_read: int) -> States:
         """Extend states to the largest number of entries that they can have, so that no shape changes."""
         return super()._with_room(states, torch.iinfo(torch.long).max)
-
-    def reset(self) -> None:
-        """Empty the memory; the tensors keep their addresses."""
-        seen = self.seen_tokens.zero_()
-        super().reset()
-        self.seen_tokens = seen
 
 
 def padding_mask(config, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs) -> Tensor | None:
@@ -350,8 +362,8 @@ def _length(inputs: Inputs) -> int:
     return next(iter(inputs.values())).shape[1]
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
+def _tokens(inputs: Inputs, tokens: slice) -> Inputs:
+    return {name: x[:, tokens] for name, x in inputs.items()}
 
 
 def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import Inputs, MemoryLayer, Spec, State, States, memory_layer
+from hf_memory.cache import Inputs, Spec, State, States, memory_layer
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.gates import low_rank, steady_rows
@@ -211,50 +212,29 @@ class MemoryMixer(Projections):
             The output [B, T, hidden_size], and None, since a memory has no attention weights.
         """
         B, T = hidden_states.shape[:2]
-        positions = None
+        inputs = {"hidden_states": hidden_states}
         if position_embeddings is not None and self.sees_positions:
-            positions = Positions(*position_embeddings)
+            inputs |= Positions(*position_embeddings)._asdict()
         if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
-            hidden_states = hidden_states.flatten(0, 1)[None]
-            positions = None if positions is None else positions.one_row(B)
-        place = self.layer_idx if step is None else step
-        layer = None if past_key_values is None else memory_layer(past_key_values, place)
-        mask = None
+            inputs = {name: x.expand(B, -1, -1).flatten(0, 1)[None] for name, x in inputs.items()}
         if attention_mask is not None:
             mask = attention_mask.bool()
-            hidden_states = blank(hidden_states, mask)
-        context = Context(positions, mask, cu_seqlens, {})
+            inputs |= {"hidden_states": blank(hidden_states, mask), "attention_mask": mask}
+        place = self.layer_idx if step is None else step
+        layer = None if past_key_values is None else memory_layer(past_key_values, place)
         if layer is None:
-            output, _ = self._mix(hidden_states, context)
+            output, _ = self.mix_inputs(inputs, {}, cu_seqlens)
         else:
-            output = self._read(hidden_states, context, layer)
+            output = layer.advance(inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec)
         return output.view(B, T, -1), None
 
-    def _read(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
-        """Mix with the past in `layer`, and replace the past by the states after the tokens."""
-        self.catch_up(layer)
-        T = hidden_states.shape[1]
-        early = T - layer.window if layer.record_past else 0  # tokens that are too old to be undone later
-        if early <= 0:
-            return self._read_on(hidden_states, context, layer)
-        before = self._read_on(hidden_states[:, :early], context.of(slice(early), {}), layer)
-        after = self._read_on(hidden_states[:, early:], context.of(slice(early, T), {}), layer)
-        return torch.cat([before, after], dim=1)
-
-    def _read_on(self, hidden_states: Tensor, context: Context, layer: MemoryLayer) -> Tensor:
-        T = hidden_states.shape[1]
-        output, states = self._mix(hidden_states, context._replace(states=layer.read(T)))
-        layer.write(T, states, self.spec)
-        if layer.record_past:
-            layer.record(_inputs(hidden_states, context))
-        return output
-
-    def catch_up(self, layer: MemoryLayer) -> None:
-        """Recompute the states after tokens were undone, by reading the remaining recorded tokens again."""
-        if layer.is_behind:
-            layer.catch_up(lambda inputs, states: self._mix(*_read_again(inputs, states))[1])
-
-    def _mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+    def mix_inputs(self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None) -> tuple[Tensor, States]:
+        """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
+        positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
+        hidden_states, context = (
+            inputs["hidden_states"],
+            Context(positions, inputs.get("attention_mask"), cu_seqlens, states),
+        )
         if self.padding_last:
             hidden_states, context = context.with_padding_last(hidden_states)
         output, states = self.mix(hidden_states, context)
@@ -278,19 +258,6 @@ class MemoryMixer(Projections):
         q, k, v = self.split_heads(q, k, v)
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
-
-
-def _inputs(hidden_states: Tensor, context: Context) -> Inputs:
-    inputs, positions = {"hidden_states": hidden_states}, context.positions
-    if positions is not None:
-        inputs |= {name: x.expand(len(hidden_states), -1, -1) for name, x in positions._asdict().items()}
-    return inputs if context.attention_mask is None else inputs | {"attention_mask": context.attention_mask}
-
-
-def _read_again(inputs: Inputs, states: States) -> tuple[Tensor, Context]:
-    """The inverse of `_inputs`: hidden states and context of recorded tokens, which are read after `states`."""
-    positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-    return inputs["hidden_states"], Context(positions, inputs.get("attention_mask"), None, states)
 
 
 def convolution_spec(config) -> Spec:

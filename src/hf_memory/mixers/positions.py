@@ -28,10 +28,6 @@ class Positions(NamedTuple):
         cos, sin = (F.pad(x, (0, 0, 0, tokens), value=none) for x, none in zip(self, (1.0, 0.0)))
         return Positions(cos, sin)
 
-    def one_row(self, B: int) -> "Positions":
-        """The positions of B rows of T tokens as one row: [1, B * T, channels]."""
-        return Positions(*(x.expand(B, -1, -1).flatten(0, 1)[None] for x in self))
-
     def inverse(self) -> "Positions":
         """The inverse rotations, also if rotations scale their input as in YaRN."""
         size = self.cos.square() + self.sin.square()

@@ -175,7 +175,7 @@ def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
     for i in range(model.config.num_hidden_layers):
         mixer = layers[i % len(layers)].mixer  # one layer may run several times
         if isinstance(mixer, MemoryMixer):
-            mixer.catch_up(memory_layer(cache, i))
+            memory_layer(cache, i).catch_up(mixer.mix_inputs)
 
 
 def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
