@@ -6,7 +6,7 @@ The letters are those of ops/contract.py; b is the sum of g from the start of th
 
 Backward, with dS the gradient of the state after the chunk, and dQ, dK and dg as in ops/triton/gradients.py:
 
-    dV = (K e^(b_C - b)) dS + A^T dO    walked backwards, a tile of value channels at a time
+    dV = (K e^(b_C - b)) dS + scale A^T dO    walked backwards, a tile of value channels at a time
 
 The normaliser is one more value channel, whose values are one: z is its part of S, and dd its part of dO.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
-from hf_memory.ops.triton.gradients import dk_kernel, dq_kernel, query_and_key_gradients
+from hf_memory.ops.triton.gradients import gradient_variants, query_and_key_gradients
 from hf_memory.ops.triton.launch import NONE, SCALAR, VECTOR, contiguous, decay_kind, launcher, or_empty, walk_constants
 from hf_memory.ops.triton.segments import (
     boundary_states,
@@ -120,10 +120,11 @@ def _dv_kernel(
     k,  # [B, T, H, K]
     g,  # [B, T, HV] or [B, T, HV, K] or None
     do,  # [B, T, HV, V]
-    dST,  # [N, HV, K, V]
+    dST,  # [N, HV, K, V]; None for zeros
     dv,  # [B, T, HV, V]
     dS0,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
+    scale,
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -143,7 +144,9 @@ def _dv_kernel(
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
     i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    dS = tl.zeros([BK, BV], tl.float32)
+    if dST is not None:
+        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
     chunks = (end - start + C - 1) // C
     for back in range(chunks):
         t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + tl.arange(0, C)
@@ -154,13 +157,13 @@ def _dv_kernel(
         gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
         if DECAY > 0:
             gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-        A = scores(q_c, k_c, gates, C, DECAY, True, PARTS, PRECISION)
+        A = scale * scores(q_c, k_c, gates, C, DECAY, True, PARTS, PRECISION)
         dv_c = read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=PRECISION)
         store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
         if DECAY > 0:
             dS *= tl.trans(whole)
-        dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)
 
 
@@ -219,27 +222,28 @@ def _backward(
     z: Tensor | None,
     do: Tensor,
     dd: Tensor | None,
-    dST: Tensor,
+    dST: Tensor | None,
     dzT: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dS0 and dz0; absent ones are empty tensors.
 
-    `S` and `z` are the states before each segment, `do` and `dd` the gradients of the numerator, times the
-    scale of its queries, and of the denominator.
+    `S` and `z` are the states before each segment, `do` and `dd` the gradients of the numerator and the denominator.
     """
     q, k, v, g, do, dd, dST, dzT = contiguous(q, k, v, g, do, dd, dST, dzT)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
     constants, _ = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
-        dST, dzT = boundary_states(segments, q, do, dd, g, dST, dzT, backwards=True)
+        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
+        dST, dzT = boundary_states(segments, q, do, dd, g, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds
-    dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens)
+    dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale)
     dv, dS0 = torch.empty_like(v), torch.empty_like(S)
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-        q, k, g, do, dST, dv, dS0, cu_seqlens, T, **constants
+        q, k, g, do, dST, dv, dS0, cu_seqlens, scale, T, **constants
     )
     if segments is not None:
         dS0, dz0 = dS0[segments.first[:-1]], None if dz0 is None else dz0[segments.first[:-1]]
@@ -247,12 +251,15 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, segment):
-    wide = (None if x is None else S.new_empty(x.shape) for x in (g, dST, dzT))
+def _(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale, segment):
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wide = (None if x is None else S.new_empty(N, *x.shape[1:]) for x in (S, z))
+    wide = None if g is None else S.new_empty(g.shape), *wide
     return or_empty(S, *(x.new_empty(x.shape) for x in (q, k, v)), *wide)
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
     q, k, v, g, S, z, cu_seqlens, ctx.scale, ctx.segment = inputs
     o, _, _, den, states, normalizers = output
     if ctx.segment:
@@ -262,14 +269,16 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, do, dST, dzT, *_):
     q, k, v, g, S, z, cu_seqlens, o, den = ctx.saved_tensors
-    dd, wide = None, do.float()
+    do, dd = torch.zeros_like(v) if do is None else do, None
     if z is None:
-        do = (ctx.scale * wide).to(v.dtype)
+        dzT = None
     else:
+        wide = do.float()
         dd = -(wide * o.float()).sum(-1) / den
         do = (wide / den[..., None]).to(v.dtype)
-    dzT = None if z is None else dzT
-    dq, dk, dv, dg, dS0, dz0 = _backward(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, ctx.segment)
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        dzT = z.new_zeros(N, *z.shape[1:]) if dzT is None else dzT
+    dq, dk, dv, dg, dS0, dz0 = _backward(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dS0, None if z is None else dz0, None, None, None
 
 
@@ -302,20 +311,18 @@ def variants() -> list[Variant]:
 
 
 def _case(D: int, decay: int, dtype: torch.dtype, normalize: bool) -> list[Variant]:
-    by_value, by_key = walk_constants(8, 8, D, D, decay, dtype)
+    by_value, _ = walk_constants(8, 8, D, D, decay, dtype)
     options = {"NORMALIZE": normalize}
-    absent = {"cu_seqlens"} | (set() if decay else {"g", "dg", "states", "decay"})
-    absent |= set() if normalize else {"z0", "zT", "den", "dd", "dz0", "dzT", "w", "own_z"}
-    absent |= set() if normalize and decay else {"normalizers"}
+    absent = {"cu_seqlens"} | (set() if decay else {"g", "decay"})
+    absent |= set() if normalize else {"z0", "zT", "den", "w", "own_z"}
     sums, scan = sum_constants(8, 8, D, D, decay, dtype), scan_constants(8, D, D)
     kernels = (
         (_forward_kernel, {**by_value, **options, "EPS": EPS}),
-        (dq_kernel, {**by_key, **options}),
-        (dk_kernel, {**by_key, **options}),
         (_dv_kernel, by_value),
         (sum_kernel, {**sums, **options, "BACKWARDS": True}),
         (scan_kernel, {**scan, "BACKWARDS": True}),
     )
     narrow = {"q", "k", "v", "o", "do", "dv", "x", "y"}
     name = f"{('none', 'scalar', 'vector')[decay]} {'normalized ' if normalize else ''}{D} {str(dtype)[6:]}"
-    return [variant(f"{kernel.__name__} {name}", kernel, c, absent, narrow, dtype) for kernel, c in kernels]
+    walks = [variant(f"{kernel.__name__} {name}", kernel, c, absent, narrow, dtype) for kernel, c in kernels]
+    return walks + gradient_variants(name, D, decay, dtype, reads=False, normalize=normalize)

@@ -1,17 +1,23 @@
 """Gradients of queries, keys and decay of an additive memory, by two kernels that loop over a sequence.
 
-With P = (dO V^T) for i >= j, b the sum of g from the start of the chunk, and dS the gradient of the state after it:
+A token writes w_t k_t^T v_t and is then read by q_t, with gradient scale dO_t. In the delta rule k_t reads first, with
+gradient -dR_t; for other memories dR = 0 and w = 1. With
+P = scale dO V^T diag(w) for i >= j, R = -dR V^T diag(w) for i > j, b the sum of g from the start of the chunk, and dS
+the gradient of the state after it:
 
-    dQ = e^b (dO S^T) + sum_j P_ij e^(b_i - b_j) k_j           looping forwards, for tiles of key channels
-    dK = e^(b_C - b) (V dS^T) + sum_i P_ij e^(b_i - b_j) q_i   looping backwards, likewise
-    dg_t = sum over t' >= t of the block of (q dq - k dk) + sum(S dS) at its end
+    dQ = e^b (scale dO S^T) + sum_j P_ij e^(b_i - b_j) k_j           looping forwards, for tiles of key channels
+    dK' = -e^b (dR S^T) + sum_j R_ij e^(b_i - b_j) k_j               likewise
+    dK = dK' + dK'',  dK'' = e^(b_C - b) diag(w) (V dS^T)            looping backwards, likewise
+                             + sum_i (P_ij q_i + R_ij k_i) e^(b_i - b_j)
+    dg_t = sum over t' >= t of the block of (q dq + k dk' - k dk'') + sum(S dS) at its end
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_memory.ops.triton.launch import CHUNK, SCALAR, decay_kind, launcher, walk_constants
+from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, decay_kind, launcher, walk_constants
 from hf_memory.ops.triton.tiles import (
     column_of,
     decay_between,
@@ -24,6 +30,9 @@ from hf_memory.ops.triton.tiles import (
     store_rows,
     write_transposed,
 )
+from hf_memory.ops.triton.variants import Variant, variant
+
+SHUT = tl.constexpr(-150.0)  # below it e^g is zero, and so is its gradient
 
 
 @triton.jit
@@ -33,19 +42,47 @@ def _block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _add_within(x, P, y, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """x [C, BK] plus the sum over columns j of P_ij y_j, with the decay from j to i, or OF_KEYS from i to j."""
+    if DECAY == 2:
+        rows, y32 = tl.arange(0, C), tl.cast(y, tl.float32)
+        sums = tl.zeros_like(y32)  # sums of gates between the rows and a column
+        for step in range(C):
+            j = step if OF_KEYS else C - 1 - step
+            here = rows == j
+            if OF_KEYS:
+                sums += tl.where((rows < j)[:, None], row_of(gates, here), 0.0)
+            x += column_of(P, here) * tl.exp2(sums) * row_of(y32, here)
+            if not OF_KEYS:
+                sums += tl.where((rows >= j)[:, None], row_of(gates, here), 0.0)
+    else:
+        if DECAY == 1:
+            P = decay_between(P, gates, OF_KEYS)
+        x += tl.dot(tl.cast(P, y.dtype), y, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
 def dq_kernel(
+    q,  # [B, T, H, K]; None unless the decay is one for each head
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
+    w,  # [B, T, HV], with dr, or None
     g,  # [B, T, HV] or [B, T, HV, K] or None
     S0,  # [N, HV, K, V]
     z0,  # [N, HV, K] or None
     do,  # [B, T, HV, V], of the numerator
     dd,  # [B, T, HV], of the denominator, or None
-    dq,  # [B, T, HV, K] float32
+    dr,  # [B, T, HV, V], minus the gradient of reads by k, or None
+    dq,  # [B, T, HV, K]
+    dk,  # [B, T, HV, K] float32, of reads by k, or None
+    db,  # [tiles of K, B, T, HV] float32, sums of q dq + k dk; None unless the decay is one for each head
     states,  # [slots, HV, V, K] float32: the state after each block of CHUNK tokens; or None
     normalizers,  # [slots, HV, K] float32 or None
     cu_seqlens,  # [N + 1] or None
+    scale,
     T,
+    tokens,  # B * T
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -72,40 +109,44 @@ def dq_kernel(
     if NORMALIZE:
         z = tl.load(z0 + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
     rows = tl.arange(0, C)
-    past = rows[:, None] >= rows[None, :]
     for first in range(start, end, C):
         t = tl.cast(first, tl.int64) + rows
         in_t = t < end
         k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        leave = 1.0
-        P = split_dot(do_c, tl.trans(v_c), PARTS, PRECISION)
-        dq_c = split_dot(do_c, tl.cast(S, do_c.dtype), PARTS, PRECISION)
+        gates, enter, leave = 0.0, 1.0, 1.0
+        if DECAY > 0:
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+        P = scale * split_dot(do_c, tl.trans(v_c), PARTS, PRECISION)
+        dq_c = scale * split_dot(do_c, tl.cast(S, do_c.dtype), PARTS, PRECISION)
         if NORMALIZE:
             dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)[:, None]
             P += dd_c
             dq_c += dd_c * z[None, :]
-        P = tl.where(past, P, 0.0)
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-            dq_c *= enter
-        if DECAY == 2:
-            k32 = tl.cast(k_c, tl.float32)
-            sums = tl.zeros_like(k32)  # sums of gates between the rows and a column
-            for step in range(C):
-                j = C - 1 - step
-                here = rows == j
-                dq_c += column_of(P, here) * tl.exp2(sums) * row_of(k32, here)
-                sums += tl.where((rows >= j)[:, None], row_of(gates, here), 0.0)
-        else:
-            if DECAY == 1:
-                P = decay_between(P, gates, False)
-            dq_c += tl.dot(tl.cast(P, k_c.dtype), k_c, input_precision=PRECISION)
+        if dr is not None:
+            w_c = tl.cast(tl.load(w + t * HV + hv, mask=in_t, other=0.0), tl.float32)
+            P *= w_c[None, :]
+            leave *= w_c[:, None]
+        P = tl.where(rows[:, None] >= rows[None, :], P, 0.0)
+        dq_c = _add_within(dq_c * enter, P, k_c, gates, C, DECAY, False, PRECISION)
         store_rows(dq, dq_c, t, in_t, hv, HV, i_k, in_k, K)
+        if DECAY == 1:
+            db_c = tl.sum(tl.cast(load_rows(q, t, in_t, h, H, i_k, in_k, K), tl.float32) * dq_c, axis=1)
+        if dr is not None:
+            dr_c = load_rows(dr, t, in_t, hv, HV, i_v, in_v, V)
+            R = split_dot(dr_c, tl.trans(v_c), PARTS, PRECISION)
+            R = tl.where(rows[:, None] > rows[None, :], -w_c[None, :] * R, 0.0)
+            dk_c = -enter * split_dot(dr_c, tl.cast(S, dr_c.dtype), PARTS, PRECISION)
+            dk_c = _add_within(dk_c, R, k_c, gates, C, DECAY, False, PRECISION)
+            store_rows(dk, dk_c, t, in_t, hv, HV, i_k, in_k, K)
+            if DECAY == 1:
+                db_c += tl.sum(tl.cast(k_c, tl.float32) * dk_c, axis=1)
+        if DECAY == 1:
+            tl.store(db + (tl.cast(tile, tl.int64) * tokens + t) * HV + hv, db_c, mask=in_t)
         if DECAY > 0:
             S *= whole
-        S += write_transposed(k_c, v_c, leave, DECAY, PRECISION)
+        S += write_transposed(k_c, v_c, leave, DECAY if dr is None or DECAY == 2 else 1, PRECISION)
         if NORMALIZE:
             if DECAY > 0:
                 z *= tl.sum(whole, axis=0)
@@ -122,20 +163,25 @@ def dq_kernel(
 @triton.jit
 def dk_kernel(
     q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    k,  # [B, T, H, K]; None without decay and dr
     v,  # [B, T, HV, V]
+    w,  # [B, T, HV], with dr, or None
     g,  # [B, T, HV] or [B, T, HV, K] or None
     do,  # [B, T, HV, V]
     dd,  # [B, T, HV] or None
-    dq,  # [B, T, HV, K] float32
+    dr,  # [B, T, HV, V] or None
+    dq,  # [B, T, HV, K] float32; None unless the decay is one for each channel
+    dk_read,  # [B, T, HV, K] float32, of reads by k, or None
+    db,  # [tiles of K, B, T, HV] float32, of reads; None unless the decay is one for each head
     states,  # [slots, HV, V, K] float32 or None
     normalizers,  # [slots, HV, K] float32 or None
-    dST,  # [N, HV, K, V]
+    dST,  # [N, HV, K, V]; None for zeros
     dzT,  # [N, HV, K] or None
-    dk,  # [B, T, HV, K] float32
+    dk,  # [B, T, HV, K]
     dg,  # [tiles of K, B, T, HV] or [B, T, HV, K] float32, or None
     dz0,  # [N, HV, K] or None
     cu_seqlens,  # [N + 1] or None
+    scale,
     T,
     tokens,  # B * T
     H: tl.constexpr,
@@ -159,12 +205,13 @@ def dk_kernel(
     start, end = sequence_bounds(cu_seqlens, n, T)
     slot = _block_slot(cu_seqlens, start, n, T, CHUNK)
     in_s = in_v[:, None] & in_k[None, :]
-    i_s = (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None]
-    dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    dS = tl.zeros([BV, BK], tl.float32)
+    if dST is not None:
+        i_s = (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None]
+        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
     if NORMALIZE:
         dz = tl.load(dzT + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
-    rows = tl.arange(0, C)
-    later = rows[:, None] <= rows[None, :]  # rows are keys, columns queries
+    rows = tl.arange(0, C)  # of keys; columns are queries
     tail = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)
     chunks = (end - start + C - 1) // C
     for back in range(chunks):
@@ -180,53 +227,55 @@ def dk_kernel(
         t = start + done - C + rows
         in_t = t < end
         q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
+        if k is not None:
+            k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        enter = 1.0
-        PT = split_dot(v_c, tl.trans(do_c), PARTS, PRECISION)
+        gates, enter, leave = 0.0, 1.0, 1.0
+        if DECAY > 0:
+            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
+        P = scale * split_dot(v_c, tl.trans(do_c), PARTS, PRECISION)
         dk_c = split_dot(v_c, tl.cast(dS, v_c.dtype), PARTS, PRECISION)
         if NORMALIZE:
             dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)
-            PT += dd_c[None, :]
+            P += dd_c[None, :]
             dk_c += dz[None, :]
-        PT = tl.where(later, PT, 0.0)
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-            dk_c *= leave
-        if DECAY == 2:
-            q32 = tl.cast(q_c, tl.float32)
-            sums = tl.zeros_like(q32)
-            for i in range(C):
-                here = rows == i
-                sums += tl.where((rows < i)[:, None], row_of(gates, here), 0.0)
-                dk_c += column_of(PT, here) * tl.exp2(sums) * row_of(q32, here)
-        else:
-            if DECAY == 1:
-                PT = decay_between(PT, gates, True)
-            dk_c += tl.dot(tl.cast(PT, q_c.dtype), q_c, input_precision=PRECISION)
+        P = tl.where(rows[:, None] <= rows[None, :], P, 0.0)
+        dk_c = _add_within(dk_c * leave, P, q_c, gates, C, DECAY, True, PRECISION)
+        if dr is not None:
+            dr_c = load_rows(dr, t, in_t, hv, HV, i_v, in_v, V)
+            R = split_dot(v_c, tl.trans(dr_c), PARTS, PRECISION)
+            R = tl.where(rows[:, None] < rows[None, :], -R, 0.0)
+            dk_c = _add_within(dk_c, R, k_c, gates, C, DECAY, True, PRECISION)
         i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
         in_tk = in_t[:, None] & in_k[None, :]
-        tl.store(dk + i_t, dk_c, mask=in_tk)
+        dk_all = dk_c
+        if dr is not None:
+            dk_c *= tl.cast(tl.load(w + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+            read_c = tl.load(dk_read + i_t, mask=in_tk, other=0.0)
+            dk_all = dk_c + read_c
+        tl.store(dk + i_t, tl.cast(dk_all, dk.dtype.element_ty), mask=in_tk)
         if DECAY > 0:
-            db = tl.cast(q_c, tl.float32) * tl.load(dq + i_t, mask=in_tk, other=0.0) - tl.cast(k_c, tl.float32) * dk_c
-            if DECAY == 1:
-                db = tl.sum(db, axis=1)  # in one dimension: Triton before 3.7 compiles no cumsum of [C, 1]
-            total, rest = tl.sum(db, axis=0), db - tl.cumsum(db, axis=0)
+            written = tl.cast(k_c, tl.float32) * dk_c
             if DECAY == 2:
-                total = total[None, :]
-            else:
-                total, rest = total + tl.zeros([1, 1], tl.float32), rest[:, None]
-            dg_c = total + rest + tail
-            tail += total
-            is_shut = gates < -150.0  # e^g is zero, and so is its gradient
-            if DECAY == 2:
-                tl.store(dg + i_t, tl.where(is_shut, 0.0, dg_c), mask=in_tk)
-            else:
+                db_c = tl.cast(q_c, tl.float32) * tl.load(dq + i_t, mask=in_tk, other=0.0) - written
+                if dr is not None:
+                    db_c += tl.cast(k_c, tl.float32) * read_c
+                total = tl.sum(db_c, axis=0)[None, :]
+                dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail
+                tl.store(dg + i_t, tl.where(gates < SHUT, 0.0, dg_c), mask=in_tk)
+                tail += total
+            else:  # in one dimension: Triton before 3.7 compiles no cumsum of [C, 1]
                 i_g = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
-                tl.store(dg + i_g, tl.where(is_shut, 0.0, tl.sum(dg_c, axis=1)), mask=in_t)
+                db_c = tl.load(db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
+                total = tl.sum(db_c, axis=0)
+                dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tl.sum(tl.sum(tail, axis=1), axis=0)
+                tl.store(dg + i_g, tl.where(gates < SHUT, 0.0, dg_c), mask=in_t)
+                tail += total
             dS *= whole
-        dS += write_transposed(q_c, do_c, enter, DECAY, PRECISION)
+        dS += scale * write_transposed(q_c, do_c, enter, DECAY, PRECISION)
+        if dr is not None:
+            dS -= write_transposed(k_c, dr_c, enter, DECAY, PRECISION)
         if NORMALIZE:
             if DECAY > 0:
                 dz *= tl.sum(whole, axis=0)
@@ -235,23 +284,73 @@ def dk_kernel(
         tl.store(dz0 + (n * HV + hv) * K + i_k, dz, mask=in_k)
 
 
-def query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens):
-    """dq, dk, dg and dz0, given the gradients of the numerator, the denominator and the final state; all contiguous."""
+def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype, reads: bool) -> dict:
+    """Compile-time arguments and launch options; narrow heads that are read twice have registers for 32 rows only."""
+    _, by_key = walk_constants(H, HV, K, V, decay, dtype)
+    return {**by_key, "C": min(by_key["C"], 32)} if reads and decay == SCALAR and V <= 64 else by_key
+
+
+def query_and_key_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    S: Tensor,
+    z: Tensor | None,
+    do: Tensor,
+    dd: Tensor | None,
+    dST: Tensor | None,
+    dzT: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float = 1.0,
+    w: Tensor | None = None,
+    dr: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dg and dz0, given the gradients of the numerator, the denominator and the final state; all contiguous.
+
+    `w` [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's docstring.
+    """
     (B, T, H, K), (N, HV, _, V) = q.shape, S.shape
     decay, normalize = decay_kind(g), z is not None
-    _, by_key = walk_constants(H, HV, K, V, decay, q.dtype)
+    by_key = _constants(H, HV, K, V, decay, q.dtype, dr is not None)
+    tiles = triton.cdiv(K, by_key["BK"])
     slots = (B * triton.cdiv(T, CHUNK) if cu_seqlens is None else B * T // CHUNK + N) if decay else 0
     states = S.new_empty(slots, HV, V, K) if decay else None
     normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
-    dq, dk = S.new_empty(B, T, HV, K), S.new_empty(B, T, HV, K)
-    dz0 = torch.empty_like(z) if normalize else None
-    tiles = triton.cdiv(K, by_key["BK"])
-    dg = S.new_empty(tiles, B, T, HV) if decay == SCALAR else S.new_empty(B, T, HV, K) if decay else None
-    constants = {**by_key, "NORMALIZE": normalize}
-    grid = (N * HV * tiles,)
-    launcher(dq_kernel, grid)(k, v, g, S, z, do, dd, dq, states, normalizers, cu_seqlens, T, **constants)
+    out = q if H == HV else S  # the sum over a group is taken in float32
+    dk, dz0 = out.new_empty(B, T, HV, K), torch.empty_like(z) if normalize else None
+    dq = (S if decay == VECTOR else out).new_empty(B, T, HV, K)
+    dk_read = None if dr is None else S.new_empty(B, T, HV, K)
+    db, dg = (S.new_empty(tiles, B, T, HV) if decay == SCALAR else None for _ in range(2))
+    if decay == VECTOR:
+        dg = S.new_empty(B, T, HV, K)
+    launch, grid = {**by_key, "NORMALIZE": normalize}, (N * HV * tiles,)
+    launcher(dq_kernel, grid)(
+        q if decay == SCALAR else None, k, v, w, g, S, z, do, dd, dr, dq, dk_read, db, states, normalizers,
+        cu_seqlens, scale, T, B * T, **launch,
+    )  # fmt: skip
     launcher(dk_kernel, grid)(
-        q, k, v, g, do, dd, dq, states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, T, B * T, **constants
-    )
-    dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dg.sum(0) if decay == SCALAR else dg, dz0
+        q, None if dr is None and not decay else k, v, w, g, do, dd, dr, dq if decay == VECTOR else None, dk_read, db,
+        states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, T, B * T, **launch,
+    )  # fmt: skip
+    if H != HV:
+        dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
+    dq, dk = (x if x.dtype == q.dtype else x.to(q.dtype) for x in (dq, dk))
+    return dq, dk, dg.sum(0) if dg is not None and decay == SCALAR else dg, dz0
+
+
+def gradient_variants(
+    name: str, D: int, decay: int, dtype: torch.dtype, *, reads: bool, normalize: bool
+) -> list[Variant]:
+    """The specialisations of both kernels to compile ahead of time, for heads of D channels with or without `dr`."""
+    by_key = _constants(8, 8, D, D, decay, dtype, reads)
+    absent = {"cu_seqlens"} | (set() if decay else {"g", "dg", "states"}) | (set() if reads else {"w", "dr", "dk_read"})
+    absent |= set() if normalize else {"z0", "dd", "dzT", "dz0"}
+    absent |= (set() if normalize and decay else {"normalizers"}) | (set() if decay == SCALAR else {"db"})
+    of_queries = absent | (set() if decay == SCALAR else {"q"}) | (set() if reads else {"dk"})
+    of_keys = absent | (set() if reads or decay else {"k"}) | (set() if decay == VECTOR else {"dq"})
+    narrow, constants = {"q", "k", "v", "do", "dr"}, {**by_key, "NORMALIZE": normalize}
+    return [
+        variant(f"dq_kernel {name}", dq_kernel, constants, of_queries, narrow | {"dq"}, dtype),
+        variant(f"dk_kernel {name}", dk_kernel, constants, of_keys, narrow | {"dk"}, dtype),
+    ]

@@ -32,10 +32,9 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
     common = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision, "num_stages": 1}
     common["num_warps"] = 8 if wide or not narrow or decay == VECTOR else 4
     by_value = {"C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
-    by_key = {"C": min(rows, 32), "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
-    by_value["PARTS"] = max(1, width_k // 32) if wide or not narrow else 1
-    by_key["PARTS"] = max(1, width_v // 32) if width_v > 64 or not narrow else 1
-    return {**common, **by_value}, {**common, **by_key}
+    by_key = {"C": rows, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
+    by_value["PARTS"], by_key["PARTS"] = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
+    return {**common, **by_value}, {**common, **by_key, "num_stages": 2 if rows == 64 else 1}
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -73,6 +73,7 @@ def sum_kernel(
     own_z,  # [M, HV, K] or None
     decay,  # [M, HV, K] or None
     bounds,  # [M + 1]
+    scale,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -85,7 +86,7 @@ def sum_kernel(
     BACKWARDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums of x y^T and x w, decayed to the end of the segment or BACKWARDS to its start; a tile of value channels."""
+    """Sums of scale x y^T and x w, decayed to the end of a segment or BACKWARDS to its start; a tile of values."""
     m, hv, tile = program(HV, (V + BV - 1) // BV)
     h = hv // (HV // H)
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
@@ -116,7 +117,7 @@ def sum_kernel(
                 x32 *= tl.load(w + t * HV + hv, mask=in_t, other=0.0)[:, None]
             z += tl.sum(x32, axis=0)
     i_m = (m * HV + hv) * K
-    tl.store(own + i_m * V + i_k[:, None] * V + i_v[None, :], S, mask=in_k[:, None] & in_v[None, :])
+    tl.store(own + i_m * V + i_k[:, None] * V + i_v[None, :], scale * S, mask=in_k[:, None] & in_v[None, :])
     if tile == 0:
         if DECAY > 0:
             tl.store(decay + i_m + i_k, tl.sum(past, axis=0) + tl.zeros([BK], tl.float32), mask=in_k)
@@ -233,6 +234,7 @@ def boundary_states(
     S: Tensor,
     z: Tensor | None,
     *,
+    scale: float = 1.0,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """States of linear attention before each segment, or gradients of states after each.
@@ -245,6 +247,7 @@ def boundary_states(
         g: decay [B, T, HV], [B, T, HV, K] or None.
         S: the state before each sequence, or the gradient after it, [N, HV, K, V].
         z: the same of the normaliser [N, HV, K], or None.
+        scale: factor of products of keys and values.
         backwards: whether to compute gradients.
 
     Returns:
@@ -256,7 +259,7 @@ def boundary_states(
     decay = S.new_empty(M, HV, K) if kind else None
     constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
     launcher(sum_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-        x, y, w, g, own, own_z, decay, segments.bounds,
+        x, y, w, g, own, own_z, decay, segments.bounds, scale,
         **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
     )  # fmt: skip
     if z is not None and own_z is not None:

@@ -117,8 +117,7 @@ def decay_between(A, gates, OF_KEYS: tl.constexpr):
     coarse, fine = tl.cumsum(multiples, axis=0), tl.cumsum(gates - multiples, axis=0)
     if OF_KEYS:
         coarse, fine = -coarse, -fine
-    A *= tl.exp2(tl.minimum(coarse[:, None] - coarse[None, :], 0.0))
-    return A * tl.exp2(fine[:, None] - fine[None, :])
+    return A * tl.exp2(tl.minimum(coarse[:, None] - coarse[None, :], 0.0) + (fine[:, None] - fine[None, :]))
 
 
 @triton.jit
@@ -212,11 +211,24 @@ def scores(
 
 @triton.jit
 def unit_lower_inverse(A, C: tl.constexpr):
-    """(I + A)^-1 for strictly lower triangular A [C, C], row by row."""
-    rows = tl.arange(0, C)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    for i in range(1, C):
-        here = rows == i
-        a_i = tl.sum(tl.where(here[:, None], A, 0.0), axis=0)  # [C]
-        inverse = tl.where(here[:, None], inverse - tl.sum(a_i[:, None] * inverse, axis=0)[None, :], inverse)
+    """(I + A)^-1 for strictly lower triangular A [C, C], where C is 16 or 32.
+
+    The blocks of 16 rows on the diagonal are inverted row by row, both at once; then [[D, 0], [E, F]]^-1 is
+    [[D^-1, 0], [-F^-1 E D^-1, F^-1]].
+    """
+    BLOCKS: tl.constexpr = C // 16
+    rows, blocks = tl.arange(0, 16), tl.arange(0, BLOCKS)
+    on_diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]  # [BLOCKS, 1, BLOCKS, 1]
+    A = tl.reshape(A, [BLOCKS, 16, BLOCKS, 16])
+    D = tl.sum(tl.where(on_diagonal, A, 0.0), axis=2)
+    inverse = tl.zeros([BLOCKS, 16, 16], tl.float32) + tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)[None]
+    for i in range(1, 16):
+        here = (rows == i)[None, :, None]
+        a_i = tl.sum(tl.where(here, D, 0.0), axis=1)  # [BLOCKS, 16]
+        row = tl.sum(a_i[:, :, None] * inverse, axis=1)
+        inverse = tl.where(here, inverse - row[:, None, :], inverse)
+    inverse = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [C, C])
+    if C > 16:
+        below = tl.reshape(tl.where(on_diagonal, 0.0, A), [C, C])
+        inverse -= tl.dot(tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3")
     return inverse

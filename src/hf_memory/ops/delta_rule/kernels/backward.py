@@ -25,12 +25,16 @@ def solve_kernel(
     g,  # [B, T, HV] or [B, T, HV, K] or None
     P,  # [B, T, HV, C]
     W,  # [B, T, HV, C] float32
-    do,  # [B, T, HV, V], times scale
+    e,  # [B, T, HV, V]; None for the gradient of the state alone
+    do,  # [B, T, HV, V]
     dST,  # [N, HV, K, V]; None for zeros
-    dx,  # [B, T, HV, V] float32; None for the gradient of the state alone
+    dv,  # [B, T, HV, V]; None likewise
+    dbeta,  # [tiles of V, B, T, HV] float32; None likewise
     dS0,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
+    scale,
     T,
+    tokens,  # B * T
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -62,18 +66,22 @@ def solve_kernel(
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
         P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
         W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
-        d_c, enter, leave = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
+        d_c, enter, leave = scale * tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
         if DECAY > 0:
             has_next = (t + 1 < end) & (rows < C - 1)
             leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
         d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
         d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
-        if dx is not None:
-            store_rows(dx, d_c, t, in_t, hv, HV, i_v, in_v, V)
+        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+        dv_c = tl.cast(beta_c * d_c, k_c.dtype)
+        if dv is not None:
+            store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
+            e_c = tl.cast(load_rows(e, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
+            i_t = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
+            tl.store(dbeta + i_t, tl.sum(d_c * e_c, axis=1), mask=in_t)
         if DECAY > 0:
             enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
             dS *= tl.trans(whole)
-        dS += write(q_c, do_c, enter, DECAY, PRECISION)
-        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-        dS -= write(k_c, tl.cast(beta_c * d_c, k_c.dtype), enter, DECAY, PRECISION)
+        dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
+        dS -= write(k_c, dv_c, enter, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)

@@ -27,8 +27,8 @@ def chunk_kernel(
     beta,  # [B, T, HV]
     g,  # [B, T, HV] or [B, T, HV, K] or None
     P,  # [B, T, HV, C]
-    U,  # [B, T, HV, C] float32
-    W,  # [B, T, HV, C] float32
+    U,  # [B, T, HV, C] float32; None in the backward
+    W,  # [B, T, HV, C] float32; None in the forward
     bounds,  # [chunks + 1], or None without packed sequences
     T,
     H: tl.constexpr,
@@ -56,8 +56,13 @@ def chunk_kernel(
     P_c = scores(q_c, k_c, gates, C, DECAY, False, PARTS, PRECISION)
     store_rows(P, P_c, t, in_t, hv, HV, rows, rows < C, C)
     A = tl.where(rows[:, None] > rows[None, :], scores(k_c, k_c, gates, C, DECAY, False, PARTS, PRECISION), 0.0)
-    store_rows(U, unit_lower_inverse(A * beta_c[None, :], C), t, in_t, hv, HV, rows, rows < C, C)
-    store_rows(W, unit_lower_inverse(A * beta_c[:, None], C), t, in_t, hv, HV, rows, rows < C, C)
+    U_c = unit_lower_inverse(A * beta_c[None, :], C)
+    if U is not None:
+        store_rows(U, U_c, t, in_t, hv, HV, rows, rows < C, C)
+    if W is not None:  # (I + diag(beta) A)^-1
+        W_c = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+        W_c -= beta_c[:, None] * tl.dot(U_c, A, input_precision="tf32x3")
+        store_rows(W, W_c, t, in_t, hv, HV, rows, rows < C, C)
 
 
 @triton.jit
@@ -83,7 +88,7 @@ def forward_kernel(
     P,  # [B, T, HV, C]
     U,  # [B, T, HV, C] float32
     o,  # [B, T, HV, V]; None if only the state is needed
-    e,  # [B, T, HV, V] float32: errors, or None
+    e,  # [B, T, HV, V]: errors, or None
     ST,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
     scale,

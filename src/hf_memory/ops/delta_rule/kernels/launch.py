@@ -6,9 +6,9 @@ Forward, with the letters of chunk.py; A' are the products of keys, E the errors
     O = (Q e^b) S + P X,   S <- e^(b_C) S + (K e^(b_C - b))^T X
 
 Backward, with W = (I + diag(beta) A')^-1, a kernel loops backwards and computes the gradient of X,
-D = W^T (P^T dO + (K e^(b_C - b)) dS). Then dV = diag(beta) D and dbeta = rowsum(D E). The remaining gradients are those
-of an additive memory that is read by k (with gradient -dV) and by q (with gradient dO), and to which X is written at k.
-This is linear attention over twice as many tokens, whose kernels compute them.
+D = W^T (scale P^T dO + (K e^(b_C - b)) dS). Then dV = diag(beta) D and dbeta = rowsum(D E). The remaining gradients are
+those of an additive memory that is read by k (with gradient -dV) and by q (with gradient dO), and to which E is written
+at k with weights beta, as ops/triton/gradients.py computes them.
 
 Segments (ops/triton/segments.py) are processed twice. The first time gives no outputs, only the state from an empty
 memory, and the state from the identity with v = 0, which is the segment's transition matrix. Its transpose is the
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
-from hf_memory.ops.triton.gradients import query_and_key_gradients
+from hf_memory.ops.triton.gradients import gradient_variants, query_and_key_gradients
 from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher, or_empty
 from hf_memory.ops.triton.segments import (
     Segments,
@@ -56,22 +56,24 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
     chunk, width_v = chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
     narrow = dtype != torch.float32 and chunk["BK"] <= 128
     tile = TILE if narrow else TILE // 2
-    return {**chunk, "V": V, "BV": min(width_v, max(16, tile // chunk["BK"])), "num_warps": 4 if narrow else 8}
+    sizes = {"V": V, "BV": min(width_v, max(16, tile // chunk["BK"]))}
+    return {**chunk, **sizes, "num_warps": 4 if narrow else 8, "num_stages": 3 if chunk["C"] == 32 else 1}
 
 
 def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> dict:
     return walk_constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
 
 
-def _matrices(q, k, beta, g, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
-    """P, U and W of every chunk."""
+def _matrices(q, k, beta, g, cu_seqlens, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """P and U of every chunk, or P and W for the backward."""
     (B, T, H, K), HV = q.shape, beta.shape[2]
     constants = chunk_constants(H, HV, K, decay_kind(g), q.dtype)
     C = constants["C"]
-    P, U, W = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32, torch.float32))
+    P, inverse = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32))
+    U, W = (None, inverse) if backward else (inverse, None)
     bounds, chunks = chunks_of(q, cu_seqlens, C)
     launcher(chunk_kernel, (chunks * HV,))(q, k, beta, g, P, U, W, bounds, T, **constants)
-    return P, U, W
+    return P, inverse
 
 
 def chunks_of(q: Tensor, cu_seqlens: Tensor | None, C: int) -> tuple[Tensor | None, int]:
@@ -100,7 +102,7 @@ def forward_by_segments(
     if segments is not None:
         S, transition = _boundary_states(walk, segments, v, S)
         cu_seqlens = segments.bounds
-    o, e, ST = torch.empty_like(v), torch.empty_like(v, dtype=S.dtype), torch.empty_like(S)
+    o, e, ST = torch.empty_like(v), torch.empty_like(v), torch.empty_like(S)
     walk(v, S, o, e, ST, cu_seqlens)
     if segments is None:
         return or_empty(S, o, ST, e, None, None)
@@ -122,7 +124,7 @@ def fake_forward(q: Tensor, v: Tensor, S: Tensor, segment: int) -> tuple[Tensor,
     if segment:
         M = q.shape[0] * q.shape[1] // segment + N
         states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), S.new_empty(v.shape), states, transition)
+    return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), v.new_empty(v.shape), states, transition)
 
 
 @torch.library.custom_op("hf_memory::delta_rule", mutates_args=())
@@ -139,7 +141,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final state, errors, and before each segment the state and of each the transition; empty without."""
     q, k, v, beta, g, S = contiguous(q, k, v, beta, g, S)
-    P, U, _ = _matrices(q, k, beta, g, cu_seqlens)
+    P, U = _matrices(q, k, beta, g, cu_seqlens, backward=False)
 
     def walk(v, S0, o, e, ST, bounds):
         (M, HV, _, V), matrix = ST.shape, None if o is None else P
@@ -166,47 +168,47 @@ def _backward(
     transition: Tensor | None,
     e: Tensor,
     do: Tensor,
-    dST: Tensor,
+    dST: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment and `do` times scale."""
+    """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment."""
     q, k, beta, g, do, dST = contiguous(q, k, beta, g, do, dST)
     (B, T), (HV, V) = q.shape[:2], e.shape[2:]
     constants = _constants_of(q, V, HV, g)
-    P, _, W = _matrices(q, k, beta, g, cu_seqlens)
+    tiles = triton.cdiv(V, constants["BV"])
+    P, W = _matrices(q, k, beta, g, cu_seqlens, backward=True)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
-    dx, dS0 = torch.empty_like(e), torch.empty_like(S)
+    dv, dbeta, dS0 = torch.empty_like(e), S.new_empty(tiles, B, T, HV), torch.empty_like(S)
 
-    def solve(dST, dx):
-        launcher(solve_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-            q, k, beta, g, P, W, do, dST, dx, dS0, cu_seqlens, T, **constants
+    def solve(dST, dv):
+        of_values = (None, dST, None, None) if dv is None else (e, dST, dv, dbeta)
+        launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
+            q, k, beta, g, P, W, of_values[0], do, *of_values[1:], dS0, cu_seqlens, scale, T, B * T, **constants
         )
 
     if segments is not None and transition is not None:
         solve(None, None)
+        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
         dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    solve(dST, dx)
-    dv = (beta[..., None] * dx).to(q.dtype)
-    x, nothing = (beta[..., None] * e).to(q.dtype), torch.zeros_like
-    gates = None if g is None else in_turn(g, nothing(g))
-    twice = in_turn(k, q), in_turn(nothing(k), k), in_turn(nothing(x), x), gates
-    bounds = None if cu_seqlens is None else 2 * cu_seqlens
-    dq, dk, dg, _ = query_and_key_gradients(*twice, S, None, in_turn(-dv, do), None, dST, None, bounds)
-    (dk_read, dq), (_, dk), dg = apart(dq, 2), apart(dk, 2), None if g is None else apart(dg, 2)[0].contiguous()
+    solve(dST, dv)
+    dq, dk, dg, _ = query_and_key_gradients(q, k, e, g, S, None, do, None, dST, None, cu_seqlens, scale, w=beta, dr=dv)
     dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
-    return or_empty(S, dq.contiguous(), dk + dk_read, dv, (dx * e).sum(-1), dg, dS0)
+    return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 
 @_backward.register_fake
-def _(q, k, beta, g, S, transition, e, do, dST, cu_seqlens, segment):
+def _(q, k, beta, g, S, transition, e, do, dST, cu_seqlens, scale, segment):
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv = (q.new_empty(x.shape) for x in (q, k, e))
-    dbeta, dg, dS0 = (None if x is None else S.new_empty(x.shape) for x in (beta, g, dST))
-    return or_empty(S, dq, dk, dv, dbeta, dg, dS0)
+    dbeta, dg = (None if x is None else S.new_empty(x.shape) for x in (beta, g))
+    return or_empty(S, dq, dk, dv, dbeta, dg, S.new_empty(N, *S.shape[1:]))
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
     q, k, _, beta, g, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
@@ -215,9 +217,9 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, do, dST, *_):
     *saved, e, cu_seqlens = ctx.saved_tensors
-    q, _, beta, g, *_ = saved
-    do = (ctx.scale * do.float()).to(q.dtype)
-    dq, dk, dv, dbeta, dg, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.segment)
+    _, _, beta, g, *_ = saved
+    do = torch.zeros_like(e) if do is None else do
+    dq, dk, dv, dbeta, dg, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dS0, None, None, None
 
 
@@ -262,15 +264,17 @@ def _case(D: int, decay: int, dtype: torch.dtype) -> list[Variant]:
     absent = {"cu_seqlens", "bounds"} | (set() if decay else {"g"})
     alone = {"own": {"q", "P", "S0", "o", "e"}, "transition": {"q", "v", "P", "S0", "o", "e"}}
     cases = (
-        ("", chunk_kernel, chunk, absent),
+        ("", chunk_kernel, chunk, absent | {"W"}),
+        (" backward", chunk_kernel, chunk, absent | {"U"}),
         ("", forward_kernel, walk, absent),
         *((f" {name}", forward_kernel, walk, absent | less) for name, less in alone.items()),
         ("", solve_kernel, walk, absent),
-        (" own", solve_kernel, walk, absent | {"dST", "dx"}),
+        (" own", solve_kernel, walk, absent | {"dST", "e", "dv", "dbeta"}),
         ("", matrix_scan_kernel, {**matrix_scan_constants(8, D, D), "BACKWARDS": True}, set()),
     )
     name = f"{('none', 'scalar', 'vector')[decay]} {D} {str(dtype)[6:]}"
-    return [
-        variant(f"{kernel.__name__}{part} {name}", kernel, constants, less, {"q", "k", "v", "P", "o", "do"}, dtype)
-        for part, kernel, constants, less in cases
+    narrow = {"q", "k", "v", "P", "o", "e", "do", "dv"}
+    walks = [
+        variant(f"{kernel.__name__}{part} {name}", kernel, c, less, narrow, dtype) for part, kernel, c, less in cases
     ]
+    return walks + gradient_variants(f"delta {name}", D, decay, dtype, reads=True, normalize=False)
