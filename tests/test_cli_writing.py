@@ -248,12 +248,16 @@ def write_model(student, folder, files):
         (["generate", "STUDENT", "--prompt", "new", "--device", "abacus"], "device must be available to torch"),
         (["generate", "STUDENT", "--prompt", "new", "--device", "meta"], "device must be available to torch, got meta"),
         (["chat", "STUDENT", "--memory", "/no/such/folder/memory"], "memory must be a file in a folder that exists"),
+        (
+            ["chat", "TEACHER", "--memory", "OUT"],
+            "memory must not be given for a model of another package, got a Llama",
+        ),
         (["chat", "STUDENT", "--memory", "."], "memory must be a file in a folder that exists"),
         (["fine-tune", "STUDENT", "--text", "", "--output", "OUT"], "text must"),
     ],
 )
-def test_errors_are_sentences(run, student, tmp_path, arguments, sentence):
-    names = {"STUDENT": student, "OUT": tmp_path / "out"}
+def test_errors_are_sentences(run, student, teacher, tmp_path, arguments, sentence):
+    names = {"STUDENT": student, "TEACHER": teacher, "OUT": tmp_path / "out"}
     arguments = [x(student, tmp_path) if callable(x) else names.get(x, x) for x in arguments]
     code, _, err = run(*arguments)
     assert (code, err.count("\n")) == (2, 1)

@@ -14,6 +14,7 @@ from hf_memory.cli.options import Seed
 from hf_memory.cli.terminal import console
 from hf_memory.cli.turns import turns
 from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, Writer, load, sampling
+from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.serving import Conversation, load_memory, save_memory
 
 HELP = """/help   show these words
@@ -43,6 +44,8 @@ def chat(
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
     loaded, tokenizer = load(model, device, dtype)
+    if memory is not None and not isinstance(loaded, MemoryForCausalLM):
+        raise ValueError(f"memory must not be given for a model of another package, got a {type(loaded).__name__}")
     cache = load_memory(memory, loaded) if memory and memory.exists() else None
     conversation = Conversation(
         loaded, tokenizer, cache=cache, system=system, max_new_tokens=max_new_tokens, options=options, seed=seed
