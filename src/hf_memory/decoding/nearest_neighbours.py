@@ -152,14 +152,13 @@ def tune(
     log_p, distances, same = (torch.cat(x) for x in zip(*parts))
     mean = float(distances[distances.isfinite()].mean())
     choices = [(w, t) for w in weights for t in temperatures or [mean / 2**n for n in range(9)]]
-    best = max(choices, key=lambda choice: float(_mixed(log_p, distances, same, *choice).mean()))
-    return dict(zip(("weight", "temperature"), best))
 
+    def log_likelihood(choice: tuple[float, float]) -> float:
+        weight, temperature = choice
+        retrieved = ((-distances / temperature).softmax(-1) * same).sum(-1).log()
+        return float(torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved).mean())
 
-def _mixed(log_p: Tensor, distances: Tensor, same: Tensor, weight: float, temperature: float) -> Tensor:
-    """Log-probabilities [n] of tokens, given the model's, and which neighbours [n, k] have the same token."""
-    retrieved = ((-distances / temperature).softmax(-1) * same).sum(-1).log()
-    return torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved)
+    return dict(zip(("weight", "temperature"), max(choices, key=log_likelihood)))
 
 
 class RetrievalGate(nn.Linear):

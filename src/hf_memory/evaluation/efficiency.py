@@ -40,13 +40,12 @@ def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_toke
 
     Contexts of more than 2,048 tokens are read once, which takes long enough to be measured well.
     """
-    return tuple(_cost(model, context, new_tokens) for context in contexts)
-
-
-def _cost(model: PreTrainedModel, context: int, new_tokens: int) -> Cost:
-    runs = 3 if context <= LONG else 1
-    sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
-    return Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds))
+    costs = []
+    for context in contexts:
+        runs = 3 if context <= LONG else 1
+        sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
+        costs.append(Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds)))
+    return tuple(costs)
 
 
 @torch.no_grad()

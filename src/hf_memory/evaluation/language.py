@@ -107,20 +107,18 @@ def _agreement(compared: Tensor) -> Agreement:
 @torch.no_grad()
 def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, tell: Tell) -> Tensor:
     """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
-    return torch.cat([_compared_batch(student, teacher, batch) for batch in _batches(rows, tell)])
-
-
-def _compared_batch(student: PreTrainedModel, teacher: PreTrainedModel, batch: Tensor) -> Tensor:
-    models = [_slices(_logits(model, batch)[:, :-1]) for model in (student, teacher)]
-    labels = batch[:, 1:].split([x.shape[1] for x in models[0]], dim=1)
     found = []
-    for *logits, following in zip(*models, labels):
-        p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
-        kl = F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1)
-        losses = [F.nll_loss(x.mT, following.to(x.device), reduction="none") for x in (p_student, p_teacher)]
-        same = p_student.argmax(-1) == p_teacher.argmax(-1)
-        found.append(torch.stack([kl, same.to(kl), losses[0] - losses[1]], dim=1))
-    return torch.cat(found, dim=-1).double().cpu()
+    for batch in _batches(rows, tell):
+        models = [_slices(_logits(model, batch)[:, :-1]) for model in (student, teacher)]
+        labels, parts = batch[:, 1:].split([x.shape[1] for x in models[0]], dim=1), []
+        for *logits, following in zip(*models, labels):
+            p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
+            kl = F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1)
+            losses = [F.nll_loss(x.mT, following.to(x.device), reduction="none") for x in (p_student, p_teacher)]
+            same = p_student.argmax(-1) == p_teacher.argmax(-1)
+            parts.append(torch.stack([kl, same.to(kl), losses[0] - losses[1]], dim=1))
+        found.append(torch.cat(parts, dim=-1).double().cpu())
+    return torch.cat(found)
 
 
 def perplexity_by_position(

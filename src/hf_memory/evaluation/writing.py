@@ -37,8 +37,12 @@ def answers(
     model: PreTrainedModel, tokenizer, prompts: Sequence[str], new_tokens: int, progress: Callable[[int], object]
 ) -> Iterator[str]:
     """Greedy answers with the chat template if there is one, else greedy continuations of the prompts."""
+    has_template = tokenizer.chat_template is not None
     for prompt in prompts:
-        yield greedy(model, tokenizer, _asked(tokenizer, prompt), new_tokens)
+        if has_template:
+            prompt = apply_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        asked = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")["input_ids"]
+        yield greedy(model, tokenizer, asked, new_tokens)
         progress(new_tokens)
 
 
@@ -56,11 +60,3 @@ def words_alike(text: str, other: str) -> int:
     words, others = text.split(), other.split()
     same = [word == other for word, other in zip(words, others)]
     return [*same, False].index(False)
-
-
-def _asked(tokenizer, prompt: str) -> Tensor:
-    """The tokens of a prompt, [1, T]."""
-    has_template = tokenizer.chat_template is not None
-    if has_template:
-        prompt = apply_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-    return tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")["input_ids"]

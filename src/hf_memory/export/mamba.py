@@ -60,12 +60,14 @@ class Granite(Target):
     def options(self, config: GatedLinearAttentionConfig) -> dict:
         n_groups, heads, expand = _sizes(config, self.expand)
         *_, K, V = config.memory_heads
+        kept, rope = kept_layers(config), config.no_rope_layers
+        rotates = kept and (rope is None or rope[kept[0]])
         return {
             **shared_options(config),
             "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+            "num_key_value_heads": config.num_key_value_heads if kept else 1,
             "rope_parameters": config.rope_parameters,
-            "position_embedding_type": "rope" if _rotates(config) else "nope",  # null would mean RoPE in MLX
+            "position_embedding_type": "rope" if rotates else "nope",  # null would mean RoPE in MLX
             "attention_bias": config.attention_bias or config.attention_output_bias,
             "attention_multiplier": attention_scale(config),
             "embedding_multiplier": config.embedding_multiplier,
@@ -183,11 +185,6 @@ def _check(config: GatedLinearAttentionConfig) -> list[str]:
     if not config.linear_conv_kernel_dim:
         faults.append("linear_conv_kernel_dim above 0, got 0")
     return faults
-
-
-def _rotates(config: GatedLinearAttentionConfig) -> bool:
-    kept = kept_layers(config)
-    return bool(kept) and (config.no_rope_layers is None or bool(config.no_rope_layers[kept[0]]))
 
 
 def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:

@@ -78,11 +78,6 @@ def output_heads(config) -> int:
     return max(query_heads, value_heads)
 
 
-def repeat_rows(x: Tensor, heads: int, more: int) -> Tensor:
-    """[heads * D, ...] -> [more * D, ...]: repeat the rows of each head for all heads that share it."""
-    return x if heads >= more else x.unflatten(0, (heads, -1)).repeat_interleave(more // heads, 0).flatten(0, 1)
-
-
 def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
     """A memory's weights, with heads repeated so that there are `key_heads` query and key heads, and all value heads.
 
@@ -97,7 +92,8 @@ def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
     for part in "qkv":
         for name in (f"{part}_proj.weight", f"{part}_proj.bias", f"{part}_conv1d.weight", f"{part}_conv1d.bias"):
             if name in mixer:
-                found[name] = repeat_rows(mixer[name], heads[part], wanted[part])
+                rows = mixer[name].unflatten(0, (heads[part], -1))
+                found[name] = rows.repeat_interleave(max(1, wanted[part] // heads[part]), 0).flatten(0, 1)
         if f"{part}_conv1d.weight" not in found:
             rows = found[f"{part}_proj.weight"]
             found[f"{part}_conv1d.weight"] = F.one_hot(rows.new_full((len(rows),), 3).long(), 4).to(rows.dtype)
