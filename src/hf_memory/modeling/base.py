@@ -177,17 +177,10 @@ class MemoryModel(MemoryPreTrainedModel):
             use_cache: whether to return a cache. Packed sequences without a cache given have none.
             **kwargs: passed to the mixers.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        _check(inputs_embeds)
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim != 2:
-            attention_mask = self._for_all_layers(attention_mask)
-        if self.has_memory or not isinstance(attention_mask, dict):
+        inputs_embeds = self._embedded(input_ids, inputs_embeds)
+        attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
+        if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
-        else:
-            cu_seqlens = None  # a dict of masks already separates packed sequences
         if cu_seqlens is not None:
             attention_mask = None
             position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
@@ -197,14 +190,13 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
         if isinstance(attention_mask, Tensor):
             inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
-        masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
         own_losses: list[Tensor] = []
         scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
             hidden_states,
-            [masks[layer_type] for layer_type in self.config.layer_types],
+            self._masks(inputs_embeds, attention_mask, past_key_values, position_ids),
             position_embeddings=self.rotary_emb(hidden_states, position_ids),
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -233,7 +225,17 @@ class MemoryModel(MemoryPreTrainedModel):
         """Read the table of values. Layers get this function, not the module, which accelerate would move."""
         return self.memory_values(slots, weights)
 
-    def _for_all_layers(self, attention_mask: Tensor) -> dict:
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        given = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if 0 in given.shape:
+            raise ValueError(f"input_ids must have at least one row and one token, got shape {tuple(given.shape[:2])}")
+        return given
+
+    def _for_all_layers(self, attention_mask: Tensor | dict | None) -> Tensor | dict | None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.ndim == 2:
+            return attention_mask
         if self.has_memory:
             raise ValueError(
                 "attention_mask must be [B, past + T], zero at padding, or a dict with a mask for each layer type, "
@@ -241,25 +243,18 @@ class MemoryModel(MemoryPreTrainedModel):
             )
         return dict.fromkeys(self.config.layer_types, attention_mask)
 
-    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
-        if isinstance(attention_mask, dict):  # generate has created them
-            return attention_mask
-        return {
-            layer_type: MASKS[layer_type](
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
-            for layer_type in set(self.config.layer_types)
+    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> list:
+        """The mask of each layer."""
+        given = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
         }
-
-
-def _check(inputs_embeds: Tensor) -> None:
-    B, T = inputs_embeds.shape[:2]
-    if B < 1 or T < 1:
-        raise ValueError(f"input_ids must have at least one row and one token, got shape {(B, T)}")
+        kinds = self.config.layer_types
+        made = attention_mask if isinstance(attention_mask, dict) else {kind: MASKS[kind](**given) for kind in {*kinds}}
+        return [made[kind] for kind in kinds]
 
 
 class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
@@ -324,13 +319,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = _with(outputs.own_loss, loss)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
