@@ -108,7 +108,7 @@ class CompressiveMixer(SlotsMixer):
         attend = partial(F.scaled_dot_product_attention, scale=self.scaling, enable_gqa=True)
         q, k, v, slot_k, slot_v = (x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v)))
         kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
-        return [self.config.compression_loss_weight * (kept - compressed).square().mean()]
+        return [(kept - compressed).square().mean()]
 
     def slots(self, plain, projected, tokens: Tokens, lengths, context: Context) -> tuple[Columns, States]:
         """The states are `compressed_keys` and `compressed_values` [B, slots, H, D], with slots that become visible

@@ -252,7 +252,7 @@ class MemoryModel(MemoryPreTrainedModel):
             "past_key_values": past_key_values,
             "position_ids": position_ids,
         }
-        kinds = self.config.layer_types
+        kinds: Any = self.config.layer_types
         made = attention_mask if isinstance(attention_mask, dict) else {kind: MASKS[kind](**given) for kind in {*kinds}}
         return [made[kind] for kind in kinds]
 

@@ -22,7 +22,6 @@ RANGES = {  # of fields for which these are not right
     "pattern_seed": (0, 2**63 - 1),
     "halting_epsilon": (TINY, 0.999),
     "span_loss_weight": (0, HUGE),
-    "compression_loss_weight": (0, HUGE),
     "ponder_loss_weight": (0, HUGE),
 }
 
@@ -44,3 +43,11 @@ def check_numbers(values: dict[str, Any]) -> None:
         if type(value) in DEFAULT_RANGES:
             least, most = RANGES.get(name, DEFAULT_RANGES[type(value)])
             check(least <= value <= most, name, f"from {least} to {most}", value)
+
+
+def check_each(config, name: str, given: list, words: tuple[str, ...] = ()) -> None:
+    """Raise ValueError unless a field has an entry for each layer of a config, one of `words` if there are any."""
+    expected = f"a list with one for each of the num_hidden_layers={config.num_hidden_layers} layers"
+    check(len(given) == config.num_hidden_layers, name, expected, given)
+    for word in given if words else ():
+        check_word(name, word, words)

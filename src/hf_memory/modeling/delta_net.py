@@ -8,13 +8,13 @@ from hf_memory.mixers.delta_net import DeltaNetMixer
 from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check_word
-from hf_memory.modeling.memory_heads import LevelsConfig
+from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 GATES = ("none", "scalar", "vector")
 
 
 @strict
-class DeltaNetConfig(LevelsConfig):
+class DeltaNetConfig(Levels, MemoryHeadsConfig):
     """Config of DeltaNet. Options that are not given follow the paper of the chosen gate.
 
     Args:
@@ -27,7 +27,7 @@ class DeltaNetConfig(LevelsConfig):
     """
 
     model_type = "hf_memory_deltanet"
-    mixers = {**LevelsConfig.mixers, "memory": DeltaNetMixer}
+    mixers = {**MemoryHeadsConfig.mixers, "memory": DeltaNetMixer}
     far_memory = DeltaSlots
 
     gate: str = "none"

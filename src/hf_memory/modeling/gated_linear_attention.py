@@ -10,14 +10,14 @@ from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, M
 from hf_memory.mixers.mamba import MambaMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
-from hf_memory.modeling.memory_heads import LevelsConfig
+from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 GATES = ("retention", "scalar", "vector", "mamba2")  # gates whose mixers have the projections of a Transformer
 MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer, "mamba2": Mamba2Mixer}
 
 
 @strict
-class GatedLinearAttentionConfig(LevelsConfig):
+class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
     """Config of gated linear attention. Options that are not given follow the paper of the chosen gate.
 
     Args:
@@ -47,7 +47,7 @@ class GatedLinearAttentionConfig(LevelsConfig):
     @property
     def mixers(self) -> dict:
         """The mixer class of each layer type."""
-        return {**LevelsConfig.mixers, "memory": MIXERS[self.gate]}
+        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate]}
 
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""

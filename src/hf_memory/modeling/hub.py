@@ -43,7 +43,7 @@ class HubClassMixin:
             super().register_for_auto_class(*auto_class)
 
 
-class HubConfigMixin(HubClassMixin):
+class HubConfigMixin:
     """For configs: config.json names the classes of the family, and the shim beside it imports them.
 
     These entries are only in the file: the config object's `auto_map` holds entries made by others.

@@ -1,6 +1,7 @@
 """Config fields of families whose memory may have other heads than attention. Names are as in transformers."""
 
 from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
 
 from hf_memory.mixers.levels import LevelsMixer
 from hf_memory.modeling.checks import check, check_word
@@ -75,9 +76,8 @@ class MemoryHeadsConfig(MemoryConfig):
         check(not self.memory_rope or key_dim == self.head_dim, "linear_key_head_dim", is_rotated, key_dim)
 
 
-@strict
-class LevelsConfig(MemoryHeadsConfig):
-    """Options of families that can have log-linear attention.
+class Levels(PreTrainedConfig):
+    """Log-linear attention, for families that can have it.
 
     Args:
         levels (`str`, defaults to `"one"`): `"one"`: one memory of the whole past; `"log"`: log-linear attention

@@ -18,7 +18,7 @@ from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, St
 from hf_memory.mixers.store import JOINS, MemorizingMixer, TopTokensMixer
 from hf_memory.mixers.transformer import LocalMixer, TransformerMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_numbers, check_word
+from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
@@ -91,7 +91,6 @@ class MemoryTransformerConfig(MemoryConfig):
             attention.
         compression_rate (`int`, defaults to 4): number of tokens that are compressed into a slot.
         compressed_length (`int`, defaults to 512): number of slots that a token sees.
-        compression_loss_weight (`float`, defaults to 1.0): weight of the loss that trains the compression.
         memory_size (`int`, defaults to 8192): with `"memorizing"`, number of tokens in the store.
         memory_top_k (`int`, defaults to 32): number of these tokens that a head reads.
         memory_join (`str`, defaults to `"gate"`): how what was read joins the attention to the window: by a learned
@@ -148,7 +147,6 @@ class MemoryTransformerConfig(MemoryConfig):
     compression: str = "convolution"
     compression_rate: int = 4
     compressed_length: int = 512
-    compression_loss_weight: float = 1.0
     memory_size: int = 8192
     memory_top_k: int = 32
     memory_join: str = "gate"
@@ -220,9 +218,9 @@ class MemoryTransformerConfig(MemoryConfig):
         check_word("depth", self.depth, DEPTHS)
         check_word("memory_join", self.memory_join, JOINS)
         check_word("compression", self.compression, COMPRESSIONS)
-        self.check_each("pattern", self.patterns, tuple(PATTERNS))
-        self.check_each("past", self.pasts, tuple(PASTS))
-        self.check_each("span_limits", self.span_limits or self.layer_types)
+        check_each(self, "pattern", self.patterns, tuple(PATTERNS))
+        check_each(self, "past", self.pasts, tuple(PASTS))
+        check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
         is_alone = position not in RELATIONS or {*self.mixer_types} == {"memory"}
         check(is_alone, "layer_types", f"all 'memory' with position={position!r}", self.layer_types)

@@ -1,0 +1,144 @@
+"""Groups of options that all families share. `MemoryConfig` has all of them."""
+
+from transformers import PreTrainedConfig
+
+from hf_memory.feed_forward import FEED_FORWARDS
+from hf_memory.modeling.checks import check, check_each, check_word
+from hf_memory.ops.masks import Mask, causal, window
+
+NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
+
+class TeacherShape(PreTrainedConfig):
+    """How published Transformers differ from Llama. With the defaults, a model has the shape of Llama.
+
+    Args:
+        attention_output_bias (`bool`, defaults to `False`): bias of the o projection.
+        mlp_bias (`bool`, defaults to `False`): biases of the MLP's projections.
+        qk_norm_whole_width (`bool`, defaults to `False`): apply the norm of `use_qk_norm` to all heads together, as in
+            OLMo-2. It does not work with tensor parallelism, where no process has all heads.
+        norm_placement (`str`, defaults to `"pre"`): where the norms of a layer are: `"pre"`: before mixer and MLP, as
+            in Llama; `"post"`: after them, as in OLMo-2; `"both"`: before and after them, as in Gemma-2.
+        no_rope_layers (`list[int]`, defaults to all 1): 1 for a layer that rotates queries and keys, 0 for one that
+            does not, as in SmolLM3.
+        query_pre_attn_scalar (`float`, defaults to `head_dim`): attention scores are divided by its square root.
+        attn_logit_softcapping (`float`, *optional*): a cap: attention scores s become cap tanh(s / cap), as in Gemma-2.
+            SDPA does not support it, so attention is then eager by default.
+        final_logit_softcapping (`float`, *optional*): the same for the logits.
+        embedding_multiplier (`float`, defaults to 1): factor that multiplies the embeddings before the first layer.
+    """
+
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm_whole_width: bool = False
+    norm_placement: str = "pre"
+    no_rope_layers: list[int] | None = None
+    query_pre_attn_scalar: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    final_logit_softcapping: float | int | None = None
+    embedding_multiplier: float | int = 1.0
+
+    def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
+        """Names of the norms before and after the mixer and the MLP of a layer; empty if there is none."""
+        return NORMS[self.norm_placement]
+
+    def validate_architecture(self):
+        """Check the norms and the layers with positions, too."""
+        super().validate_architecture()
+        check_word("norm_placement", self.norm_placement, tuple(NORMS))
+        check_each(self, "no_rope_layers", (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers])
+
+
+class AttentionWindow(PreTrainedConfig):
+    """A window of softmax attention beside a memory, which then holds what has left the window.
+
+    Args:
+        attention_window (`int`, *optional*): size of a window of softmax attention in memory layers, the present token
+            included; what has left the window is in the memory. Default: no window, only the memory.
+        num_sink_tokens (`int`, defaults to 0): number of first tokens of the sequence that this attention sees too.
+        full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads that attend to all
+            tokens instead of a window, and keep all their keys and values.
+        full_attention_window (`int`, *optional*): window of these heads, so that the cache stops growing; they see the
+            first tokens too. Default: all tokens.
+        window_memory (`bool`, defaults to `True`): whether there is a memory of what has left the window. Most options
+            of the family's own memory are not used beside a window.
+        num_memory_slots (`int`, defaults to 64): number of slots that this memory has for each key-value head.
+    """
+
+    far_memory = None  # class of the memory beside attention over a window
+
+    attention_window: int | None = None
+    num_sink_tokens: int = 0
+    full_attention_heads: list[list[int]] | None = None
+    full_attention_window: int | None = None
+    window_memory: bool = True
+    num_memory_slots: int = 64
+
+    def near(self, tokens: int) -> Mask:
+        """The mask of attention over the last tokens, beside a memory or in heads with a window."""
+        return causal & window(tokens)
+
+    def validate_architecture(self):
+        """Check the window, too."""
+        super().validate_architecture()
+        near, longer, heads = self.attention_window, self.full_attention_window, self.full_attention_heads
+        if near is None:
+            is_alone = not (self.num_sink_tokens or heads)
+            check(is_alone, "attention_window", "set with num_sink_tokens or full_attention_heads", None)
+            return
+        has_memory = not self.window_memory or self.far_memory is not None
+        check(has_memory, "window_memory", f"False for {self.model_type}, which has no such memory", True)
+        is_longer = longer is None or longer >= near
+        check(is_longer, "full_attention_window", f"at least attention_window={near}", longer)
+        if heads is not None:
+            check_each(self, "full_attention_heads", heads)
+            last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}
+            check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
+
+
+class ProductKeys(PreTrainedConfig):
+    """What follows a mixer: an MLP, a memory layer with product keys, or both.
+
+    Args:
+        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"memory"` (a memory layer
+            with product keys), `"mlp_and_memory"` (the sum of both) or `"none"`. Default: `"mlp"` in all layers, or
+            `"none"` with an `intermediate_size` of 0. All memory layers share one table of values.
+        num_product_keys (`int`, defaults to 1024): number of half keys of each kind and head; its square is the number
+            of slots.
+        product_key_heads (`int`, defaults to 4): number of queries of each token to the table.
+        product_key_dim (`int`, defaults to 512): channels of such a query.
+        product_key_top_k (`int`, defaults to 32): number of slots that a query reads.
+        sparse_memory_gradients (`bool`, defaults to `False`): whether the gradient of the values is a sparse tensor, so
+            that a training step spends no time on slots that were not read; see `parameter_groups`.
+    """
+
+    mlp_types: list[str] | None = None
+    num_product_keys: int = 1024
+    product_key_heads: int = 4
+    product_key_dim: int = 512
+    product_key_top_k: int = 32
+    sparse_memory_gradients: bool = False
+
+    @property
+    def feed_forwards(self) -> list[str]:
+        """The feed-forward part of each layer, by its name in `FEED_FORWARDS`, or `"none"`."""
+        return self.mlp_types or ["mlp" if self.intermediate_size > 0 else "none"] * self.num_hidden_layers
+
+    def validate_architecture(self):
+        """Check the feed-forward parts, too."""
+        super().validate_architecture()
+        given = self.mlp_types or self.feed_forwards
+        check_each(self, "mlp_types", given, (*FEED_FORWARDS, "none"))
+        check(given == self.feed_forwards, "mlp_types", f"{self.feed_forwards} for {self.model_type}", given)
+        check(self.product_key_dim % 2 == 0, "product_key_dim", "even", self.product_key_dim)
+        most, found = self.num_product_keys, self.product_key_top_k
+        check(found <= most, "product_key_top_k", f"at most num_product_keys={most}", found)
