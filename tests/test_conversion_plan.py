@@ -34,7 +34,11 @@ def planned(**recipe):
         ({}, (FIXED, TRANSFER, KL), (GROWS, "trained on the text", "cross-entropy with")),
         (
             {"to": "deltaformer"},
-            (GROWS, "its teacher before any training", "trained on the text"),
+            (
+                "grows with the text at 103% of",
+                "its teacher before any training",
+                "trained on the text",
+            ),  # and positions
             (FIXED, TRANSFER, KL),
         ),
         ({"to": "titans"}, (FIXED, "its teacher before any training", "trained on the text"), (TRANSFER, KL)),

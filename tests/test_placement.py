@@ -10,7 +10,7 @@ from comparing import assert_close, in_float64
 from hf_memory.conversion import Run, Schedule, carry_over, kept_layers, make_student, rank_layers
 from hf_memory.conversion.students import placement
 from hf_memory.conversion.students.heads import rank_heads
-from hf_memory.conversion.students.placement import auto_count, placement_table, restored
+from hf_memory.conversion.students.placement import placement_table, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from test_conversion import convert, make_teacher, same
 
@@ -40,7 +40,7 @@ def test_words_for_layers(keep, num_layers, layers):
 
 @pytest.mark.parametrize(("keep", "count"), [("auto", 2), ("auto:1/2", 5), ("auto:1/99", 1), ("1/4", 0), ((0,), 0)])
 def test_how_many_layers_auto_keeps(keep, count):
-    assert auto_count(keep, 10) == count
+    assert share_count("auto", keep, 10) == count
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
         return f"its cache grows with the text up to {_megabytes(last)}, and no further"
     teachers = bytes_per_token(teacher)
     share = grows / teachers if teachers else float("inf")
-    how = "as fast as its teacher's" if share == 1 else f"at {share:.0%} of the rate of its teacher's"
+    how = "as fast as its teacher's" if f"{share:.0%}" == "100%" else f"at {share:.0%} of the rate of its teacher's"
     return f"its cache grows with the text {how}, by {grows:,} bytes per token"
 
 

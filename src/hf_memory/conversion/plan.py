@@ -20,7 +20,7 @@ from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import is_exact, student_config
 from hf_memory.conversion.students.heads import by_layer
-from hf_memory.conversion.students.placement import auto_count, head_count, kept_layers
+from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
@@ -53,31 +53,31 @@ class Plan:
         recipe: the recipe.
         teacher: config of the teacher.
         student: config of the student.
+        stages: the stages, in order.
+        num_tokens: tokens of the text.
+        student_parameters: number of the student's parameters.
         kept: layers that keep the teacher's attention, without those that a ranking will choose.
         ranked: number of layers that a ranking will choose.
         ranked_heads: number of key-value heads that will be chosen by their retrieval in the teacher.
         is_exact: whether the student equals its teacher before any training.
         window: tokens of the longest window before fine-tuning.
-        stages: the stages, in order.
-        num_tokens: tokens of the text.
-        teacher_parameters: number of the teacher's parameters.
-        student_parameters: number of the student's parameters.
+        teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
         quantized_parameters: number of the teacher's parameters that are quantised.
     """
 
     recipe: Recipe
     teacher: PreTrainedConfig
     student: PreTrainedConfig
-    kept: tuple[int, ...]
-    ranked: int
-    ranked_heads: int
-    is_exact: bool
-    window: int
     stages: tuple[Stage, ...]
     num_tokens: int
-    teacher_parameters: int
     student_parameters: int
-    quantized_parameters: int
+    kept: tuple[int, ...] = ()
+    ranked: int = 0
+    ranked_heads: int = 0
+    is_exact: bool = True
+    window: int = 0
+    teacher_parameters: int = 0
+    quantized_parameters: int = 0
 
     @property
     def top_k(self) -> int | None:
@@ -127,8 +127,8 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_teacher(recipe, teacher)
-    ranked = auto_count(recipe.keep, teacher.num_hidden_layers)
-    heads = head_count(recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
+    ranked = share_count("auto", recipe.keep, teacher.num_hidden_layers)
+    heads = share_count("heads", recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
     kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
     probable = tuple(range(ranked)) or kept  # sizes do not depend on which layers they are
     config = student_config(teacher, recipe.to, probable, recipe.options)
@@ -144,18 +144,18 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
     if ranked and exact:
         raise ValueError("keep must not be auto for a student that equals its teacher whatever layers it keeps")
     return Plan(
-        recipe=recipe,
-        teacher=teacher,
-        student=config,
+        recipe,
+        teacher,
+        config,
+        tuple(_stages(recipe, exact, student, whole)),
+        len(tokens),
+        _count(student),
         kept=kept,
         ranked=ranked,
         ranked_heads=heads,
         is_exact=exact,
         window=window,
-        stages=tuple(_stages(recipe, exact, student, whole)),
-        num_tokens=len(tokens),
         teacher_parameters=_count(whole),
-        student_parameters=_count(student),
         quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
     )
 
@@ -247,21 +247,7 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text 
         raise ValueError("steps of fine-tuning must be at least 1, got 0")
     check_fine_tuning(tokens, config, recipe.fine_tuning)
     model = _on_meta(config)
-    return Plan(
-        recipe=recipe,
-        teacher=config,
-        student=config,
-        kept=(),
-        ranked=0,
-        ranked_heads=0,
-        is_exact=True,
-        window=0,
-        stages=(_fine_tuning(recipe, model, recipe.seed),),
-        num_tokens=len(tokens),
-        teacher_parameters=0,
-        student_parameters=_count(model),
-        quantized_parameters=0,
-    )
+    return Plan(recipe, config, config, (_fine_tuning(recipe, model, recipe.seed),), len(tokens), _count(model))
 
 
 def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:

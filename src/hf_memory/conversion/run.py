@@ -30,44 +30,25 @@ DEFAULTS = {  # our defaults for transformers' TrainingArguments
     "disable_tqdm": True,
     "report_to": "none",
 }
-LEAST = {  # training arguments that a user may set, with the smallest value of those that have one
-    "activation_checkpointing": None,
-    "activation_checkpointing_kwargs": None,
+LEAST = {  # smallest values of training arguments
     "adam_beta1": 0,
     "adam_beta2": 0,
     "adam_epsilon": 0,
-    "bf16": None,
-    "dataloader_multiprocessing_context": None,
     "dataloader_num_workers": 0,
-    "dataloader_persistent_workers": None,
-    "dataloader_pin_memory": None,
     "dataloader_prefetch_factor": 1,
-    "ddp_backend": None,
-    "ddp_broadcast_buffers": None,
     "ddp_bucket_cap_mb": 1,
-    "ddp_find_unused_parameters": None,
     "ddp_timeout": 1,
-    "disable_tqdm": None,
-    "fp16": None,
-    "full_determinism": None,
     "gradient_accumulation_steps": 1,
-    "gradient_checkpointing": None,
-    "gradient_checkpointing_kwargs": None,
-    "lr_scheduler_kwargs": None,
     "max_grad_norm": 0,
-    "optim": None,
-    "optim_args": None,
-    "optim_target_modules": None,
-    "project": None,
-    "report_to": None,
     "save_total_limit": 1,
-    "tf32": None,
-    "torch_compile": None,
-    "torch_compile_backend": None,
-    "torch_compile_mode": None,
     "torch_empty_cache_steps": 1,
     "weight_decay": 0,
 }
+OTHERS = """activation_checkpointing activation_checkpointing_kwargs bf16 dataloader_multiprocessing_context
+dataloader_persistent_workers dataloader_pin_memory ddp_backend ddp_broadcast_buffers ddp_find_unused_parameters
+disable_tqdm fp16 full_determinism gradient_checkpointing gradient_checkpointing_kwargs lr_scheduler_kwargs optim
+optim_args optim_target_modules project report_to tf32 torch_compile torch_compile_backend torch_compile_mode"""
+USABLE = sorted([*LEAST, *OTHERS.split()])  # training arguments that a user may set; stages set others, or lack them
 
 
 @dataclass(frozen=True)
@@ -119,9 +100,9 @@ class Run:
 
     def check(self, *schedules: Schedule) -> None:
         """Raise ValueError if stages with these schedules cannot be run with these training arguments."""
-        if unknown := sorted(set(self.training) - set(LEAST)):
-            given = ", ".join(unknown) + nearest(unknown[0], LEAST)
-            raise ValueError(f"training must be arguments from {', '.join(LEAST)}, got {given}")
+        if unknown := sorted(set(self.training) - set(USABLE)):
+            given = ", ".join(unknown) + nearest(unknown[0], USABLE)
+            raise ValueError(f"training must be arguments from {', '.join(USABLE)}, got {given}")
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
             _check_value(name, value, hints[name])
@@ -136,7 +117,7 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
         type_validator(name, value, expected)
     except (TypeError, StrictDataclassFieldValidationError) as error:
         raise ValueError(f"{name} of training must be {words}, got {value!r}") from error
-    least = LEAST[name]
+    least = LEAST.get(name)
     if least is not None and value is not None and not least <= value < math.inf:
         raise ValueError(f"{name} of training must be at least {least}, got {value!r}")
     if name.startswith("adam_beta") and value >= 1:

@@ -58,27 +58,21 @@ def kept_layers(keep: Keep, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(keep)))
 
 
-def auto_count(keep: Keep, num_layers: int) -> int:
-    """How many layers `"auto"` or `"auto:a/b"` keeps, at least one; 0 for other words.
+def share_count(word: str, keep: Keep, count: int) -> int:
+    """How many of `count` layers or heads a word such as `"auto:1/8"` keeps, at least one; 0 for other words.
+
+    Args:
+        word: `"auto"`, which without a fraction is a quarter, or `"heads"`.
+        keep: what the user wants to keep.
+        count: number of layers or heads.
 
     Raises:
-        ValueError: if what follows auto is not a fraction.
+        ValueError: if what follows the word is not a fraction.
     """
-    if not isinstance(keep, str) or keep.partition(":")[0] != "auto":
+    if not isinstance(keep, str) or keep.partition(":")[0] != word:
         return 0
-    share = _fraction(keep.partition(":")[2]) if ":" in keep else SHARE
-    return max(1, int(share * num_layers))
-
-
-def head_count(keep: Keep, num_heads: int) -> int:
-    """How many of a model's key-value heads `"heads:a/b"` keeps, at least one; 0 for other words.
-
-    Raises:
-        ValueError: if what follows heads is not a fraction.
-    """
-    if not isinstance(keep, str) or keep.partition(":")[0] != "heads":
-        return 0
-    return max(1, int(_fraction(keep.partition(":")[2]) * num_heads))
+    share = SHARE if keep == "auto" else _fraction(keep.partition(":")[2])
+    return max(1, int(share * count))
 
 
 def rank_layers(
@@ -154,7 +148,7 @@ def _fraction(words: str) -> Fraction:
 def _listed(words: str) -> list[int]:
     if words == "none":
         return []
-    if auto_count(words, 1):
+    if share_count("auto", words, 1):
         raise ValueError(f"keep must be layers or a fraction here: only convert can rank layers, got {words!r}")
     if not re.fullmatch(r"\d+(,\d+)*", words):
         raise ValueError(f"keep must be {KEEP_WORDS}, got {words!r}")

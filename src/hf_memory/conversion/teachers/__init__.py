@@ -1,7 +1,7 @@
 """The Transformers that can be converted, and how their configs and weights translate into ours."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -33,52 +33,6 @@ def _as_they_are(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str,
     return {name: x}
 
 
-class Teacher(NamedTuple):
-    """A type of Transformer that can be converted, and how it differs from Llama.
-
-    Attributes:
-        model_type: its model type in transformers.
-        options: makes arguments of our config from its config; raises ValueError for what ours does not support.
-        parts: splits and renames a weight into weights with Llama's names.
-    """
-
-    model_type: str
-    options: Callable[[PreTrainedConfig], dict]
-    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are
-
-
-def _biases(config: PreTrainedConfig) -> dict:
-    return {"attention_bias": config.attention_bias, "attention_output_bias": config.attention_bias}
-
-
-def _llama(config: PreTrainedConfig) -> dict:
-    return {**_biases(config), "mlp_bias": config.mlp_bias}
-
-
-def _mistral(config: PreTrainedConfig) -> dict:
-    return {"sliding_window": config.sliding_window}
-
-
-def _qwen2(config: PreTrainedConfig) -> dict:
-    return {"attention_bias": True, "sliding_window": config.sliding_window}
-
-
-def _qwen3(config: PreTrainedConfig) -> dict:
-    return {**_biases(config), "sliding_window": config.sliding_window, "use_qk_norm": True}
-
-
-def _smollm3(config: PreTrainedConfig) -> dict:
-    return {**_llama(config), "sliding_window": config.sliding_window, "no_rope_layers": config.no_rope_layers}
-
-
-def _olmo2(config: PreTrainedConfig) -> dict:
-    return {**_biases(config), "norm_placement": "post", "use_qk_norm": True, "qk_norm_whole_width": True}
-
-
-def _phi3(config: PreTrainedConfig) -> dict:
-    return {"sliding_window": config.sliding_window}
-
-
 def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
     queries, keys = (n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads))
     if ".qkv_proj." in name:
@@ -92,29 +46,42 @@ def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, 
 def _gemma2(config: PreTrainedConfig) -> dict:
     if config.use_bidirectional_attention:
         raise ValueError("use_bidirectional_attention must be false in a teacher, as memories are causal, got true")
-    same = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-    return {
-        **_biases(config),
-        **{name: getattr(config, name) for name in same},
-        "hidden_act": config.hidden_activation,
-        "norm_placement": "both",
-        "embedding_multiplier": config.hidden_size**0.5,
-    }
+    return {"hidden_act": config.hidden_activation, "embedding_multiplier": config.hidden_size**0.5}
 
 
 def _gemma2_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
     return {name: 1 + x if name.endswith("norm.weight") else x}  # its norms multiply by 1 + w
 
 
+class Teacher(NamedTuple):
+    """A type of Transformer that can be converted, and how it differs from Llama.
+
+    Attributes:
+        model_type: its model type in transformers.
+        same: fields that its config has as ours has them, besides SHARED.
+        always: arguments of our config that are the same for all models of this type.
+        others: makes further arguments of our config; raises ValueError for what ours does not support.
+        parts: splits and renames a weight into weights with Llama's names.
+    """
+
+    model_type: str
+    same: tuple[str, ...] = ()
+    always: Mapping[str, Any] = {}
+    others: Callable[[PreTrainedConfig], dict] = lambda config: {}
+    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are
+
+
+QK_NORMS = {"use_qk_norm": True}
+CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 TEACHERS = (
-    Teacher("llama", _llama),
-    Teacher("mistral", _mistral),
-    Teacher("qwen2", _qwen2),
-    Teacher("qwen3", _qwen3),
-    Teacher("smollm3", _smollm3),
-    Teacher("olmo2", _olmo2),
-    Teacher("phi3", _phi3, _phi3_parts),
-    Teacher("gemma2", _gemma2, _gemma2_parts),
+    Teacher("llama", ("attention_bias", "mlp_bias")),
+    Teacher("mistral", ("sliding_window",)),
+    Teacher("qwen2", ("sliding_window",), {"attention_bias": True}),
+    Teacher("qwen3", ("sliding_window", "attention_bias"), QK_NORMS),
+    Teacher("smollm3", ("sliding_window", "attention_bias", "mlp_bias", "no_rope_layers")),
+    Teacher("olmo2", ("attention_bias",), {"norm_placement": "post", "qk_norm_whole_width": True, **QK_NORMS}),
+    Teacher("phi3", ("sliding_window",), parts=_phi3_parts),
+    Teacher("gemma2", ("sliding_window", "attention_bias", *CAPS), {"norm_placement": "both"}, _gemma2, _gemma2_parts),
 )
 
 
@@ -145,4 +112,7 @@ def shared_options(config: PreTrainedConfig) -> dict:
     """Arguments that give a MemoryConfig the sizes and options of a teacher, except its layer types."""
     teacher = find_teacher(config)
     shared = {name: getattr(config, name) for name in SHARED if hasattr(config, name)}
-    return {**shared, "head_dim": head_dim(config), **teacher.options(config)}
+    shared |= {name: getattr(config, name) for name in teacher.same}
+    if "attention_bias" in teacher.same:
+        shared["attention_output_bias"] = config.attention_bias
+    return {**shared, "head_dim": head_dim(config), **teacher.always, **teacher.others(config)}
