@@ -333,7 +333,7 @@ def drawn(found, monkeypatch):
 def test_a_picture_shows_all_models_also_at_one_length_and_with_equal_figures(monkeypatch):
     one = described(Estimate([19.0, 21.0]))
     names = ["_teacher", "$student$", "new\x1b[31m"]
-    (panel,), legend = drawn({name: {"256": {"perplexity": one}} for name in names}, monkeypatch)
+    (panel,), legend = drawn({"not measured": {}} | {name: {"256": {"perplexity": one}} for name in names}, monkeypatch)
     places = [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"]
     low, high = panel.get_xlim()
     assert len({round(x, 3) for x in places}) == 3

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ from hf_memory.files.names import visible
 from hf_memory.progress import History
 
 Curve = Mapping[int, float]  # values by position, distance or context length, in tokens
+WIDTH = 40  # characters of a title in one line
 APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
 
@@ -53,7 +55,7 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
     """
     rows = [figures for found in models.values() for figures in found.values()]
     labels = list(dict.fromkeys(label for row in rows for label in row if label != TEXTS))
-    maps = models if RIGHT in labels else {}
+    maps = {model: found for model, found in models.items() if found} if RIGHT in labels else {}
     if not labels:
         return
     figure, axes = _panels(len(labels) + len(maps))
@@ -62,13 +64,11 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
             model: {at: row[label] for at, row in found.items() if label in row} for model, found in models.items()
         }
         _plot_models(panel, curves)
-        panel.set(
-            title=label, xlabel="tokens" if all(at.isdigit() for curve in curves.values() for at in curve) else ""
-        )
+        panel.set(title=fill(label, WIDTH))
     for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
         panel.imshow(list(zip(*(row[RIGHT]["samples"] for row in found.values()))), vmin=0, vmax=1, aspect="auto")
         panel.set_xticks(range(len(found)), found)
-        title = f"{RIGHT}, {_shown(model)}"
+        title = fill(f"{RIGHT}, {_shown(model)}", WIDTH)
         panel.set(title=title, xlabel="tokens", ylabel="needle at the end ... the beginning", yticks=[])
     _finish(figure, path)
 
@@ -80,11 +80,14 @@ def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
     )
     places = {at: math.log2(int(at)) if at.isdigit() else i for i, at in enumerate(names)}
     for i, (model, curve) in enumerate(models.items()):
+        if not curve:
+            continue
         x = [places[at] + APART * (i - (len(models) - 1) / 2) for at in curve]
-        sides = list(zip(*map(_sides, curve.values()))) or None
+        sides = list(zip(*map(_sides, curve.values())))
         values = [figure["value"] for figure in curve.values()]
         panel.errorbar(x, values, sides, marker="o", capsize=3, color=f"C{i}", label=_shown(model))
     panel.set_xticks(list(places.values()), list(places))
+    panel.set_xlabel("tokens" if all(at.isdigit() for at in places) else "")
     panel.set_xlim(min(places.values(), default=0) - 0.5, max(places.values(), default=0) + 0.5)
     low, high = panel.get_ylim()
     if high - low < SMALLEST:
@@ -107,8 +110,11 @@ def _panels(count: int):
 
 def _finish(figure: Figure, path: Path) -> None:
     """Add a legend of all models below the panels, and write the picture."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(figure.axes))
+    shown = {}
+    for panel in figure.axes:
+        handles, labels = panel.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(figure.axes))
     figure.savefig(path, dpi=120, format="png")
 
 

@@ -96,7 +96,7 @@ def draw(folder: Path, record: Record) -> None:
     """Write a picture of each task that has figures."""
     shown = labels(record)
     for task, models in _by_task(record).items():
-        plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items() if found})
+        plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items()})
 
 
 def _by_task(record: Record) -> dict[str, dict[str, dict]]:
