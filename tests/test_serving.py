@@ -148,7 +148,7 @@ def rewrite(path, forge):
 
 
 COUNTS = {  # states that count, with their largest value after nine tokens
-    ("titans-mac", "0.memory_phase"): 2,
+    ("titans-mac", "0.memory.phase"): 2,
     ("titans-mac", "0.offset"): 4,
     ("deltanet-window", "0.count"): 9,
     ("transformer-buckets", "0.buckets"): 3,

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_tracing
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
 Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
-States = dict[str, Tensor]  # states of a mixer by name, each [B, ...]
+States = dict[str, Any]  # states of a mixer by name, each [B, ...], or those of a part of it
 Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
 
 
@@ -58,7 +58,7 @@ class State:
         return math.prod((*self.places(tokens_read), *self.shape)) * (self.dtype or dtype).itemsize
 
 
-Spec = dict[str, State]
+Spec = dict[str, Any]  # the State, or the Spec of a part, by name
 Mix = Callable[[Inputs, States], tuple[Tensor, States]]  # outputs [B, T, ...] of a mixer, and its states after them
 
 
@@ -364,6 +364,26 @@ def _length(inputs: Inputs) -> int:
 
 def _tokens(inputs: Inputs, tokens: slice) -> Inputs:
     return {name: x[:, tokens] for name, x in inputs.items()}
+
+
+def flat(parts: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts as one, by joined names such as "memory.weights": a cache has the states of all parts of a mixer."""
+    found: dict[str, Any] = {}
+    for name, x in parts.items():
+        found |= {f"{name}.{inner}": y for inner, y in flat(x).items()} if isinstance(x, dict) else {name: x}
+    return found
+
+
+def nested(states: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    parts: dict[str, Any] = {}
+    for name, x in states.items():
+        *outer, last = name.split(".")
+        place = parts
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = x
+    return parts
 
 
 def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:

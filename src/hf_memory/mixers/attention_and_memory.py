@@ -4,8 +4,6 @@ https://arxiv.org/abs/2501.00663. Learned persistent tokens precede every sequen
 attention always sees them.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -61,7 +59,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         _, heads, _, D, _ = config.attention_heads
         window = State((config.sliding_window - 1, heads, D), None)
         attention = {"keys": window, "values": window, "seen": State((), torch.long)}
-        return _joined(attention, config.neural_memory.state_spec(config, layer_idx))
+        return {"attention": attention, "memory": config.neural_memory.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
@@ -75,7 +73,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
             sees=self.config.near(self.config.sliding_window),
             scaling=self.scaling,
             softcap=self.config.attn_logit_softcapping,
-            states=_part(context.states, "attention_"),
+            states=context.part("attention").states,
             always=self.always(hidden_states.dtype),
             lengths=context.lengths,
             cu_seqlens=context.cu_seqlens,
@@ -91,19 +89,10 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the memory [B, T, hidden_size], and its states."""
-        own = context._replace(states=_part(context.states, "memory_"), positions=self._of_memory(context))
-        return self.memory(hidden_states, own)
+        return self.memory(hidden_states, context.part("memory")._replace(positions=self._of_memory(context)))
 
     def _of_memory(self, context: Context) -> Positions | None:
         return context.positions if self.memory.sees_positions else None
-
-
-def _part(states: States, prefix: str) -> States:
-    return {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
-
-
-def _joined(attention: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
-    return {f"attention_{n}": x for n, x in attention.items()} | {f"memory_{n}": x for n, x in memory.items()}
 
 
 class MemoryAsGateMixer(AttentionAndMemoryMixer):
@@ -152,7 +141,7 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
             output = attended + self.gate * remembered
         else:
             output = self.attention_norm(attended) * self.memory_norm(remembered).sigmoid()
-        return output, _joined(window, memory)
+        return output, {"attention": window, "memory": memory}
 
 
 class MemoryAsLayerMixer(AttentionAndMemoryMixer):
@@ -185,4 +174,4 @@ class MemoryAsLayerMixer(AttentionAndMemoryMixer):
         """The states are those of the memory and of the window."""
         remembered, memory = self.remember(hidden_states, context)
         heads, window = self.attend(hidden_states + self.gate * remembered, context)
-        return self.o_proj(heads.flatten(-2)), _joined(window, memory)
+        return self.o_proj(heads.flatten(-2)), {"attention": window, "memory": memory}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import Inputs, Spec, State, States, memory_layer
+from hf_memory.cache import Inputs, Spec, State, States, flat, memory_layer, nested
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.gates import low_rank, steady_rows
@@ -36,6 +36,10 @@ class Context(NamedTuple):
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
+
+    def part(self, name: str) -> "Context":
+        """The context of a part of the mixer, with the states of this part."""
+        return self._replace(states=self.states.get(name, {}))
 
     def with_padding_last(self, x: Tensor) -> tuple[Tensor, "Context"]:
         """Tokens x [B, T, ...] with the padding of each row moved to its end, and their context."""
@@ -95,7 +99,7 @@ class Projections(Convertible, nn.Module, ABC):
         self.layer_idx = layer_idx
         self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
-        self.spec = self.state_spec(config, layer_idx)
+        self.spec = flat(self.state_spec(config, layer_idx))
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
@@ -231,14 +235,12 @@ class MemoryMixer(Projections):
     def mix_inputs(self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
         positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-        hidden_states, context = (
-            inputs["hidden_states"],
-            Context(positions, inputs.get("attention_mask"), cu_seqlens, states),
-        )
+        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, nested(states))
+        hidden_states = inputs["hidden_states"]
         if self.padding_last:
             hidden_states, context = context.with_padding_last(hidden_states)
         output, states = self.mix(hidden_states, context)
-        return context.in_their_places(output), states
+        return context.in_their_places(output), flat(states)
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

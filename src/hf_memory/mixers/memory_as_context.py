@@ -8,7 +8,7 @@ from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, nested
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns, softmax_attention
@@ -48,7 +48,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             "keys": pairs,
             "values": pairs,
         }
-        return own | {f"memory_{name}": state for name, state in memory.items()}
+        return own | {"memory": memory}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of the memory, its weights at the start of the segment, the number of tokens of the
@@ -120,14 +120,14 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
             x = hidden_states.new_zeros(len(hidden_states), *state.shape, dtype=state.dtype)
             return x.to(torch.promote_types(x.dtype, hidden_states.dtype)) if x.is_floating_point() else x
 
-        return {name: zeros(state) for name, state in self.spec.items()}
+        return nested({name: zeros(state) for name, state in self.spec.items()})
 
     def _piece(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """Mix tokens that do not cross the end of a segment in any row."""
         states, C = context.states, self.config.segment_length
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if context.attention_mask is None else context.attention_mask
         begins = (states["offset"] == C) & real.any(1)
-        now = states.get("memory_weights", states["then"])
+        now = states["memory"]["weights"] if "memory" in states else states["then"]
         then = torch.where(begins[:, None, None], now, states["then"])
         offset = torch.where(begins, 0, states["offset"])
         places = torch.where(real, offset[:, None] + real.cumsum(1) - 1, C)  # padding gets C and is dropped
@@ -137,7 +137,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         remembered, memory = self.remember(y, context)
         output = y * self.memory_norm(remembered).sigmoid()
         own = {"then": then, "offset": offset + real.sum(1), "keys": keys, "values": values}
-        return output, own | {f"memory_{name}": state for name, state in memory.items()}
+        return output, own | {"memory": memory}
 
     def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Attention outputs [B, T, H, D] of tokens at places [B, T] of their segments; the updated keys and values."""

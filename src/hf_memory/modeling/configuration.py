@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from hf_memory.cache import Spec
+from hf_memory.cache import Spec, flat
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
@@ -153,7 +153,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
     @property
     def state_specs(self) -> list[Spec]:
         """The states that each layer keeps for a sequence, by name."""
-        return [self.mixer_class(i).state_spec(self, i) for i in range(self.num_hidden_layers)]
+        return [flat(self.mixer_class(i).state_spec(self, i)) for i in range(self.num_hidden_layers)]
 
     def validate_architecture(self):
         """Check that sizes and options fit together."""

@@ -22,7 +22,7 @@ from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.serving.rows import check_layers
 
-FORMAT = "hf_memory memory 1"
+FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
 LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
 HEADER = {"format", "model", "fingerprint", "tokens_seen", "layers", "checksum"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.cache import Spec, States
+from hf_memory.cache import Spec, States, flat, nested
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
@@ -115,7 +115,7 @@ class Pages:
         for sequences, tokens, begins in steps:
             rows = slots[sequences]
             places = None if positions is None else positions.gather(tokens)
-            context = Context(places, None, None, {} if begins else self.load(rows))
+            context = Context(places, None, None, {} if begins else nested(self.load(rows)))
             output[0, tokens], states = self.mixer.mix(hidden_states[0, tokens], context)
-            self.save(rows, states)
+            self.save(rows, flat(states))
         return output
