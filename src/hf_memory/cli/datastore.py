@@ -7,7 +7,7 @@ import torch
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.options import MaxTokens
+from hf_memory.cli.options import SOURCES, MaxTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
 from hf_memory.cli.writing import Device, Dtype, load
@@ -23,12 +23,7 @@ def datastore(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
     output: Annotated[Path, typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one.")],
     text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            help="Text to look up: folder of text, text file, .jsonl or .parquet with a field text or messages, or "
-            "name[:config] on the Hub; may be repeated.",
-        ),
+        list[str] | None, typer.Option("--text", help=f"Text to look up: {SOURCES}; may be repeated.")
     ] = None,
     tune: Annotated[
         list[str] | None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.options import MaxTokens, MeasureTokens
+from hf_memory.cli.options import SOURCES, MaxTokens, MeasureTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
@@ -24,7 +24,6 @@ from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
 from hf_memory.files.text import check_tokens
 
-SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 TITLE = "figures with their 95 % intervals"
 ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())

@@ -15,7 +15,9 @@ CONTEXTS = (1024, 8192, 32768, 131072)
 HEADER = ("context (tokens)", "this model", "all layers attention", "ratio")
 
 
-def info(model: Annotated[str, typer.Argument(help="Folder or Hub name of a model; weights are not loaded.")]) -> None:
+def info(
+    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of a model; weights are not loaded.")],
+) -> None:
     """Show parameters, layers, and the size of the cache compared with the KV cache of the same Transformer."""
     config = load_config(found(model))
     with torch.device("meta"):

@@ -10,10 +10,8 @@ from huggingface_hub.constants import CONFIG_NAME
 from hf_memory.cli.run_file import RUN, read_flags
 from hf_memory.conversion import find_gguf
 
-SOURCES = (
-    "a folder of text files, a text file, a .jsonl or .parquet file with a field text or messages, the name[:config] "
-    "of a data set on the Hub, or teacher:500k[:prompts.txt] for text that the teacher writes"
-)
+SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
+GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 
 
 def _flags_of_file(context: typer.Context, file: Path | None) -> Path | None:
@@ -32,7 +30,7 @@ Option = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", help="name=value, an option of the student's config; may be repeated."),
 ]
-Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated.")]
+Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated. {GENERATED}.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
 MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
