@@ -18,7 +18,7 @@ from cases import CASE, SIZES, make_model
 from hf_memory.cli import terminal
 from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import Subject, measure, record, tasks
-from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt
+from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt, samples_of
 from hf_memory.evaluation.writing import greedy, words_alike
 from hf_memory.files.claims import claimed
 from test_cli import _wide_console, run  # fixtures
@@ -199,7 +199,8 @@ def the_passkey(prompt):
 def test_needles_are_scored_by_what_is_written_and_by_what_is_predicted():
     def found(predict, write):
         model, text = Reader(predict, write), torch.full((50,), WORDS.index("river"))
-        return hunt(model, make_tokenizer(), text, PASSKEY, 128, samples=3).values()
+        samples = samples_of(make_tokenizer(), text, PASSKEY, 128, count=3)
+        return hunt(model, make_tokenizer(), samples).values()
 
     # digits of a word level tokenizer are written apart, so that the number itself is in no text
     assert list(found(know_nothing, the_passkey)) == pytest.approx([0, 0, -math.log(len(WORDS))])

@@ -5,7 +5,7 @@ passkey of landmark attention (https://arxiv.org/abs/2305.16300). They are read 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -85,39 +85,47 @@ class Sample(NamedTuple):
     words: Words
 
 
+def samples_of(
+    tokenizer, tokens: Text | Tensor, kind: Hunt, length: int, *, count: int, seed: int = 0
+) -> Iterator[Sample]:
+    """Needles hidden in parts of a text, at depths that are evenly spread from the beginning of a part to its end.
+
+    Args:
+        tokenizer: a model's tokenizer.
+        tokens: a text to hide them in.
+        kind: the kind of needle.
+        length: tokens of a prompt and of its answer together.
+        count: number of samples.
+        seed: seed for keys, numbers, and the parts of the text.
+    """
+    hay = Text.of(tokens).tokens
+    for i, depth in enumerate(torch.linspace(0, 1, count).tolist()):
+        yield hide(tokenizer, hay, kind, length, depth, random.Random(f"{seed} {length} {i}"))
+
+
 def hunt(
     model: PreTrainedModel,
     tokenizer,
-    tokens: Text | Tensor,
-    kind: Hunt,
-    length: int,
-    *,
-    samples: int,
-    seed: int = 0,
+    samples: Iterable[Sample],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, Estimate]:
-    """Hide needles in a text and ask for them; their depths are evenly spread from its beginning to its end.
+    """Ask for hidden needles.
 
     Args:
         model: a causal language model.
         tokenizer: the model's tokenizer.
-        tokens: a text to hide them in.
-        kind: the kind of needle.
-        length: tokens of the prompt and of the answer together.
-        samples: number of texts.
-        seed: seed for keys, numbers, and the parts of the text.
-        progress: is called with the number of tokens of each batch.
+        samples: prompts with needles.
+        progress: is called with the number of tokens of each prompt.
 
     Returns:
         found: how often the number is in the generated text; digits right: the fraction of the number's tokens that are
         the most likely ones after the tokens before them; log-probability: of these tokens, in nats per token. A small
         model may know the number, but generate something else first.
     """
-    found, hay = [], Text.of(tokens).tokens
-    for i, depth in enumerate(torch.linspace(0, 1, samples).tolist()):
-        sample = hide(tokenizer, hay, kind, length, depth, random.Random(f"{seed} {length} {i}"))
+    found = []
+    for sample in samples:
         found.append(_look(model, tokenizer, sample))
-        progress(length)
+        progress(len(sample.prompt))
     return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
 
 

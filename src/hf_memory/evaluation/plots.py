@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -110,11 +111,11 @@ def _panels(count: int):
 
 def _finish(figure: Figure, path: Path) -> None:
     """Add a legend of all models below the panels, and write the picture."""
-    shown = {}
+    shown: dict[str, Any] = {}
     for panel in figure.axes:
         handles, labels = panel.get_legend_handles_labels()
         shown |= dict(zip(labels, handles))
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(figure.axes))
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(figure.axes))
     figure.savefig(path, dpi=120, format="png")
 
 

@@ -18,7 +18,7 @@ from hf_memory.evaluation.language import (
     perplexity_by_position,
     say_nothing,
 )
-from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, shortest
+from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, samples_of, shortest
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
@@ -130,8 +130,9 @@ def _haystacks(subject: Subject, *, kind: Hunt) -> list[int]:
 
 
 def _hunt(subject: Subject, length: int, *, kind: Hunt) -> dict[int, Figures]:
-    how: dict = {"samples": subject.samples, "seed": subject.seed, "progress": subject.tell}
-    return {length: hunt(subject.model, subject.tokenizer, subject.tokens, kind, length, **how)}
+    how = {"count": subject.samples, "seed": subject.seed}
+    samples = samples_of(subject.tokenizer, subject.tokens, kind, length, **how)
+    return {length: hunt(subject.model, subject.tokenizer, samples, subject.tell)}
 
 
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
