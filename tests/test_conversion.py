@@ -437,7 +437,7 @@ def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
     teacher, schedule = make_teacher(), SCHEDULE._replace(steps=1)
     student = make_student(teacher)
     carry_over(student, teacher)
-    data = conversion.TokenWindows.of(text(), schedule, 0)
+    data = conversion.TokenWindows(text(), schedule, 0)
     tokens = torch.stack([data[i]["input_ids"] for i in range(len(data))])
     with torch.no_grad():
         logits, target = (model(tokens).logits for model in (student, teacher))
@@ -527,17 +527,18 @@ def test_a_stopped_conversion_goes_on_as_if_it_had_not_been_stopped(tmp_path, st
 
 
 def test_text_windows_are_a_function_of_the_seed():
-    windows = [conversion.TokenWindows(torch.arange(50), 8, 20, seed) for seed in (0, 0, 1)]
+    schedule = Schedule(steps=10, learning_rate=0.0, batch_size=2, length=8)
+    windows = [conversion.TokenWindows(torch.arange(50), schedule, seed) for seed in (0, 0, 1)]
     starts = [[x["input_ids"][0].item() for x in (data[i] for i in range(20))] for data in windows]
     assert starts[0] == starts[1] != starts[2]
     assert windows[0][3]["input_ids"].diff().eq(1).all()
     with pytest.raises(ValueError, match="one window of 8 tokens, got 7"):
-        conversion.TokenWindows(torch.arange(7), 8, 20)
+        conversion.TokenWindows(torch.arange(7), schedule)
 
 
 def test_some_windows_end_in_what_they_began_with():
     tokens, schedule = torch.arange(50), Schedule(steps=4, learning_rate=0.0, batch_size=2, length=9, repeats=0.25)
-    rows = [x["labels"] for x in conversion.TokenWindows.of(tokens, schedule, 0)]
+    rows = [x["labels"] for x in conversion.TokenWindows(tokens, schedule, 0)]
     assert [i for i, row in enumerate(rows) if torch.equal(row[-2:], row[:2])] == [3, 7]
     assert all(row[:7].diff().eq(1).all() for row in rows)
     assert {len(row) for row in rows} == {9}
@@ -779,6 +780,6 @@ def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatc
     measure("teacher", Subject(teacher, text, lengths=(64, 256), max_tokens=2048))
     assert {rows.shape[1] for rows in read} > {16, 256}
     assert all((rows[:, 0] == 1).all() and not (rows[:, 1:] == 1).any() for rows in read)
-    again = conversion.TokenWindows.of(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]
+    again = conversion.TokenWindows(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]
     assert again[0] == 60
     assert torch.equal(again[-4:], again[1:5])

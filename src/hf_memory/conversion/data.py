@@ -9,29 +9,25 @@ from hf_memory.files.text import Text, check_length
 
 
 class TokenWindows(Dataset):
-    """A data set of windows of one long text at random places, which depend only on the seed.
+    """A data set of all windows of one long text that a stage reads, at random places, which depend only on the seed.
 
     A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
     text rarely needs what has left a window of attention.
     """
 
-    def __init__(self, tokens: Text | Tensor, length: int, count: int, seed: int = 0, repeats: float = 0.0):
-        check_length(tokens, length)
-        self.text, self.length, self.seed, self.repeats = Text.of(tokens), length, seed, repeats
-        places = len(tokens) - length + 1
+    def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
+        check_length(tokens, schedule.length)
+        self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
+        places, count = len(tokens) - schedule.length + 1, schedule.steps * schedule.batch_size
         self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed))
-
-    @classmethod
-    def of(cls, tokens: Text | Tensor, schedule: Schedule, seed: int) -> "TokenWindows":
-        """All windows that a stage with this schedule reads."""
-        return cls(tokens, schedule.length, schedule.steps * schedule.batch_size, seed, schedule.repeats)
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        (window,) = self.text.windows(self.starts[index].view(1), self.length)
-        if int((index + 1) * self.repeats) > int(index * self.repeats):
-            size, first = self.length // 4, len(self.text.start)
-            window[self.length - size :] = window[first : first + size].clone()
+        length, repeats = self.schedule.length, self.schedule.repeats
+        (window,) = self.text.windows(self.starts[index].view(1), length)
+        if int((index + 1) * repeats) > int(index * repeats):
+            size, first = length // 4, len(self.text.start)
+            window[length - size :] = window[first : first + size].clone()
         return {"input_ids": window, "labels": window}

@@ -60,16 +60,7 @@ class Results:
 def results_of(
     plan: Plan, losses: dict[str, History], rows: list[ModelResult], *, teacher: str, text: str, training: Mapping
 ) -> Results:
-    """The results of a plan that was carried out.
-
-    Args:
-        plan: the plan.
-        losses: losses by stage.
-        rows: measurements of each model, the reference first and the student last.
-        teacher: name of the teacher.
-        text: name of the text.
-        training: training arguments of the run.
-    """
+    """The results of a plan that was carried out with these training arguments; for the others see `Results`."""
     return Results(
         teacher=teacher,
         model_type=plan.student.model_type,
@@ -98,18 +89,15 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 
 def add_results(path: Path, results: Results) -> None:
     """Write model card, plots and results into the folder of a model; each file is replaced as a whole."""
-    with tempfile.TemporaryDirectory(dir=path) as folder:
-        _write_results(Path(folder), results)
-        for file in sorted(Path(folder).iterdir()):
-            file.replace(path / file.name)
-
-
-def _write_results(folder: Path, results: Results) -> None:
     last = {row.name: row.perplexity[max(row.perplexity)] for row in results.rows}
-    plot_conversion(folder / "conversion.png", results.losses, last)
-    plot_contexts(folder / "contexts.png", **curves(results))
-    model_card(results).save(folder / "README.md")
-    (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir=path) as name:
+        folder = Path(name)
+        plot_conversion(folder / "conversion.png", results.losses, last)
+        plot_contexts(folder / "contexts.png", **curves(results))
+        model_card(results).save(folder / "README.md")
+        (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+        for file in sorted(folder.iterdir()):
+            file.replace(path / file.name)
 
 
 def model_card(results: Results) -> ModelCard:

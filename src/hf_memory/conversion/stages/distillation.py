@@ -88,18 +88,18 @@ def distill(
     Args:
         student: the student, trained in place.
         teacher: the teacher; it is not changed.
-        tokens: [T], the training text.
+        tokens: the training text.
         schedule: the training schedule.
         temperature: divides the logits of both models; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
         seed: seed for the order of the windows.
         run: checkpoints, progress reports and options of the Trainer.
     """
-    data, how = TokenWindows.of(tokens, schedule, seed), {"temperature": temperature, "cross_entropy": cross_entropy}
+    data, how = TokenWindows(tokens, schedule, seed), {"temperature": temperature, "cross_entropy": cross_entropy}
     belongs_to = {"student": student, "teacher": teacher, **how}
     with sharded_teacher(teacher.eval()) as teacher:
         trainer = partial(DistillationTrainer, teacher=teacher, **how)
-        return run_trainer(trainer, student, data, schedule, loss_name(cross_entropy), run, belongs_to)
+        return run_trainer(trainer, student, data, loss_name(cross_entropy), run, belongs_to)
 
 
 def loss_name(cross_entropy: float) -> str:

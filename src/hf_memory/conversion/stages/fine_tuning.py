@@ -58,10 +58,10 @@ def fine_tune(
     check_fine_tuning(tokens, student.config, schedule)
     if adapter and lora_rank is None:
         raise ValueError(f"adapter must not be given without lora_rank, got {adapter}")
-    use_cache, data = student.config.use_cache, TokenWindows.of(tokens, schedule, seed)
+    use_cache, data = student.config.use_cache, TokenWindows(tokens, schedule, seed)
     belongs_to = {"student": student, "lora_rank": lora_rank}
     with nullcontext(student) if lora_rank is None else lora(student, lora_rank, seed) as learner:
-        losses = run_trainer(StageTrainer, learner, data, schedule, FINE_TUNING, run, belongs_to)
+        losses = run_trainer(StageTrainer, learner, data, FINE_TUNING, run, belongs_to)
         if adapter and processes().is_main_process:
             with written("adapter", adapter, "the student is as it was"):
                 learner.save_pretrained(str(adapter))
@@ -104,16 +104,13 @@ def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule:
     """Raise ValueError if a model of this config cannot learn a text by a schedule."""
     schedule.check(FINE_TUNING)
     check_tokens(tokens, config)
-    if schedule.steps:
-        check_length(tokens, schedule.length)
-        _check_positions(config, schedule.length)
-
-
-def _check_positions(config: PreTrainedConfig, length: int) -> None:
+    if not schedule.steps:
+        return
+    check_length(tokens, schedule.length)
     positions = getattr(config, "max_position_embeddings", None)
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if positions and length > positions and kind not in ("default", "linear"):
+    if positions and schedule.length > positions and kind not in ("default", "linear"):
         raise ValueError(
             f"length must be at most the model's {positions} positions, which its RoPE of type {kind} is made for, "
-            f"got {length}"
+            f"got {schedule.length}"
         )

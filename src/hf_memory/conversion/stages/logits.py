@@ -68,7 +68,7 @@ def save_logits(
     """
     if not 1 <= k <= teacher.config.vocab_size:
         raise ValueError(f"k must be from 1 to the teacher's {teacher.config.vocab_size} tokens, got {k}")
-    windows = TokenWindows.of(tokens, schedule, seed)
+    windows = TokenWindows(tokens, schedule, seed)
     state = processes()
     if state.is_main_process:
         claim(folder, {**_of_windows(windows, temperature), "k": k, "teacher": teacher})
@@ -98,25 +98,17 @@ def distill_from_logits(
 ) -> History:
     """Like `distill`, but from predictions that `save_logits` has saved; the divergence is `top_divergence`.
 
-    Args:
-        student: the student, trained in place.
-        folder: a folder that `save_logits` filled with the same tokens, schedule, temperature and seed.
-        tokens: [T], the training text.
-        schedule: the training schedule.
-        temperature: divides the logits of both models before the softmax.
-        cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
-        seed: seed for the order of the windows.
-        run: checkpoints, progress reports and options of the Trainer.
+    The folder is one that `save_logits` filled with the same tokens, schedule, temperature and seed; all other
+    arguments are those of `distill`.
 
     Raises:
         ValueError: if the folder belongs to other arguments, or a shard is missing.
     """
     how = {"temperature": temperature, "cross_entropy": cross_entropy}
-    data = WindowsWithLogits(folder, TokenWindows.of(tokens, schedule, seed))
+    data = WindowsWithLogits(folder, tokens, schedule, seed)
     check_saved(folder, data, temperature)
     trainer, belongs_to = partial(SavedDistillationTrainer, teacher=None, **how), {"student": student, **how}
-    inputs = ("input_ids", "labels", *SAVED)
-    return run_trainer(trainer, student, data, schedule, DISTILLATION, run, belongs_to, inputs=inputs)
+    return run_trainer(trainer, student, data, DISTILLATION, run, belongs_to)
 
 
 def top_divergence(
@@ -157,8 +149,8 @@ class SavedDistillationTrainer(DistillationTrainer):
 class WindowsWithLogits(TokenWindows):
     """Windows of a text with the predictions that `save_logits` saved for them."""
 
-    def __init__(self, folder: Path, windows: TokenWindows):
-        super().__init__(windows.text, windows.length, len(windows), windows.seed, windows.repeats)
+    def __init__(self, folder: Path, tokens: Text | Tensor, schedule: Schedule, seed: int):
+        super().__init__(tokens, schedule, seed)
         self.folder = folder
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -180,7 +172,7 @@ def check_saved(folder: Path, windows: TokenWindows, temperature: float) -> None
 
 
 def _of_windows(windows: TokenWindows, temperature: float) -> dict:
-    size = {"windows": len(windows), "length": windows.length, "repeats": windows.repeats}
+    size = {"windows": len(windows), "length": windows.schedule.length, "repeats": windows.schedule.repeats}
     return {"tokens": windows.text, **size, "temperature": temperature, "seed": windows.seed}
 
 

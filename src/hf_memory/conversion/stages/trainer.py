@@ -112,20 +112,17 @@ def train(
     run: Run = Run(),
 ) -> History:
     """Train a model to predict the next token of a text; arguments and returns are those of `attention_transfer`."""
-    data = TokenWindows.of(tokens, schedule, seed)
-    return run_trainer(StageTrainer, model, data, schedule, name, run, {"model": model}, optimizer=optimizer)
+    data = TokenWindows(tokens, schedule, seed)
+    return run_trainer(StageTrainer, model, data, name, run, {"model": model}, optimizer=optimizer)
 
 
 def run_trainer(
     make_trainer: Callable[..., StageTrainer],
     model: nn.Module,
     data: TokenWindows,
-    schedule: Schedule,
     name: str,
     run: Run,
     belongs_to: Mapping[str, Any],
-    *,
-    inputs: tuple[str, ...] = ("input_ids", "labels"),
     optimizer: Optimizer | None = None,
 ) -> History:
     """Run one stage, on the device of the model.
@@ -133,12 +130,10 @@ def run_trainer(
     Args:
         make_trainer: StageTrainer, or a subclass with another loss.
         model: the model, trained in place.
-        data: the training data.
-        schedule: the training schedule.
+        data: the training data, with their schedule; a batch has all tensors of its windows.
         name: the stage's name; callbacks find it in `args.run_name`.
         run: options of the run. A stage writes ten checkpoints, and resumes from the last one.
         belongs_to: further models and numbers that checkpoints depend on.
-        inputs: names of the model's inputs in a window.
         optimizer: the optimizer; default: AdamW.
 
     Returns:
@@ -148,10 +143,12 @@ def run_trainer(
         ValueError: if a loss or a gradient is not finite, or the checkpoints are of other arguments.
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
+    schedule = data.schedule
     if run.checkpoints and not run.is_claimed and processes().is_main_process:
         own = {"stage": name, "tokens": data.text, "schedule": schedule, "seed": data.seed}
         claim(run.checkpoints, {**own, **belongs_to, **run.training})
-    with _output(run.checkpoints) as folder, sharded_learner(model) as learner:
+    output = nullcontext(run.checkpoints) if run.checkpoints else tempfile.TemporaryDirectory()
+    with output as folder, sharded_learner(model) as learner:
         save, use_cpu = "steps" if run.checkpoints else "no", next(model.parameters()).device.type == "cpu"
         own = {"run_name": name, "seed": data.seed, "output_dir": str(folder), "save_strategy": save}
         args = run.arguments(schedule, use_cpu=use_cpu, **own)
@@ -159,7 +156,7 @@ def run_trainer(
             model=learner,
             args=args,
             train_dataset=data,
-            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in inputs},
+            data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
             callbacks=[Reporter(run, schedule), *run.callbacks],
             optimizers=(optimizer, None),
         )
@@ -173,8 +170,3 @@ def run_trainer(
             learner.activation_checkpointing_disable()
     model.eval()
     return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
-
-
-def _output(checkpoints: Path | None):
-    """The folder for checkpoints as a context, or a temporary folder if there is none."""
-    return nullcontext(checkpoints) if checkpoints else tempfile.TemporaryDirectory()

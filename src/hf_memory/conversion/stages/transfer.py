@@ -39,8 +39,8 @@ class AttentionTransfer(nn.Module):
         self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # a submodule would be trained and saved
         self.checkpointing = False
 
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """The loss of tokens [B, T] without padding."""
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss of tokens [B, T] without padding; there is no use for labels."""
         losses = [
             F.mse_loss(output.float(), target.float()) / reduce(target.float().square().mean(), "mean")
             for _, output, target in self.outputs(input_ids)
@@ -101,11 +101,11 @@ def attention_transfer(
     Returns:
         The losses, [{"step", "loss"}, ...].
     """
-    data, models = TokenWindows.of(tokens, schedule, seed), {"student": student, "teacher": teacher}
+    data, models = TokenWindows(tokens, schedule, seed), {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
         transfer = AttentionTransfer(student, teacher)
         with _frozen(set(student.parameters()) - set(transfer.parameters())):
-            return run_trainer(StageTrainer, transfer, data, schedule, TRANSFER, run, models, inputs=("input_ids",))
+            return run_trainer(StageTrainer, transfer, data, TRANSFER, run, models)
 
 
 @contextmanager
