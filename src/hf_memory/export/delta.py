@@ -5,22 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from hf_memory.export.parts import (
-    Weights,
-    check_mlp,
-    check_output_norm,
-    check_pure,
-    check_shell,
-    check_square,
-    decay_by_head,
-    delta_options,
-    full_rank,
-    joined,
-    output_heads,
-    pad_rows,
-    shared_options,
-    spread,
-)
+from hf_memory.export import parts
+from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
@@ -41,20 +27,20 @@ class OlmoHybrid(Target):
 
     def options(self, config: DeltaNetConfig) -> dict:
         return {
-            **shared_options(config),
+            **parts.shared_options(config),
             "num_attention_heads": 1,
             "num_key_value_heads": 1,
             "rope_parameters": config.rope_parameters,
-            **delta_options(config),
+            **parts.delta_options(config),
             "linear_allow_neg_eigval": config.allow_negative_eigenvalues,
         }
 
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-        parts = spread(config, mixer, key_heads=config.memory_heads[0])
-        A_log, dt_bias, decay = decay_by_head(config, mixer)
-        return {f"linear_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
-            "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
-            "linear_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+        own = parts.spread(config, mixer, key_heads=config.memory_heads[0])
+        A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
+        return {f"linear_attn.{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
+            "linear_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
+            "linear_attn.g_proj.weight": parts.full_rank(mixer, "output_gate"),
             "linear_attn.a_proj.weight": decay,
             "linear_attn.A_log": A_log,
             "linear_attn.dt_bias": dt_bias,
@@ -74,11 +60,11 @@ class Bailing(Target):
     accepts = KIMI
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        return [*_check(config, config.rms_norm_eps), *check_square(config)]
+        return [*_check(config, config.rms_norm_eps), *parts.check_square(config)]
 
     def options(self, config: DeltaNetConfig) -> dict:
         return {
-            **shared_options(config),
+            **parts.shared_options(config),
             **_latent_attention(config),
             "rope_parameters": config.rope_parameters,
             "head_dim": config.linear_key_head_dim,
@@ -100,7 +86,7 @@ class Bailing(Target):
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
         A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
         return _kimi_delta(config, mixer) | {
-            "self_attn.g_proj.weight": full_rank(mixer, "output_gate"),
+            "self_attn.g_proj.weight": parts.full_rank(mixer, "output_gate"),
             "self_attn.forget_gate.f_proj.weight": (up.float() @ down.float()).to(up.dtype),
             "self_attn.forget_gate.A_log": A_log,
             "self_attn.forget_gate.dt_bias": dt_bias,
@@ -123,18 +109,18 @@ class Kimi(Bailing):
         rank = config.output_gate_low_rank_dim
         if rank is None or rank > K:
             faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
-        if config.gate != "vector" and output_heads(config) > K:
+        if config.gate != "vector" and parts.output_heads(config) > K:
             faults.append(
-                f"gate='vector' where there are more heads ({output_heads(config)}) than channels of a key ({K})"
+                f"gate='vector' where there are more heads ({parts.output_heads(config)}) than channels of a key ({K})"
             )
         return faults
 
     def options(self, config: DeltaNetConfig) -> dict:
         return {
-            **shared_options(config),
+            **parts.shared_options(config),
             **_latent_attention(config),
             "linear_head_dim": config.linear_key_head_dim,
-            "linear_num_heads": output_heads(config),
+            "linear_num_heads": parts.output_heads(config),
             "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
         }
 
@@ -153,9 +139,9 @@ class Kimi(Bailing):
         A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
         gate = mixer["output_gate.proj.weight"]
         return _kimi_delta(config, mixer) | {
-            "self_attn.g_a_proj.weight": pad_rows(mixer["output_gate.down.weight"], K),
+            "self_attn.g_a_proj.weight": parts.pad_rows(mixer["output_gate.down.weight"], K),
             "self_attn.g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
-            "self_attn.forget_gate.f_a_proj.weight": pad_rows(down, K),
+            "self_attn.forget_gate.f_a_proj.weight": parts.pad_rows(down, K),
             "self_attn.forget_gate.f_b_proj.weight": F.pad(up, (0, K - up.shape[1])),
             "self_attn.forget_gate.A_log": A_log.view(1, 1, -1, 1),
             "self_attn.forget_gate.dt_bias": dt_bias,
@@ -167,7 +153,12 @@ class Kimi(Bailing):
 
 
 def _check(config: DeltaNetConfig, eps: float) -> list[str]:
-    return [*check_shell(config), *check_mlp(config), *check_pure(config), *check_output_norm(config, eps)]
+    return [
+        *parts.check_shell(config),
+        *parts.check_mlp(config),
+        *parts.check_pure(config),
+        *parts.check_output_norm(config, eps),
+    ]
 
 
 def _latent_attention(config: DeltaNetConfig) -> dict:
@@ -175,8 +166,8 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
     K = config.linear_key_head_dim
     return {
         "tie_word_embeddings": False,
-        "num_attention_heads": output_heads(config),
-        "num_key_value_heads": output_heads(config),
+        "num_attention_heads": parts.output_heads(config),
+        "num_key_value_heads": parts.output_heads(config),
         "kv_lora_rank": K,
         "qk_rope_head_dim": K,
         "qk_nope_head_dim": K,
@@ -193,9 +184,9 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
 
 def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
     """The weights of a memory layer that Ling and Kimi share; queries and keys are repeated for all output heads."""
-    parts = spread(config, mixer, key_heads=output_heads(config))
-    return {f"self_attn.{part}_proj.weight": parts[f"{part}_proj.weight"] for part in "qkvbo"} | {
-        "self_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
+    own = parts.spread(config, mixer, key_heads=parts.output_heads(config))
+    return {f"self_attn.{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
+        "self_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
         "self_attn.o_norm.weight": mixer["output_gate.norm.weight"],
     }
 
@@ -204,7 +195,7 @@ def _decay_by_channel(config: DeltaNetConfig, mixer: Weights) -> tuple[Tensor, .
     """A_log [HV], dt_bias [HV * K] and both factors of the projection; a decay per head is repeated for channels."""
     if config.gate == "vector":
         return tuple(mixer[f"decay.{x}"] for x in ("A_log", "dt_bias", "down.weight", "proj.weight"))
-    A_log, dt_bias, decay = decay_by_head(config, mixer)
+    A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
     heads = torch.eye(len(decay), dtype=decay.dtype)
     dt_bias, up = (x.repeat_interleave(config.linear_key_head_dim, 0) for x in (dt_bias, heads))
     return A_log, dt_bias, decay, up

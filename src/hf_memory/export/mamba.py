@@ -6,19 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_memory.export.parts import (
-    Weights,
-    attention_scale,
-    check_mlp,
-    check_pure,
-    check_shell,
-    joined,
-    kept_layers,
-    output_heads,
-    pad_rows,
-    shared_options,
-    spread,
-)
+from hf_memory.export import parts
+from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 
@@ -44,8 +33,8 @@ class Granite(Target):
         self.expand = expand
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
-        faults = [*_check(config), *check_mlp(config)]
-        kept, rotates = kept_layers(config), config.no_rope_layers
+        faults = [*_check(config), *parts.check_mlp(config)]
+        kept, rotates = parts.kept_layers(config), config.no_rope_layers
         if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
             faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
         if kept and config.use_qk_norm:
@@ -60,16 +49,16 @@ class Granite(Target):
     def options(self, config: GatedLinearAttentionConfig) -> dict:
         n_groups, heads, expand = _sizes(config, self.expand)
         *_, K, V = config.memory_heads
-        kept, rope = kept_layers(config), config.no_rope_layers
+        kept, rope = parts.kept_layers(config), config.no_rope_layers
         rotates = kept and (rope is None or rope[kept[0]])
         return {
-            **shared_options(config),
+            **parts.shared_options(config),
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_key_value_heads if kept else 1,
             "rope_parameters": config.rope_parameters,
             "position_embedding_type": "rope" if rotates else "nope",  # null would mean RoPE in MLX
             "attention_bias": config.attention_bias or config.attention_output_bias,
-            "attention_multiplier": attention_scale(config),
+            "attention_multiplier": parts.attention_scale(config),
             "embedding_multiplier": config.embedding_multiplier,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
@@ -134,12 +123,12 @@ class Mamba2(Granite):
     needs_attention = False
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
-        return [*_check(config), *check_pure(config)]
+        return [*_check(config), *parts.check_pure(config)]
 
     def options(self, config: GatedLinearAttentionConfig) -> dict:
         n_groups, heads, expand = _sizes(config)
         *_, K, V = config.memory_heads
-        shared = shared_options(config)
+        shared = parts.shared_options(config)
         for name in ("intermediate_size", "max_position_embeddings"):
             del shared[name]
         return {
@@ -172,7 +161,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
     Groups of zeros are added at the end until this is a whole number and at least `expand`.
     """
     query_heads, *_, V = config.memory_heads
-    heads = output_heads(config) // query_heads
+    heads = parts.output_heads(config) // query_heads
     n_groups = query_heads
     while n_groups * heads * V % config.hidden_size or (expand or 0) > n_groups * heads * V // config.hidden_size:
         n_groups += 1
@@ -181,7 +170,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
 
 def _check(config: GatedLinearAttentionConfig) -> list[str]:
     """Reasons against both targets."""
-    faults = check_shell(config)
+    faults = parts.check_shell(config)
     if not config.linear_conv_kernel_dim:
         faults.append("linear_conv_kernel_dim above 0, got 0")
     return faults
@@ -191,27 +180,27 @@ def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | No
     """The weights of a memory layer. Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
     query_heads, *_, K, V = config.memory_heads
     n_groups, heads, _ = _sizes(config, expand)
-    parts = spread(config, mixer, key_heads=query_heads)
-    parts |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
+    own = parts.spread(config, mixer, key_heads=query_heads)
+    own |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
     rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
-    for name, x in parts.items():
+    for name, x in own.items():
         part, _, kind = name.partition("_")
         if part in rows and kind.startswith(("proj", "conv1d")):
-            parts[name] = pad_rows(x, rows[part])
+            own[name] = parts.pad_rows(x, rows[part])
     found = {
-        "in_proj.weight": joined(parts, "gvkqd", "proj.weight"),
-        "conv1d.weight": joined(parts, "vkq", "conv1d.weight")[:, None],
-        "conv1d.bias": joined(parts, "vkq", "conv1d.bias"),
-        "A_log": pad_rows(mixer["decay.A_log"], heads),
-        "dt_bias": pad_rows(mixer["decay.dt_bias"], heads),
-        "D": pad_rows(mixer["D"], heads),
-        "norm.weight": pad_rows(mixer["o_norm.weight"], heads * V),
-        "out_proj.weight": pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
+        "in_proj.weight": parts.joined(own, "gvkqd", "proj.weight"),
+        "conv1d.weight": parts.joined(own, "vkq", "conv1d.weight")[:, None],
+        "conv1d.bias": parts.joined(own, "vkq", "conv1d.bias"),
+        "A_log": parts.pad_rows(mixer["decay.A_log"], heads),
+        "dt_bias": parts.pad_rows(mixer["decay.dt_bias"], heads),
+        "D": parts.pad_rows(mixer["D"], heads),
+        "norm.weight": parts.pad_rows(mixer["o_norm.weight"], heads * V),
+        "out_proj.weight": parts.pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
     }
     if config.attention_bias or config.attention_output_bias:
         zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
-        biases = {f"{part}_b": parts.get(f"{part}_proj.bias", zeros[part]) for part in rows}
-        found["in_proj.bias"] = joined(biases, "gvkqd", "b")
+        biases = {f"{part}_b": own.get(f"{part}_proj.bias", zeros[part]) for part in rows}
+        found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")
         found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
     return found
 

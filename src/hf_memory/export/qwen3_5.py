@@ -7,22 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from hf_memory.export import parts
 from hf_memory.export.delta import DELTA
-from hf_memory.export.parts import (
-    Weights,
-    attention_scale,
-    check_mlp,
-    check_output_norm,
-    check_shell,
-    decay_by_head,
-    delta_options,
-    full_rank,
-    interval,
-    joined,
-    kept_layers,
-    shared_options,
-    spread,
-)
+from hf_memory.export.parts import Weights
 from hf_memory.export.target import Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
@@ -63,8 +50,12 @@ class Qwen35(Target):
     unsaved = "self_attn.o_proj.bias"
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        faults = [*check_shell(config), *check_mlp(config), *check_output_norm(config, config.rms_norm_eps)]
-        kept, rotates = kept_layers(config), config.no_rope_layers
+        faults = [
+            *parts.check_shell(config),
+            *parts.check_mlp(config),
+            *parts.check_output_norm(config, config.rms_norm_eps),
+        ]
+        kept, rotates = parts.kept_layers(config), config.no_rope_layers
         if rotates is not None and not all(rotates[i] for i in kept):
             faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
         if kept and config.use_qk_norm and config.query_pre_attn_scalar not in (None, config.head_dim):
@@ -74,17 +65,17 @@ class Qwen35(Target):
     def options(self, config: DeltaNetConfig) -> dict:
         D = _head_dim(config)
         return {
-            **shared_options(config),
+            **parts.shared_options(config),
             "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads if kept_layers(config) else 1,
+            "num_key_value_heads": config.num_key_value_heads if parts.kept_layers(config) else 1,
             "head_dim": D,
             "attention_bias": _is_pinned(config),
             "rope_parameters": {**config.rope_parameters, "partial_rotary_factor": config.rotary_dim / D},
-            **delta_options(config),
+            **parts.delta_options(config),
         }
 
     def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-        every = {} if interval(config) is None else {"full_attention_interval": interval(config)}
+        every = {} if parts.interval(config) is None else {"full_attention_interval": parts.interval(config)}
         bias = {"qkv_bias": True} if _is_pinned(config) else {}
         rope = {name: theirs.rope_parameters[name] for name in ("partial_rotary_factor", "rope_theta")}
         (module,) = FILES
@@ -92,12 +83,12 @@ class Qwen35(Target):
         return {**every, **bias, **rope, **own}
 
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-        parts = spread(config, mixer, key_heads=config.memory_heads[0])
-        A_log, dt_bias, decay = decay_by_head(config, mixer)
+        own = parts.spread(config, mixer, key_heads=config.memory_heads[0])
+        A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
         return {
-            "linear_attn.in_proj_qkv.weight": joined(parts, "qkv", "proj.weight"),
-            "linear_attn.conv1d.weight": joined(parts, "qkv", "conv1d.weight")[:, None],
-            "linear_attn.in_proj_z.weight": full_rank(mixer, "output_gate"),
+            "linear_attn.in_proj_qkv.weight": parts.joined(own, "qkv", "proj.weight"),
+            "linear_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
+            "linear_attn.in_proj_z.weight": parts.full_rank(mixer, "output_gate"),
             "linear_attn.in_proj_b.weight": mixer["b_proj.weight"],
             "linear_attn.in_proj_a.weight": decay,
             "linear_attn.A_log": A_log,
@@ -144,7 +135,7 @@ class Qwen35(Target):
 
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
         *_, K, V = config.memory_heads
-        periodic = "" if interval(config) else "it needs attention in exactly every n-th layer"
+        periodic = "" if parts.interval(config) else "it needs attention in exactly every n-th layer"
         plain = config.rope_parameters["rope_type"] == "default"
         llama_cpp = (
             "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
@@ -161,7 +152,7 @@ class Qwen35(Target):
 
 def _is_pinned(config: DeltaNetConfig) -> bool:
     """Whether attention has no q/k norm, so that the target's q/k norms must be made to have no effect ("pinned")."""
-    return bool(kept_layers(config)) and not config.use_qk_norm
+    return bool(parts.kept_layers(config)) and not config.use_qk_norm
 
 
 def _head_dim(config: DeltaNetConfig) -> int:
@@ -182,7 +173,7 @@ def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:
     head is always c / sqrt(D). The weights of the norm undo this division, and set the new channels to zero.
     """
     D, dtype = _head_dim(config), heads["q"].dtype
-    c = PIN * math.sqrt(math.sqrt(D) / attention_scale(config))
+    c = PIN * math.sqrt(math.sqrt(D) / parts.attention_scale(config))
     coarse = torch.tensor(c * (1 - 2**-8)).to(dtype)  # below c also after rounding
     fine = torch.tensor(math.sqrt(c**2 - float(coarse) ** 2)).to(dtype)
     bias = torch.zeros(D, dtype=dtype)
