@@ -21,7 +21,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("text", f"{plan.num_tokens:,} tokens to learn on")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
-        rows += _quantized_row(plan)
+    if plan.bits is not None:
+        whole = _megabytes(BYTES * plan.teacher_parameters)
+        size = f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
+        rows += [(f"teacher in {plan.bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
     rows += _attention_rows(plan)
     if plan.top_k is not None:
@@ -113,12 +116,6 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
-
-
-def _quantized_row(plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.bits is not None:
-        whole = _megabytes(BYTES * plan.teacher_parameters)
-        yield f"teacher in {plan.bits} bits", f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
 
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -107,18 +107,13 @@ def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: in
         if tokenizer.chat_template is None:
             starts = list(prompts) or [tokenizer.bos_token or tokenizer.eos_token] * BATCH
         else:
-            questions = list(prompts) or _continued(teacher, tokenizer, [_opening(tokenizer)] * BATCH, QUESTION)
+            before, _, _ = apply_template(tokenizer, [{"role": "user", "content": PLACE}]).partition(PLACE)
+            questions = list(prompts) or _continued(teacher, tokenizer, [before] * BATCH, QUESTION)
             talks = [[{"role": "user", "content": question.strip()}] for question in questions]
             starts = [apply_template(tokenizer, x, add_generation_prompt=True) for x in talks]
         ends = _continued(teacher, tokenizer, starts, LENGTH)
         keeps_start = tokenizer.chat_template is not None or prompts
         yield from (start + end if keeps_start else end for start, end in zip(starts, ends))
-
-
-def _opening(tokenizer) -> str:
-    """The text that a chat template writes before a message of the user."""
-    talk = [{"role": "user", "content": PLACE}]
-    return apply_template(tokenizer, talk).partition(PLACE)[0]
 
 
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:

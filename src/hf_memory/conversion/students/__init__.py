@@ -69,8 +69,9 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family, shared = find_student(to), shared_options(teacher)
+    memory = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
     kinds = enumerate(attention_types(teacher))
-    shared["layer_types"] = [kind if i in kept else _memory_type(to, kind) for i, kind in kinds]
+    shared["layer_types"] = [kind if i in kept else memory.get(kind, "memory") for i, kind in kinds]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, "num_sink_tokens": SINKS if "attention_window" in options else 0}
     presets |= PRESETS.get(to, {})
@@ -107,10 +108,6 @@ def build(config: PreTrainedConfig, teacher: PreTrainedModel, seed: int) -> Memo
         student = family.causal_lm(copy.deepcopy(config))  # type: ignore[arg-type]
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.to(teacher.device, teacher.dtype).eval()  # type: ignore[arg-type]
-
-
-def _memory_type(to: str, attention_type: str) -> str:
-    return "sliding_memory" if to == "deltaformer" and attention_type == "sliding_attention" else "memory"
 
 
 def _check_options(family: Family, shared: Mapping, options: Mapping) -> None:

@@ -1,4 +1,8 @@
-"""Initial values for a student's new weights, which bring its memory layers close to the attention they replace."""
+"""Initial values for a student's new weights, which bring its memory layers close to the attention they replace.
+
+Each function here sets weights of a student in place. Where it is given a teacher, this runs on windows [B, T] of the
+training text, is not changed, and its weights are in the student already, except in `start_near`, which copies them.
+"""
 
 import math
 
@@ -93,11 +97,6 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
     """Scale the output norm of each memory layer so that its output is as large as the attention layer's.
 
     Where a memory is combined with attention over a window, its gate is set instead.
-
-    Args:
-        student: a student with the teacher's weights; it is changed in place.
-        teacher: the teacher; it is not changed.
-        input_ids: [B, T], tokens of the training text.
     """
     transfer = AttentionTransfer(student, teacher)
     transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x}
@@ -114,11 +113,6 @@ def steady_gates(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: 
 
     With random weights these gates would start near zero and have either sign. Without a bias they cannot be exactly
     constant, but hidden states have a large common part: in SmolLM2, w.h is 1 +- 0.02.
-
-    Args:
-        student: the student; its gates are set in place.
-        teacher: the teacher; it is not changed.
-        windows: [B, T], tokens of the training text.
     """
     gates = {
         i: [x for x in layer.mixer.modules() if isinstance(x, Convertible) and x.can_be_steady]
@@ -145,11 +139,6 @@ def fit_outputs(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
 
     W = argmin |o W^T - y|^2 + ridge |W - W'|^2, where o are the gated outputs of the memory, y the outputs of the
     attention, and W' the teacher's projection. The penalty keeps W close to W', since the text is short.
-
-    Args:
-        student: a student with the teacher's weights; its output projections are set in place.
-        teacher: the teacher; it is not changed.
-        windows: [B, T], tokens of the training text.
     """
     transfer, inputs = AttentionTransfer(student, teacher), []
     transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x and x.gate_beside_attention is None}

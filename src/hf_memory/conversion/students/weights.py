@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,9 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str,
     source, target = teacher.state_dict(), student.state_dict()
     patterns = (*drop, *_norms_without_place(student))
     dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in patterns)]
-    moves = _moves(teacher, {name: x for name, x in source.items() if name not in dropped})
+    parts_of = partial(find_teacher(teacher.config).parts, teacher.config)  # a fused tensor has several
+    kept = {name: x for name, x in source.items() if name not in dropped}
+    moves = [(name, rename(part), y) for name, x in kept.items() for part, y in parts_of(name, x).items()]
     placed = {target_name for _, target_name, _ in moves}
     new = [name for name in target if name not in placed]
     faults = _misfits(moves, target)
@@ -96,14 +99,8 @@ def _norms_without_place(student: nn.Module) -> Iterator[str]:
                 yield rf"model\.layers\.{i}\.self_attn\.[qk]_norm\..+"
 
 
-def _moves(teacher: PreTrainedModel, source: dict[str, Tensor]) -> list[tuple[str, str, Tensor]]:
-    """Triples of the teacher's name, the student's name and the values; a fused tensor gives several."""
-    config = teacher.config
-    parts_of = find_teacher(config).parts
-    return [(name, rename(part), y) for name, x in source.items() for part, y in parts_of(config, name, x).items()]
-
-
 def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
+    """What does not fit, of triples of the teacher's name, the student's name and the values."""
     faults = [f"the teacher's {name} has no counterpart" for name, other, _ in moves if other not in target]
     for name, other, x in moves:
         if other in target and x.shape != target[other].shape:
