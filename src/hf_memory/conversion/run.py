@@ -129,7 +129,8 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
 def _check_installed(arguments: TrainingArguments) -> None:
     if arguments.torch_compile:
         try:  # which compiles nothing yet
-            torch.compile(nn.Identity(), backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode)
+            backend, mode = arguments.torch_compile_backend or "inductor", arguments.torch_compile_mode
+            torch.compile(nn.Identity(), backend=backend, mode=mode)
         except RuntimeError as error:
             raise ValueError(f"torch_compile must be possible with this backend and mode, got {error}") from error
     try:

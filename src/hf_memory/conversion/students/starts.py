@@ -103,7 +103,7 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
     for mixer, output, target in transfer.outputs(input_ids) if transfer.mixers else ():
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
-        mixer.scale_output(sizes[0] / sizes[1])
+        mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]
     _open_gates(transfer, input_ids)
 
 
