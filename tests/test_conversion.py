@@ -342,6 +342,7 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
     ("wrong", "message"),
     [
         ({"to": "lstm"}, "to must be one of linear, .*, got 'lstm'"),
+        ({"to": None}, "steps of fine-tuning must be at least 1, got 0"),
         ({"keep": (2,)}, r"keep must name layers from 0 to 1, got \[2\]"),
         (
             {"options": {"featuremap": "elu"}},
