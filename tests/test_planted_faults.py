@@ -25,6 +25,7 @@ from forms import FORMS
 from hf_memory import cache, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
+from hf_memory.evaluation import language
 from hf_memory.files import documents, text
 from hf_memory.mixers import base, store
 from hf_memory.modeling import loading
@@ -218,6 +219,13 @@ def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
         monkeypatch.setattr(Path, "read_text", lambda self, encoding: read_text(self, encoding="utf-8"))
     with pytest.raises(AssertionError):
         test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path)
+
+
+def test_a_card_that_is_measured_within_a_window_is_seen(monkeypatch, tmp_path):
+    spread = language._spread
+    monkeypatch.setattr(language, "_spread", lambda tokens, length, *how: spread(tokens, 32, *how))
+    with pytest.raises((AssertionError, KeyError)):
+        test_conversion.test_what_is_written_can_be_loaded_and_read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["not a number", "infinite", "too large", "integers"])
