@@ -92,12 +92,17 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
 
     def set_defaults(self) -> None:
         """Set fields that are not given, and whose default depends on other fields."""
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.layer_types is None:
-            self.layer_types = ["memory"] * self.num_hidden_layers
+        self.fill(
+            num_key_value_heads=self.num_attention_heads,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            layer_types=["memory"] * self.num_hidden_layers,
+        )
+
+    def fill(self, **values) -> None:
+        """Set fields that are None."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     @property
     def numbers(self) -> dict[str, Any]:

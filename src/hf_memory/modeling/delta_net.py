@@ -37,11 +37,12 @@ class DeltaNetConfig(Levels, MemoryHeadsConfig):
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         head_dim: Any = self.head_dim
-        self.linear_key_head_dim = self.linear_key_head_dim or head_dim
-        self.linear_value_head_dim = self.linear_value_head_dim or head_dim * (2 if self.gate == "scalar" else 1)
-        if self.linear_conv_kernel_dim is None:
-            self.linear_conv_kernel_dim = 4
-        self.output_gate = self.output_gate or {"scalar": "silu", "vector": "sigmoid"}.get(self.gate, "none")
+        self.fill(
+            linear_key_head_dim=head_dim,
+            linear_value_head_dim=head_dim * (2 if self.gate == "scalar" else 1),
+            linear_conv_kernel_dim=4,
+            output_gate={"scalar": "silu", "vector": "sigmoid"}.get(self.gate, "none"),
+        )
 
     def validate_architecture(self):
         """Check the gate, too."""

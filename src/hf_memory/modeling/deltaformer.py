@@ -46,8 +46,7 @@ class DeltaFormerConfig(MemoryConfig):
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        if self.mixer_types is None:
-            self.mixer_types = self.layer_types or ["memory"] * self.num_hidden_layers
+        self.fill(mixer_types=self.layer_types)
         self.layer_types = ["memory" if kind == "sliding_memory" else kind for kind in self.mixer_types]
 
     def attends(self, layer_idx: int, length: int) -> int | None:

@@ -53,24 +53,21 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         head_dim: Any = self.head_dim
+        width, is_mamba = self.hidden_size, self.gate in ("mamba", "mamba2")
         if self.gate == "mamba":
-            self.linear_num_key_heads = self.linear_num_key_heads or 1
-            self.linear_value_head_dim = self.linear_value_head_dim or 2 * self.hidden_size
-            self.gate_low_rank_dim = self.gate_low_rank_dim or math.ceil(self.hidden_size / 16)
+            rank = math.ceil(width / 16)
+            self.fill(linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank)
         if self.gate == "mamba2" and self.linear_num_value_heads is None:
-            self.linear_num_key_heads = self.linear_num_key_heads or 1
-            self.linear_value_head_dim = self.linear_value_head_dim or 64
-            self.linear_num_value_heads = 2 * self.hidden_size // self.linear_value_head_dim
-        key_dims = {"vector": head_dim // 2, "mamba": 16, "mamba2": 128}
-        value_dims = {"retention": 2 * head_dim}
-        self.linear_key_head_dim = self.linear_key_head_dim or key_dims.get(self.gate, head_dim)
-        self.linear_value_head_dim = self.linear_value_head_dim or value_dims.get(self.gate, head_dim)
-        if self.linear_conv_kernel_dim is None:
-            self.linear_conv_kernel_dim = 4 if self.gate in ("mamba", "mamba2") else 0
-        if self.memory_rope is None:
-            self.memory_rope = self.gate == "retention"
-        self.gate_low_rank_dim = self.gate_low_rank_dim or 16
-        self.output_gate = self.output_gate or "silu"
+            self.fill(linear_num_key_heads=1, linear_value_head_dim=64)
+            self.linear_num_value_heads = 2 * width // self.linear_value_head_dim
+        self.fill(
+            linear_key_head_dim={"vector": head_dim // 2, "mamba": 16, "mamba2": 128}.get(self.gate, head_dim),
+            linear_value_head_dim=head_dim * (2 if self.gate == "retention" else 1),
+            linear_conv_kernel_dim=4 if is_mamba else 0,
+            memory_rope=self.gate == "retention",
+            gate_low_rank_dim=16,
+            output_gate="silu",
+        )
 
     def validate_architecture(self):
         """Check the gate, too."""

@@ -64,9 +64,7 @@ class Rwkv7Config(WholeLayersConfig):
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        for name, factor in RANKS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, max(32, 32 * round(factor * self.hidden_size**0.5 / 32)))
+        self.fill(**{x: max(32, 32 * round(factor * self.hidden_size**0.5 / 32)) for x, factor in RANKS.items()})
 
 
 class Rwkv7DecoderLayer(base.MemoryDecoderLayer):

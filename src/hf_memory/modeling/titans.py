@@ -154,20 +154,16 @@ class TitansConfig(MemoryHeadsConfig):
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        for name, value in PRESETS.get(self.memory_rule, TITANS).items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        self.linear_key_head_dim = self.linear_key_head_dim or self.head_dim
-        self.linear_value_head_dim = self.linear_value_head_dim or self.head_dim
-        if self.sliding_window is None and self.variant in ("mag", "mal"):
-            self.sliding_window = 512
-        if self.memory_residual is None:
-            self.memory_residual = self.memory_depth > 1 and self.linear_key_head_dim == self.linear_value_head_dim
-        if self.memory_chunk_size is None:
-            self.memory_chunk_size = 1 if self.memory_depth == 1 else 16
-        if self.memory_max_grad_norm is None:
-            is_deep = self.memory_rule == "titans" and self.memory_depth > 2
-            self.memory_max_grad_norm = self.linear_value_head_dim**0.5 if is_deep else 0.0
+        self.fill(**PRESETS.get(self.memory_rule, TITANS))
+        self.fill(linear_key_head_dim=self.head_dim, linear_value_head_dim=self.head_dim)
+        depth, K, V = self.memory_depth, self.linear_key_head_dim, self.linear_value_head_dim
+        is_deep = self.memory_rule == "titans" and depth > 2
+        self.fill(
+            sliding_window=512 if self.variant in ("mag", "mal") else None,
+            memory_residual=depth > 1 and K == V,
+            memory_chunk_size=1 if depth == 1 else 16,
+            memory_max_grad_norm=V**0.5 if is_deep else 0.0,
+        )
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: students with MAL, or with MAG and an added memory, start with closed gates."""

@@ -158,9 +158,8 @@ class MemoryTransformerConfig(MemoryConfig):
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        if self.embedding_multiplier is None:
-            has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
-            self.embedding_multiplier = self.hidden_size**0.5 if has_sinusoids else 1.0
+        has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
+        self.fill(embedding_multiplier=self.hidden_size**0.5 if has_sinusoids else 1.0)
 
     @property
     def patterns(self) -> list[str]:
