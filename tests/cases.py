@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import set_seed
 
 import hf_memory
 from hf_memory.mixers.adaptive_span import AdaptiveSpan
 from hf_memory.mixers.levels import LevelWeights
 
+NEW = 6  # tokens that `generate` writes
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -339,3 +341,10 @@ def one_layer(case: Case) -> dict:
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Tokens that are neither padding nor the beginning of a text."""
     return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, tokens=None, **kwargs):
+    """New tokens are never padding: its embedding is zero, where a norm turns rounding into noise."""
+    set_seed(0)
+    options = {"do_sample": False, "suppress_tokens": [model.config.pad_token_id], **kwargs}
+    return model.generate(tokens, max_new_tokens=NEW, **options)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 from importlib.util import find_spec
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -11,8 +12,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_memory_cli
+from hf_memory.cli.terminal import console
 
 torch.set_num_threads(1)
+WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 
 
 def pytest_collection_finish():
@@ -51,3 +58,54 @@ if find_spec("triton"):
 
     interpreter.InterpretedFunction.__call__ = call_device_function
     interpreter._LangPatchScope.restore = restore_and_forget
+
+
+@pytest.fixture
+def wide_console(monkeypatch):
+    """Tables in which no cell is cut."""
+    monkeypatch.setattr(console, "width", 200)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, wide_console):
+    """Types a command; returns its exit code, what it printed, and its errors."""
+
+    def type_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            hf_memory_cli.app()
+        return exit_.value.code or 0, *capsys.readouterr()
+
+    return type_command
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A folder with a small random Llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of text in the words of `teacher`."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(WORDS[1 + i * i % 15] for i in range(4000)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Of the models in `cases.py`, whose tokens it calls w3 to w63."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )

@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 import hf_memory_cli
 from distributed_check import become_two
 from hf_memory.conversion import Run, processes
-from test_conversion import convert
-from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
+from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
 STAGES = dict.fromkeys(("transfer", "distillation"), SCHEDULE._replace(steps=6))
 

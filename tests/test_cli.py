@@ -3,65 +3,20 @@
 import json
 import os
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
-import hf_memory_cli
 from hf_memory.cli.options import read_pairs
-from hf_memory.cli.terminal import console
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import measure, tasks
 from hf_memory.files.claims import claimed
-
-WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
-SHORT = "steps=2,batch_size=2,length=32"
-FAST = ["--transfer", SHORT, "--distillation", SHORT]
-
-
-@pytest.fixture(autouse=True)
-def _wide_console(monkeypatch):
-    monkeypatch.setattr(console, "width", 200)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Types a command; returns its exit code, what it printed, and its errors."""
-
-    def type_command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            hf_memory_cli.app()
-        return exit_.value.code or 0, *capsys.readouterr()
-
-    return type_command
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A folder with a small random Llama and its tokenizer."""
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(" ".join(WORDS[1 + i * i % 15] for i in range(4000)))
-    return file
+from teachers import FAST, SHORT
 
 
 def test_convert_info_generate(run, teacher, text, tmp_path):

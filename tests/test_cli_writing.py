@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """generate, chat and info as a user types them, and how the command line begins and ends."""
 
 import contextlib
@@ -19,7 +18,6 @@ from cases import CASE, make_model
 from hf_memory.cli import chat, turns
 from hf_memory.cli.info import CONTEXTS
 from hf_memory.cli.terminal import console
-from test_cli import _wide_console, run, teacher, text  # fixtures
 
 WORDS = ["<end>", "<start>", "user", "assistant", "system", "snake", "new", ":smile:", "[/b]", "\x1b[31m", "a\rb"]
 TEMPLATE = """{% for m in messages %}<start> {{ m.role }} {{ m.content }} <end> {% endfor %}
@@ -66,7 +64,7 @@ def test_text_is_shown_as_it_is_and_commands_no_terminal(run, student):
     assert err.endswith(" tokens/s\n")
 
 
-def test_nothing_that_is_shown_is_markup(capsys):
+def test_nothing_that_is_shown_is_markup(capsys, wide_console):
     rows = Table(":smile:")
     rows.add_row("folder/[/b]")
     console.print(rows)

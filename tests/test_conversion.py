@@ -11,35 +11,20 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from pyarrow import parquet
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
     TrainerCallback,
 )
 
-from cases import SIZES, random_tokens
+from cases import random_tokens
 from comparing import assert_close, in_float64
 from hf_memory import conversion
 from hf_memory.conversion import (
@@ -62,75 +47,7 @@ from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measu
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
-
-QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-LONG_ROPE = {
-    "original_max_position_embeddings": 16,  # test texts are longer
-    "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
-}
-GEMMA2 = {
-    "head_dim": 12,
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 20,
-    "attn_logit_softcapping": 2.0,  # low enough to matter
-    "final_logit_softcapping": 3.0,
-}
-TEACHERS = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "llama-scaled-rope": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
-    ),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 12}),
-    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, QWEN2_WINDOWS),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0], "attention_bias": True}),
-    "smollm3-windows": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True},
-    ),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"tie_word_embeddings": True}),
-    "phi3-window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 4}),
-    "phi3-part": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 99.0}}),
-    "phi3-long": (Phi3Config, Phi3ForCausalLM, LONG_ROPE),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
-}
-every_teacher = pytest.mark.parametrize("name", TEACHERS)
-SCHEDULE = Schedule(steps=8, learning_rate=1e-2, batch_size=2, length=16)
-BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
-
-
-def make_teacher(name="llama"):
-    """A small random teacher; biases and norms too, since zeros and ones would hide what is not carried over."""
-    config, model, options = TEACHERS[name]
-    torch.manual_seed(0)
-    teacher = model(config(**{**SIZES, **options}))
-    for parameter in teacher.parameters():
-        if parameter.ndim == 1:
-            nn.init.normal_(parameter, 1.0, 0.3)
-    return teacher.eval()
-
-
-def text(length=200):
-    return random_tokens(length, seed=1)
-
-
-def convert(teacher, tokens, *, run=Run(), quantized=None, **recipe):
-    """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
-    options = {name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__}
-    plan = resolve(Recipe(options=options, **recipe), teacher.config, tokens)
-    return conversion.convert(teacher, tokens, plan, run, quantized=quantized)
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+from teachers import BOTH_STAGES, SCHEDULE, TEACHERS, convert, every_teacher, make_teacher, make_tokenizer, same, text
 
 
 @every_teacher
@@ -543,12 +460,6 @@ def test_some_windows_end_in_what_they_began_with():
     assert [i for i, row in enumerate(rows) if torch.equal(row[-2:], row[:2])] == [3, 7]
     assert all(row[:7].diff().eq(1).all() for row in rows)
     assert {len(row) for row in rows} == {9}
-
-
-def make_tokenizer():
-    bpe = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w3"))
-    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="w2", pad_token="w0", unk_token="w3")
 
 
 def test_text_files_are_read_in_order(tmp_path):

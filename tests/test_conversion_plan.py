@@ -15,7 +15,7 @@ from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.evaluation import Cost, ModelResult
 from hf_memory.progress import Progress
-from test_conversion import SCHEDULE, convert, make_teacher, text
+from teachers import SCHEDULE, convert, make_teacher, text
 
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}

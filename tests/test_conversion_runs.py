@@ -13,25 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-from cases import SIZES, random_tokens
-from hf_memory.conversion import Run, Schedule
+from hf_memory.conversion import Run
 from hf_memory.conversion.claims import last_whole_checkpoint
-from test_conversion import convert
+from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
-SCHEDULE = Schedule(steps=10, learning_rate=1e-2, batch_size=2, length=16)
-RUN = {"to": "gated", "keep": (1,), "transfer": SCHEDULE, "distillation": SCHEDULE, "seed": 1}
 ALL_STAGES = RUN | {"keep": "auto:1/2", "fine_tuning": SCHEDULE._replace(length=32), "lora_rank": 2}
-
-
-def make_teacher():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-
-
-def text():
-    return random_tokens(200, seed=1)
 
 
 class Slow(TrainerCallback):

@@ -6,27 +6,14 @@ import json
 import faiss
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cases import CASE, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.decoding import Datastore, NearestNeighbours, RetrievalGate, Spalm, build_datastore, tune
 from hf_memory.decoding.datastore import inputs_of, key_module
 from hf_memory.evaluation import perplexity
-from test_cli import run, teacher, text  # noqa: F401  fixtures
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.3)).eval()
-
-
-def gpt2():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)).eval()
-
+from teachers import gpt2, llama
 
 MODELS = {"llama": llama, "gpt2": gpt2, "gated-deltanet-sliding": None, "mosaic-full": None}
 
@@ -170,7 +157,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             Datastore(tmp_path / "store")
 
 
-def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):  # noqa: F811
+def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     store = tmp_path / "store"
     code, out, err = run("datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64)
     assert (code, err) == (0, "")

@@ -13,8 +13,7 @@ from cases import CASES, SIZES, make_model
 from distributed_conversion import STAGES, convert_and_save
 from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
-from test_conversion import convert
-from test_conversion_runs import RUN, SCHEDULE, make_teacher, text
+from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")

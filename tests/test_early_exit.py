@@ -13,7 +13,7 @@ from comparing import assert_close
 from hf_memory.cache import _tensors
 from hf_memory.decoding import EarlyExit, calibrate, exit_loss, fit_classifier
 from hf_memory.decoding.parts import decoder_layers
-from test_decoding import gpt2, llama
+from teachers import gpt2, llama
 
 MODELS = {"llama": llama, "gpt2": gpt2} | {
     name: partial(make_model, CASE[name])

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """`hf-memory evaluate`: what it finds is what the measures find, and nothing is measured twice."""
 
 import json
@@ -21,7 +20,6 @@ from hf_memory.evaluation import Subject, measure, record, tasks
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt, samples_of
 from hf_memory.evaluation.writing import greedy, words_alike
 from hf_memory.files.claims import claimed
-from test_cli import _wide_console, run  # fixtures
 
 TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
 WORDS = ["?", *"0123456789", *TEXT]
@@ -277,7 +275,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, text):
         record.open_record(tmp_path, {})
 
 
-def test_names_cannot_control_the_terminal(capsys):
+def test_names_cannot_control_the_terminal(capsys, wide_console):
     rows = Table("col\x1b[31m", title="title\x1b[0m")
     rows.add_row("cell\x9b5m")
     terminal.console.print(rows)

@@ -36,27 +36,21 @@ from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.stages.logits import top_divergence
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.teachers import quantized as of_few_bits
-from test_cli import FAST, _wide_console, run, teacher, text  # noqa: F401
-from test_conversion import convert
-from test_conversion_runs import SCHEDULE, make_teacher
-from test_conversion_runs import text as tokens
+from teachers import FAST, SCHEDULE, convert, make_teacher, same
+from teachers import text as tokens
 
 NONE = SCHEDULE._replace(steps=0)
 FEW = SCHEDULE._replace(steps=3)
 
 
-def student_of(teacher):  # noqa: F811
+def student_of(teacher):
     student = make_student(teacher, "gated")
     start_near(student, teacher, tokens(), 16)
     return student
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
 def test_fine_tuning_reaches_further_than_the_teacher():
-    teacher = make_teacher()  # noqa: F811
+    teacher = make_teacher()
     teacher.config.max_position_embeddings = 16
     schedule = Schedule(steps=20, learning_rate=1e-2, batch_size=4, length=48)
     made = convert(teacher, tokens(), to="gated", keep=(1,), transfer=FEW, distillation=FEW, fine_tuning=schedule)
@@ -67,7 +61,7 @@ def test_fine_tuning_reaches_further_than_the_teacher():
 
 
 def test_fine_tuning_of_a_conversion_is_that_of_its_student():
-    run = {"to": "gated", "transfer": FEW, "distillation": FEW, "seed": 3}  # noqa: F811
+    run = {"to": "gated", "transfer": FEW, "distillation": FEW, "seed": 3}
     made = convert(make_teacher(), tokens(), fine_tuning=FEW, lora_rank=2, **run)
     student = convert(make_teacher(), tokens(), **run).student
     fine_tune(student, tokens(), FEW, lora_rank=2, seed=5)
@@ -75,7 +69,7 @@ def test_fine_tuning_of_a_conversion_is_that_of_its_student():
 
 
 def test_lora_learns_updates_that_become_the_weights(tmp_path):
-    teacher = make_teacher()  # noqa: F811
+    teacher = make_teacher()
     before, student = student_of(teacher), student_of(teacher)
     fine_tune(student, tokens(), FEW, lora_rank=2, adapter=tmp_path)
     linear = {f"{name}.weight" for name, x in before.named_modules() if isinstance(x, nn.Linear)} - {"lm_head.weight"}
@@ -123,7 +117,7 @@ class Fail(TrainerCallback):
 
 
 def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
-    teacher = make_teacher()  # noqa: F811
+    teacher = make_teacher()
     student, whole = student_of(teacher), student_of(teacher)
     with pytest.raises(RuntimeError):
         fine_tune(student, tokens(), FEW, lora_rank=2, run=Run(tmp_path, callbacks=(Fail(2),)))
@@ -135,7 +129,7 @@ def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_divergence_from_the_top_is_that_of_the_definition(temperature):
-    student, teacher = torch.randn(2, 15, 17).double()  # noqa: F811
+    student, teacher = torch.randn(2, 15, 17).double()
     p, q = (torch.softmax(x / temperature, -1) for x in (teacher, student))
     ids = p.topk(4).indices
     lumped = [torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1) for x in (p, q)]
@@ -148,7 +142,7 @@ def test_the_divergence_from_the_top_is_that_of_the_definition(temperature):
 
 
 def test_distillation_from_all_logits_is_distillation(tmp_path):
-    teacher, how = make_teacher(), {"temperature": 2.0, "cross_entropy": 0.25, "seed": 4}  # noqa: F811
+    teacher, how = make_teacher(), {"temperature": 2.0, "cross_entropy": 0.25, "seed": 4}
     order = {"temperature": 2.0, "seed": 4}
     save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=teacher.config.vocab_size, **order)
     plain, saved = student_of(teacher), student_of(teacher)
@@ -161,7 +155,7 @@ def test_distillation_from_all_logits_is_distillation(tmp_path):
 
 def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(teacher_logits, "SHARD", 8)
-    teacher = make_teacher()  # noqa: F811
+    teacher = make_teacher()
     save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
     shards = sorted(tmp_path.glob("logits-*"))
     assert [path.name for path in shards] == [f"logits-0000{i}.safetensors" for i in range(3)]
@@ -186,7 +180,7 @@ def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
 
 
 def test_a_conversion_distils_from_saved_logits_that_students_share(tmp_path):
-    run = {"transfer": NONE, "distillation": FEW, "run": Run(None, tmp_path), "top_k": 8, "seed": 2}  # noqa: F811
+    run = {"transfer": NONE, "distillation": FEW, "run": Run(None, tmp_path), "top_k": 8, "seed": 2}
     made = convert(make_teacher(), tokens(), to="gated", **run)
     times = [path.stat().st_mtime_ns for path in tmp_path.iterdir()]
     convert(make_teacher(), tokens(), to="linear", **run)
@@ -225,18 +219,18 @@ def test_bits_that_cannot_be_had_are_explained(monkeypatch):
 @pytest.mark.parametrize(
     ("stage", "change"),
     [
-        (lambda teacher, **run: attention_transfer(student_of(teacher), teacher, **run), "seed"),  # noqa: F811
-        (lambda teacher, **run: distill(student_of(teacher), teacher, **run), "schedule"),  # noqa: F811
-        (lambda teacher, **run: train(student_of(teacher), **run), "tokens"),  # noqa: F811
-        (lambda teacher, **run: fine_tune(student_of(teacher), **run), "student"),  # noqa: F811
+        (lambda teacher, **run: attention_transfer(student_of(teacher), teacher, **run), "seed"),
+        (lambda teacher, **run: distill(student_of(teacher), teacher, **run), "schedule"),
+        (lambda teacher, **run: train(student_of(teacher), **run), "tokens"),
+        (lambda teacher, **run: fine_tune(student_of(teacher), **run), "student"),
     ],
     ids=["attention transfer", "distillation", "training", "fine-tuning"],
 )
 def test_checkpoints_of_a_stage_are_its_own(tmp_path, stage, change):
-    run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "run": Run(tmp_path)}  # noqa: F811
+    run = {"tokens": tokens(), "schedule": FEW, "seed": 0, "run": Run(tmp_path)}
     first = stage(make_teacher(), **run)
     assert stage(make_teacher(), **run) == first
-    teacher, others = make_teacher(), {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}  # noqa: F811
+    teacher, others = make_teacher(), {"tokens": tokens().flip(0), "schedule": SCHEDULE, "seed": 1}
     teacher.model.norm.weight.data[3] += float(change == "student")
     with pytest.raises(ValueError, match=f"must be of the same run, got .* with another {change}"):
         stage(teacher, **run | {change: others[change]} if change in others else run)
@@ -286,7 +280,7 @@ def test_a_full_disk_stops_the_saving_of_logits_and_leaves_what_is_there(tmp_pat
     assert not list(tmp_path.glob("logits-*"))
 
 
-def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_path):  # noqa: F811
+def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     command = ["convert", teacher, "--text", text, "--output", student, *FAST]
     assert run(*command)[0] == 0
@@ -309,7 +303,7 @@ def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
         check_space(plan, Run(tmp_path / "work"), output=tmp_path / "student")
 
 
-def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa: F811
+def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):
     student, first, second = (tmp_path / name for name in ("student", "first", "second"))
     assert run("convert", teacher, "--text", text, "--output", student, *FAST)[0] == 0
     flags = ["--steps", 3, "--batch-size", 2, "--length", 64, "--lora-rank", 2]
@@ -334,7 +328,7 @@ def test_fine_tune_goes_on_from_a_student(run, teacher, text, tmp_path):  # noqa
     assert "with another seed" in err
 
 
-def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tmp_path):  # noqa: F811
+def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tmp_path):
     file, output = tmp_path / "my.yaml", tmp_path / "student"
     blocks = {
         "transfer": {"steps": 1, "learning_rate": "1e-4", "batch_size": 2, "length": 32},
@@ -354,7 +348,7 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     assert "2 steps of 1 window of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
 
 
-def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):  # noqa: F811
+def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: True)
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
     code, out, _ = run(*command, "--teacher-logits", tmp_path / "logits", "--top-k", 8, "--teacher-bits", 8)
@@ -365,7 +359,7 @@ def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_pat
     assert not any(line.startswith("fine-tuning") for line in lines)
 
 
-def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):  # noqa: F811
+def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):
     command = ["convert", teacher, "--text", text, *FAST, "--teacher-logits", tmp_path / "logits", "--top-k", 8]
     assert run(*command, "--output", tmp_path / "student")[0] == 0
     shard = load_file(tmp_path / "logits" / "logits-00000.safetensors")

@@ -3,23 +3,15 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline, set_seed
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
-from cases import CASES, every_case, every_family, make_model, random_tokens
+from cases import CASES, NEW, every_case, every_family, generate, make_model, random_tokens
 
-NEW = 6
 WAYS = {
     "greedy": {},
     "several": {"do_sample": True, "temperature": 0.7, "num_return_sequences": 3},
     "several of sampled beams": {"do_sample": True, "num_beams": 4, "num_return_sequences": 2},
 }
-
-
-def generate(model, tokens=None, **kwargs):
-    """New tokens are never padding: its embedding is zero, where a norm turns rounding into noise."""
-    set_seed(0)
-    options = {"do_sample": False, "suppress_tokens": [model.config.pad_token_id], **kwargs}
-    return model.generate(tokens, max_new_tokens=NEW, **options)
 
 
 @every_case
@@ -111,16 +103,6 @@ def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
     tokens = random_tokens(1, 6)
     assisted = generate(model, tokens, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=other)
     assert torch.equal(assisted, generate(model, tokens))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
-    )
 
 
 @every_family

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """Teachers in a GGUF file: nothing of what it says is lost, and what cannot be read is refused."""
 
 import json
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_memory.conversion import describe_weights, find_gguf, load_config, load_teacher, load_tokenizer
 from hf_memory.conversion.teachers.gguf import turn_ends
-from test_cli import FAST, _wide_console, run  # fixtures
+from teachers import FAST
 
 END, START = "<end>", "<start>"
 TEMPLATE = """{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"""

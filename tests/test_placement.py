@@ -12,7 +12,7 @@ from hf_memory.conversion.students import placement
 from hf_memory.conversion.students.heads import rank_heads
 from hf_memory.conversion.students.placement import placement_table, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
-from test_conversion import convert, make_teacher, same
+from teachers import convert, make_teacher, same
 
 SCHEDULE = Schedule(steps=4, learning_rate=1e-2, batch_size=2, length=16)
 BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}

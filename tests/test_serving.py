@@ -14,10 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from cases import CASE, every_case, every_family, make_model, random_tokens
+from cases import CASE, every_case, every_family, generate, make_model, random_tokens
 from hf_memory import Request, generate_stream, load_memory, save_memory
 from hf_memory.serving import memory_file
-from test_generation import generate
 
 NEW = 6
 

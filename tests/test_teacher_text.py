@@ -1,17 +1,13 @@
-# ruff: noqa: F401, F811
 """A teacher that writes the text its student learns on."""
 
 import json
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from hf_memory.conversion import read_tokens, teacher_text
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.progress import Progress
-from test_cli import FAST, _wide_console, run, teacher  # fixtures
-from test_conversion import make_teacher, make_tokenizer
+from teachers import FAST, make_teacher, make_tokenizer
 
 TEMPLATE = """{% for m in messages %}{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2 {% endfor %}
 {%- if add_generation_prompt %}w5 {% endif %}"""

@@ -7,11 +7,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from cases import CASES, every_case, every_family, make_model, random_tokens
+from cases import CASES, every_case, every_family, generate, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.conversion import Schedule, train
 from hf_memory.demo import sections
-from test_generation import generate, tokenizer  # noqa: F401  (a fixture)
 
 ARGUMENTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 
@@ -87,7 +86,7 @@ def test_every_mixer_learns_the_demos_text(case):
 
 @every_family
 @pytest.mark.parametrize("packing", [False, True])
-def test_sft_trainer_packs_without_changing_the_loss(case, packing, tmp_path, tokenizer):  # noqa: F811
+def test_sft_trainer_packs_without_changing_the_loss(case, packing, tmp_path, tokenizer):
     lengths = (9, 4, 7, 5)
     rows = [row[:n].tolist() for row, n in zip(random_tokens(4, 9), lengths, strict=True)]
     torch.manual_seed(0)
