@@ -40,6 +40,7 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+# It halves the time of tests of kernels. If Triton renames what it patches, importing this file fails: then delete it.
 if find_spec("triton"):
     from triton.runtime import interpreter
 

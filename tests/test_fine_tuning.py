@@ -150,11 +150,11 @@ def test_distillation_from_all_logits_is_distillation(tmp_path):
     for x, y in zip(losses, distill_from_logits(saved, tmp_path, tokens(), SCHEDULE, **how), strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)
     for x, y in zip(plain.parameters(), saved.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=2e-3)  # a fiftieth of what ten steps change
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-3)  # a fiftieth of what the steps change
 
 
 def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher_logits, "SHARD", 8)
+    monkeypatch.setattr(teacher_logits, "SHARD", 6)
     teacher = make_teacher()
     save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
     shards = sorted(tmp_path.glob("logits-*"))
@@ -274,7 +274,7 @@ def test_a_full_disk_costs_no_more_than_one_checkpoint(tmp_path, part):
 
 
 def test_a_full_disk_stops_the_saving_of_logits_and_leaves_what_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher_logits, "SHARD", 8)
+    monkeypatch.setattr(teacher_logits, "SHARD", 6)
     with room_for(1000), pytest.raises(OSError, match=r"logits-00000.safetensors could not be written to .* goes on"):
         save_logits(tmp_path, make_teacher(), tokens(), SCHEDULE, k=4)
     assert not list(tmp_path.glob("logits-*"))
