@@ -19,12 +19,12 @@ from torch import Tensor
 
 from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, decay_kind, launcher, walk_constants
 from hf_memory.ops.triton.tiles import (
-    column_of,
     decay_between,
+    decay_of_level,
     decays,
+    level_of_pairs,
     load_rows,
     program,
-    row_of,
     sequence_bounds,
     split_dot,
     store_rows,
@@ -45,16 +45,13 @@ def _block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
 def _add_within(x, P, y, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
     """x [C, BK] plus the sum over columns j of P_ij y_j, with the decay from j to i, or OF_KEYS from i to j."""
     if DECAY == 2:
-        rows, y32 = tl.arange(0, C), tl.cast(y, tl.float32)
-        sums = tl.zeros_like(y32)  # sums of gates between the rows and a column
-        for step in range(C):
-            j = step if OF_KEYS else C - 1 - step
-            here = rows == j
-            if OF_KEYS:
-                sums += tl.where((rows < j)[:, None], row_of(gates, here), 0.0)
-            x += column_of(P, here) * tl.exp2(sums) * row_of(y32, here)
-            if not OF_KEYS:
-                sums += tl.where((rows >= j)[:, None], row_of(gates, here), 0.0)
+        rows = tl.arange(0, C)
+        x += tl.sum(tl.where(rows[:, None] == rows[None, :], P, 0.0), axis=1)[:, None] * y
+        for level in tl.static_range(6):
+            if 2**level < C:
+                decay = decay_of_level(gates, 2**level, C)
+                P_c = tl.cast(tl.where(level_of_pairs(2**level, C, OF_KEYS), P, 0.0), y.dtype)
+                x += decay * tl.dot(P_c, tl.cast(y * decay, y.dtype), input_precision=PRECISION)
     else:
         if DECAY == 1:
             P = decay_between(P, gates, OF_KEYS)
@@ -285,9 +282,11 @@ def dk_kernel(
 
 
 def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype, reads: bool) -> dict:
-    """Compile-time arguments and launch options; narrow heads that are read twice have registers for 32 rows only."""
+    """Compile-time arguments and launch options; those of narrow heads that are read twice save registers."""
     _, by_key = walk_constants(H, HV, K, V, decay, dtype)
-    return {**by_key, "C": min(by_key["C"], 32)} if reads and decay == SCALAR and V <= 64 else by_key
+    if reads and decay and V <= 64:
+        by_key |= {"C": min(by_key["C"], 32)} if decay == SCALAR else {"num_warps": 8}
+    return by_key
 
 
 def query_and_key_gradients(

@@ -34,6 +34,8 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
     by_value = {"C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
     by_key = {"C": rows, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
     by_value["PARTS"], by_key["PARTS"] = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
+    if decay == VECTOR and narrow and not wide:  # decays by pairs of tokens cost most: compute them once a chunk
+        by_value["BV"], by_key["num_warps"] = width_v, 4
     return {**common, **by_value}, {**common, **by_key, "num_stages": 2 if rows == 64 else 1}
 
 

@@ -164,15 +164,45 @@ def write_transposed(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def row_of(x, here):
-    """The row of x that `here` marks, by a sum: [C, D] -> [1, D]."""
-    return tl.sum(tl.where(here[:, None], x, 0.0), axis=0)[None, :]
+def level_of_pairs(SIZE: tl.constexpr, C: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Pairs [C, C] of a later row i and an earlier column j in the two halves of a block of 2 SIZE; OF_KEYS transposed.
+
+    Each pair of different tokens of a chunk is in one of the levels SIZE = 1, 2, 4 ... C / 2.
+    """
+    halves = tl.arange(0, C) // SIZE
+    if OF_KEYS:
+        pairs = (halves[:, None] % 2 == 0) & (halves[:, None] + 1 == halves[None, :])
+    else:
+        pairs = (halves[:, None] % 2 == 1) & (halves[:, None] == halves[None, :] + 1)
+    return pairs
 
 
 @triton.jit
-def column_of(x, here):
-    """The column of x that `here` marks: [C, C] -> [C, 1]."""
-    return tl.sum(tl.where(here[None, :], x, 0.0), axis=1)[:, None]
+def decay_of_level(gates, SIZE: tl.constexpr, C: tl.constexpr):
+    """Decays [C, BK] between each token and the middle of its block of 2 SIZE, of which no exponent is positive.
+
+    The product of two of them is the decay between the tokens of a pair. Sums are products with zeros and ones, so that
+    none is the difference of two large ones.
+    """
+    rows = tl.arange(0, C)
+    i, t = rows[:, None], rows[None, :]
+    between = (i // SIZE == t // SIZE) & tl.where(i // SIZE % 2 == 1, t <= i, t > i)
+    sums = tl.dot(tl.where(between, 1.0, 0.0), tl.maximum(gates, SHUT), input_precision="tf32x3")
+    return tl.exp2(sums)
+
+
+@triton.jit
+def scores_by_level(x, y, gates, C: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+    """sum_d x_id y_jd e^(b_id - b_jd) for i > j, with a decay for each channel; rows are keys if OF_KEYS."""
+    A = tl.zeros([C, C], tl.float32)
+    for level in tl.static_range(6):
+        if 2**level < C:
+            decay = decay_of_level(gates, 2**level, C)
+            products = tl.dot(
+                tl.cast(x * decay, x.dtype), tl.trans(tl.cast(y * decay, y.dtype)), input_precision=PRECISION
+            )
+            A = tl.where(level_of_pairs(2**level, C, OF_KEYS), products, A)
+    return A
 
 
 @triton.jit
@@ -189,24 +219,15 @@ def scores(
         x, y = q, k
         seen = rows[:, None] >= rows[None, :]
     if DECAY == 2:
-        A = tl.zeros([C, C], tl.float32)
-        x32, y32 = tl.cast(x, tl.float32), tl.cast(y, tl.float32)
-        sums = tl.zeros_like(x32)  # sums of gates between the rows and a column
-        for step in range(C):
-            j = step if OF_KEYS else C - 1 - step
-            here = rows == j
-            gate = row_of(gates, here)
-            if OF_KEYS:
-                sums += tl.where((rows < j)[:, None], gate, 0.0)
-            a_j = tl.sum(x32 * row_of(y32, here) * tl.exp2(sums), axis=1)
-            A = tl.where(here[None, :], a_j[:, None], A)
-            if not OF_KEYS:
-                sums += tl.where((rows >= j)[:, None], gate, 0.0)
+        same = tl.sum(tl.cast(x, tl.float32) * tl.cast(y, tl.float32), axis=1)
+        A = scores_by_level(x, y, gates, C, OF_KEYS, PRECISION)
+        A = tl.where(rows[:, None] == rows[None, :], same[:, None], A)
     else:
         A = split_dot(x, tl.trans(y), PARTS, PRECISION)
         if DECAY == 1:
             A = decay_between(A, gates, OF_KEYS)
-    return tl.where(seen, A, 0.0)
+        A = tl.where(seen, A, 0.0)
+    return A
 
 
 @triton.jit

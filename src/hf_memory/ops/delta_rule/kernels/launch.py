@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
 from hf_memory.ops.triton.gradients import gradient_variants, query_and_key_gradients
-from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher, or_empty
+from hf_memory.ops.triton.launch import VECTOR, contiguous, decay_kind, launcher, or_empty
 from hf_memory.ops.triton.segments import (
     Segments,
     boundary_states_of,
@@ -47,7 +47,7 @@ def chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> 
         "H": H, "HV": HV, "K": K, "C": 32 if decay < 2 and not wide else 16,
         "DECAY": decay, "BK": width, "PARTS": max(1, width // 32) if wide else 1,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 4 if decay == 2 or wide else 1, "num_stages": 1,
+        "num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dty
     """Compile-time arguments and launch options of the kernels that loop over chunks."""
     chunk, width_v = chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
     narrow = dtype != torch.float32 and chunk["BK"] <= 128
-    tile = TILE if narrow else TILE // 2
+    tile = TILE // 2 if not narrow else 2 * TILE if decay == VECTOR else TILE
     sizes = {"V": V, "BV": min(width_v, max(16, tile // chunk["BK"]))}
     return {**chunk, **sizes, "num_warps": 4 if narrow else 8, "num_stages": 3 if chunk["C"] == 32 else 1}
 

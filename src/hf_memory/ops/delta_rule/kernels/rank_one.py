@@ -13,8 +13,6 @@ from hf_memory.ops.triton.tiles import (
     load_rows,
     program,
     read,
-    row_of,
-    scores,
     sequence_bounds,
     state_tile,
     store_rows,
@@ -34,17 +32,28 @@ def decay_to_before(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr):
 
 
 @triton.jit
-def scores_before(a, k, gates, C: tl.constexpr):
-    """a_i k_j e^(b'_i - b_j) for j < i [C, C]: what a token reads of earlier ones before its own decay."""
+def row_of(x, here):
+    """The row of x that `here` marks, by a sum: [C, D] -> [1, D]."""
+    return tl.sum(tl.where(here[:, None], x, 0.0), axis=0)[None, :]
+
+
+@triton.jit
+def column_scores(x, k, gates, C: tl.constexpr, BEFORE: tl.constexpr):
+    """x_i k_j e^(b_i - b_j) for j <= i [C, C]; with BEFORE what a token reads of earlier ones before its own decay.
+
+    One column after the other: registers hold the decays of one pair of inputs by `scores`, but not of four.
+    """
     rows = tl.arange(0, C)
-    a, k = tl.cast(a, tl.float32), tl.cast(k, tl.float32)
-    A, sums = tl.zeros([C, C], tl.float32), tl.zeros_like(a)  # of gates between a column and the rows
+    x, k = tl.cast(x, tl.float32), tl.cast(k, tl.float32)
+    A, sums = tl.zeros([C, C], tl.float32), tl.zeros_like(x)  # of gates between a column and the rows
     for step in range(C):
         j = C - 1 - step
         here = rows == j
-        A = tl.where(here[None, :], tl.sum(a * row_of(k, here) * tl.exp2(sums), axis=1)[:, None], A)
-        sums += tl.where((rows > j)[:, None], row_of(gates, here), 0.0)
-    return tl.where(rows[:, None] > rows[None, :], A, 0.0)
+        A = tl.where(here[None, :], tl.sum(x * row_of(k, here) * tl.exp2(sums), axis=1)[:, None], A)
+        later = rows > j if BEFORE else rows >= j
+        sums += tl.where(later[:, None], row_of(gates, here), 0.0)
+    seen = rows[:, None] > rows[None, :] if BEFORE else rows[:, None] >= rows[None, :]
+    return tl.where(seen, A, 0.0)
 
 
 @triton.jit
@@ -76,12 +85,12 @@ def rank_one_chunk_kernel(
     b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
     gates = load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
     q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
-    store_rows(P, scores(q_c, k_c, gates, C, DECAY, False, 1, PRECISION), t, in_t, hv, HV, rows, rows < C, C)
-    store_rows(R, scores(q_c, b_c, gates, C, DECAY, False, 1, PRECISION), t, in_t, hv, HV, rows, rows < C, C)
+    store_rows(P, column_scores(q_c, k_c, gates, C, False), t, in_t, hv, HV, rows, rows < C, C)
+    store_rows(R, column_scores(q_c, b_c, gates, C, False), t, in_t, hv, HV, rows, rows < C, C)
     a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
-    U_c = unit_lower_inverse(-scores_before(a_c, b_c, gates, C), C)
+    U_c = unit_lower_inverse(-column_scores(a_c, b_c, gates, C, True), C)
     store_rows(U, U_c, t, in_t, hv, HV, rows, rows < C, C)
-    W_c = tl.dot(U_c, scores_before(a_c, k_c, gates, C), input_precision=PRECISION)
+    W_c = tl.dot(U_c, column_scores(a_c, k_c, gates, C, True), input_precision=PRECISION)
     store_rows(W, W_c, t, in_t, hv, HV, rows, rows < C, C)
 
 
