@@ -103,7 +103,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Of the models in `cases.py`, whose tokens it calls w3 to w63."""
+    """The tokenizer of the models in `cases.py`, whose tokens it calls w3 to w63."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

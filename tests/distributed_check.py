@@ -41,7 +41,7 @@ def logits(folder, **options):
 
 
 def gradients(folder, **options):
-    """Of all parameters."""
+    """The gradients of all parameters."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options).train()
     model(TOKENS, labels=TOKENS).loss.backward()
     return torch.cat([whole(x.grad).flatten() for x in model.parameters()])

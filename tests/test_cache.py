@@ -28,7 +28,7 @@ def next_logits(model, cache, tokens):
 
 
 def addresses(cache):
-    """Of the states that do not grow."""
+    """The addresses of the states that do not grow."""
     layers = [layer for layer in cache.layers if isinstance(layer, MemoryLayer)]
     return [x.data_ptr() for m in layers for name, x in m.states.items() if m.spec[name].growth == "fixed"]
 

@@ -53,7 +53,7 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
 
 
 def addresses(cache):
-    """Of the counts of tokens, and of the states that do not grow with them."""
+    """The addresses of the counts of tokens, and of the states that do not grow with them."""
     layers = [layer for layer in cache.layers if hasattr(layer, "states")]
     fixed = [x for layer in layers for name, x in layer.states.items() if layer.spec[name].growth != "token"]
     return [x.data_ptr() for x in (*(layer.tokens_read for layer in layers), *fixed)]

@@ -129,7 +129,7 @@ def test_the_loss_of_exits_is_weighted_by_their_layers():
 
 
 def test_a_calibrated_threshold_keeps_its_promise():
-    """Of 24 texts, a share of tolerance - sqrt(log 20 / 48) of the predictions may differ from the whole model's."""
+    """On 24 texts, a share of tolerance - sqrt(log 20 / 48) of the predictions may differ from the whole model's."""
     model, texts = llama(), random_tokens(24, 6)
     outputs = model(texts, output_hidden_states=True)
     first = model.lm_head(model.model.norm(outputs.hidden_states[1]))

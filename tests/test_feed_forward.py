@@ -54,7 +54,7 @@ def test_weights_of_slots_are_computed_in_float32():
 
 
 def gradients(**options):
-    """Of a model with one table for two layers, by name, and the model."""
+    """The gradients of a model with one table for two layers, by name, and the model."""
     model, tokens = make_model(MEMORY, **options).double(), random_tokens(1, 4)
     model(tokens, labels=tokens).loss.backward()
     return {name: x.grad for name, x in model.named_parameters()}, model

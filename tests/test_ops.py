@@ -263,7 +263,7 @@ def test_autocast_does_not_reach_inside(op, variant):
 
 
 def second_derivatives(way, f, x):
-    """Of f: tensor -> number, at x and along a vector of ones."""
+    """The second derivatives of f: tensor -> number, at x and along a vector of ones."""
     ones = torch.ones_like(x)
     if way == "create_graph":
         (gradient,) = torch.autograd.grad(f(x), x, create_graph=True)

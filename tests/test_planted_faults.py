@@ -125,7 +125,7 @@ def test_what_stands_at_padding_is_seen(argument, monkeypatch):
 
 
 def test_a_decay_at_padding_is_seen(monkeypatch):
-    """Of a cache that goes on, whatever else keeps padding away: a bias alone lets a memory decay."""
+    """A cache goes on wrongly then, whatever else keeps padding away: a bias alone lets a memory decay."""
     linear_attention = import_module("hf_memory.ops.linear_attention")
     blanked = linear_attention.without_padding
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ def test_a_past_that_is_overwritten_before_it_is_read_is_seen(monkeypatch):
 
 
 def test_a_wrong_third_derivative_is_seen(monkeypatch):
-    """Of PyTorch's layer_norm, which the inner gradient is one derivative of already."""
+    """PyTorch's layer_norm has one, and the inner gradient of the reference is a derivative already."""
 
     def standardized(z):
         variance = z.var(-1, correction=0, keepdim=True)

@@ -53,7 +53,7 @@ def unit(x):
 
 
 def score(position, relation, h, q, k, d):
-    """Of one query and one key at the distance d, before the softmax."""
+    """The score of one query and one key at the distance d, before the softmax."""
     s = q @ k / math.sqrt(D)
     if position == "relative":
         return q @ (k + relation.keys.weight[min(d, FARTHEST)]) / math.sqrt(D)
