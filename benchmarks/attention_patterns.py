@@ -42,14 +42,14 @@ def mixer_of(pattern: str, T: int) -> torch.nn.Module:
 
 
 def seconds(mixer: torch.nn.Module, x: torch.Tensor) -> float:
-    """Of one forward and backward."""
+    """The seconds that one forward and backward take."""
     start = time.thread_time()
     mixer(x)[0].sum().backward()
     return time.thread_time() - start
 
 
 def most_bytes(mixer: torch.nn.Module, x: torch.Tensor) -> int:
-    """That tensors take at once during one forward and backward."""
+    """The most bytes that tensors take at once during one forward and backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         mixer(x)[0].sum().backward()
     held = most = 0

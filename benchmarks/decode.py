@@ -114,7 +114,7 @@ def bytes_moved(model: PreTrainedModel, cache: DynamicCache) -> int:
 
 
 def seconds(call: Callable) -> float:
-    """Of this thread alone on the CPU; by the clock, until all is done, on CUDA."""
+    """The seconds of this thread alone on the CPU; by the clock, until all is done, on CUDA."""
     clock = time.thread_time if DEVICE.type == "cpu" else time.perf_counter
     start = clock()
     call()

@@ -20,7 +20,7 @@ SHAPE = {"B": 1, "H": 4, "D": 64}
 
 
 def peak_megabytes(T: int) -> float:
-    """Of one forward and backward."""
+    """The memory that one forward and backward take."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (SHAPE["B"], T, SHAPE["H"], SHAPE["D"])
     q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))

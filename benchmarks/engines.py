@@ -347,12 +347,12 @@ def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Pr
 
 
 def name_of(student: Path) -> str:
-    """The folder's, or of what it is the student in."""
+    """The name of the folder, or of the folder that it is the student in."""
     return student.parent.name if student.name == "student" else student.name
 
 
 def random_prompt(length: int, models: dict[str, PreTrainedModel]) -> list[int]:
-    """Of any token but the first three."""
+    """A prompt of any tokens but the first three."""
     words = next(iter(models.values())).config.vocab_size
     return torch.randint(3, words, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 

@@ -42,7 +42,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
 
 
 def seconds(op: Callable, arguments: dict, backward: bool) -> float:
-    """Of one call."""
+    """The seconds that one call takes."""
     arguments = {n: x.detach().requires_grad_(backward) for n, x in arguments.items()}
     start = time.thread_time()
     with torch.set_grad_enabled(backward):

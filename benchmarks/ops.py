@@ -119,7 +119,7 @@ def memory(depth: int) -> Form:
 
 
 def sizes(depth: int, D: int) -> list[tuple[int, int]]:
-    """Of the layers of a memory."""
+    """The sizes of the layers of a memory."""
     widths = [D, *[EXPANSION * D] * (depth - 1), D]
     return list(zip(widths, widths[1:]))
 

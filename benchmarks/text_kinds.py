@@ -34,7 +34,7 @@ def tell(progress: Progress) -> None:
 
 
 def texts(teacher: PreTrainedModel, tokenizer) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each kind the tokens to train on and those held out; a mixture has as many of either kind."""
+    """Tokens to train on and held-out tokens of each kind of text, and of a mixture with as many of either kind."""
     own = write_text(WORK, teacher, tokenizer, OWN, report=tell)
     kinds = {}
     for name, file, most in (("documents", smollm2.example.fetch_text(), 400_000), ("teacher's own", own, OWN)):

@@ -57,7 +57,7 @@ def measure(name: str, length: int) -> dict:
 
 
 def median_seconds(step) -> float:
-    """Of a step, after a first one."""
+    """The median seconds of a step, after a first one."""
     taken = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()

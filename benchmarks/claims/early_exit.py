@@ -90,12 +90,12 @@ def read(model: PreTrainedModel, texts: Tensor) -> Tensor:
 
 
 def nats(logits: Tensor, texts: Tensor) -> float:
-    """Of a byte."""
+    """The mean nats of a byte."""
     return F.cross_entropy(logits.flatten(0, 1), texts[:, -logits.shape[1] :].flatten()).item()
 
 
 def figures(rows: Rows, name: str, figure: str) -> list[float]:
-    """Of all seeds."""
+    """One figure of all seeds."""
     return [row[name][figure] for row in rows]
 
 

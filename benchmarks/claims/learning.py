@@ -76,7 +76,7 @@ def in_turn(batches: Iterable[Batch]) -> Batch:
 
 
 def loss_and_accuracy(model: PreTrainedModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Of the places that are asked; where a target has parts, a part has its share of the logits.
+    """Loss and accuracy at the places that are asked; where a target has parts, a part has its share of the logits.
 
     In training, a model's own loss is added, such as that of a learned compression.
     """

@@ -95,7 +95,7 @@ def costs(row: dict) -> list[float]:
 
 
 def means(runs: Rows) -> list[float]:
-    """Of what distance costs, over seeds."""
+    """The means over seeds of what distance costs."""
     return [mean(values) for values in zip(*map(costs, runs))]
 
 

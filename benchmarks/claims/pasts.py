@@ -124,7 +124,7 @@ def measure(*, model: str, seed: int, steps: int) -> dict:
 
 @torch.no_grad()
 def nats(model, text: Tensor, targets: Tensor) -> float:
-    """Of each token that is asked."""
+    """The mean nats of the tokens that are asked."""
     return F.cross_entropy(model(text, use_cache=False).logits.mT, targets, ignore_index=IGNORED).item()
 
 

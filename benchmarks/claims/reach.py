@@ -124,7 +124,7 @@ def measure(*, word: str, layers: int, seed: int) -> dict:
 
 
 def numbers(rows: Rows, word: str, n: int) -> list[int]:
-    """Of tokens that reach the last one, of all seeds."""
+    """How many tokens reach the last one, for all seeds."""
     return [row["tokens"] for row in rows if (row["word"], row["layers"]) == (word, n)]
 
 

@@ -144,7 +144,7 @@ def untrained(rows: Rows, kernel: str, symbols: int) -> float:
 
 
 def runs_of(rows: Rows, model: str, stages: int | None = None, times: int | None = None) -> Rows:
-    """Of one trained model, at once or by a curriculum, of so many times the steps."""
+    """The runs of one model, trained at once or by a curriculum, with so many times the steps."""
     setting = {"model": model, "stages": stages, "times": times}
     return [row for row in rows if all(row.get(name) == value for name, value in setting.items())]
 
