@@ -171,7 +171,7 @@ def convolve(x, weight):
 
 def rotate(x):
     D = x.shape[-1]
-    angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D).double()
+    angle = torch.arange(x.shape[1]).to(x)[:, None] * (10000.0 ** (-torch.arange(0, D, 2) / D)).to(x)
     (a, b), cos, sin = x.chunk(2, -1), angle.cos()[:, None], angle.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -191,13 +191,12 @@ def fla_logits(kind, config, weights, tokens):
 @pytest.mark.parametrize("kind", FLA_CONFIGS)
 def test_logits_equal_the_formulas_of_flash_linear_attention(kind):
     config = {**FLA, **FLA_CONFIGS[kind], "model_type": kind}
-    weights, tokens = fla_weights(kind, config), random_tokens(2, 40)
-    expected = fla_logits(kind, config, weights, tokens)
-    model = import_model(config, {name: x.float() for name, x in weights.items()})
+    weights, tokens = {name: x.float() for name, x in fla_weights(kind, config).items()}, random_tokens(2, 40)
+    expected, rounded = (fla_logits(kind, config, x, tokens) for x in (in_float64(weights), weights))
     with torch.no_grad():
-        logits = model(tokens).logits.double()
+        logits = import_model(config, weights)(tokens).logits
     assert expected.std() > 0.1
-    assert (logits - expected).norm() / expected.norm() < 1e-5
+    assert_close(logits, expected, rounded)
 
 
 RWKV7 = {"model_type": "rwkv7", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
