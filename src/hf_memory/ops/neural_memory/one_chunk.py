@@ -287,7 +287,7 @@ class Chunk:
         if self.norm is None:  # then it is a sum
             return dE, dE if self.rule.residual else None, -dE
         inputs = self.Z[-1], self.rows.k, self.rows.v
-        pull: Any = torch.func.vjp(lambda *x: error(*x[:3], self.rule, x[3:]), *inputs, *self.norm)[1]
+        pull: Any = torch.func.vjp(lambda z, k, v, *norm: error(z, k, v, self.rule, norm), *inputs, *self.norm)[1]
         *grads, d_weight, d_bias = pull(dE)
         self._gather_norm(d_weight, d_bias)
         return tuple(grads)

@@ -12,6 +12,8 @@ the gradient of the state after it:
     dg_t = sum over t' >= t of the block of (q dq + k dk' - k dk'') + sum(S dS) at its end
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -304,10 +306,11 @@ def query_and_key_gradients(
     scale: float = 1.0,
     w: Tensor | None = None,
     dr: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dg and dz0, given the gradients of the numerator, the denominator and the final state; all contiguous.
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """dq, dk, dg and dz0, of which the last two may be None; all tensors are contiguous.
 
-    `w` [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's docstring.
+    `do` and `dd` are the gradients of the numerator and the denominator, `dST` and `dzT` those of the final state. `w` [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's
+    docstring.
     """
     (B, T, H, K), (N, HV, _, V) = q.shape, S.shape
     decay, normalize = decay_kind(g), z is not None
@@ -317,7 +320,7 @@ def query_and_key_gradients(
     states = S.new_empty(slots, HV, V, K) if decay else None
     normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
     out = q if H == HV else S  # the sum over a group is taken in float32
-    dk, dz0 = out.new_empty(B, T, HV, K), torch.empty_like(z) if normalize else None
+    dk, dz0 = out.new_empty(B, T, HV, K), None if z is None else torch.empty_like(z)
     dq = (S if decay == VECTOR else out).new_empty(B, T, HV, K)
     dk_read = None if dr is None else S.new_empty(B, T, HV, K)
     db, dg = (S.new_empty(tiles, B, T, HV) if decay == SCALAR else None for _ in range(2))
