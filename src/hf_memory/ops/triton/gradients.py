@@ -309,8 +309,8 @@ def query_and_key_gradients(
 ) -> tuple[Tensor, Tensor, Any, Any]:
     """dq, dk, dg and dz0, of which the last two may be None; all tensors are contiguous.
 
-    `do` and `dd` are the gradients of the numerator and the denominator, `dST` and `dzT` those of the final state. `w` [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's
-    docstring.
+    `do` and `dd` are the gradients of the numerator and the denominator, `dST` and `dzT` those of the final state. `w`
+    [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's docstring.
     """
     (B, T, H, K), (N, HV, _, V) = q.shape, S.shape
     decay, normalize = decay_kind(g), z is not None
