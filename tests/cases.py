@@ -8,8 +8,8 @@ import torch
 from transformers import set_seed
 
 import hf_memory
-from hf_memory.mixers.adaptive_span import AdaptiveSpan
 from hf_memory.mixers.levels import LevelWeights
+from hf_memory.mixers.transformer.relations import AdaptiveSpan
 
 NEW = 6  # tokens that `generate` writes
 SIZES = {

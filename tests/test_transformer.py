@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from cases import CASE, CASES, make_config, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.mixers.attention_blocks import joined_softmax
-from hf_memory.mixers.bucket_attention import attention_in_buckets
-from hf_memory.mixers.relations import POSITIONS, RELATIONS, alibi_slopes
-from hf_memory.mixers.slots import COMPRESSIONS
-from hf_memory.mixers.store import JOINS
+from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
+from hf_memory.mixers.transformer.relations import POSITIONS, RELATIONS, alibi_slopes
+from hf_memory.mixers.transformer.slots import COMPRESSIONS
+from hf_memory.mixers.transformer.store import JOINS
 from hf_memory.modeling.depth import DEPTHS
 from hf_memory.modeling.transformer import (
     BUCKETS,
@@ -216,6 +216,7 @@ WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "a
 WORDS += [
     {"past": "memorizing", "memory_join": "attention", "position": word} for word in ("relative", "distance_aware")
 ]
+WORDS += [{"past": "memorizing", "position": "relative"}]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 WORDS += [{"past": "compressive", "compression": "mean", "position": word} for word in RELATIONS]
 every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])

@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from comparing import assert_close
-from hf_memory.mixers.attention_blocks import Columns
-from hf_memory.mixers.window_attention import window_attention
+from hf_memory.mixers.attention_blocks import Columns, Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import Window, window_attention
 from hf_memory.ops import masks
 
 SCALING = 0.5
@@ -18,9 +19,9 @@ def make(T=23, B=2, seed=0):
     return [x.double() for x in (q, k, v)]
 
 
-def attend(q, k, v, states=None, window=5, **options):
-    sees = masks.causal & masks.window(window)
-    return window_attention(q, k, v, window=window, sees=sees, scaling=SCALING, states=states or {}, **options)
+def attend(q, k, v, states=None, window=5, softcap=None, mask=None, cu_seqlens=None, **options):
+    seen, context = Window(masks.causal & masks.window(window), window), Context(None, mask, cu_seqlens, states or {})
+    return window_attention(q, k, v, context, seen, Scores(SCALING, softcap), **options)
 
 
 def expected(q, k, v, window=5):
@@ -51,7 +52,7 @@ def test_parts_with_a_state_equal_the_whole(parts):
 @pytest.mark.parametrize("length", [22, 4, 1])
 def test_padding_is_no_token(length):
     inputs = make()
-    o, states = attend(*inputs, lengths=torch.tensor([23, length]))
+    o, states = attend(*inputs, mask=torch.arange(23) < torch.tensor([[23], [length]]))
     row = [x[1:, :length] for x in inputs]
     assert_close(o[1:, :length], expected(*row))
     assert_close(o[:1], expected(*(x[:1] for x in inputs)))

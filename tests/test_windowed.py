@@ -11,16 +11,16 @@ from comparing import assert_close, in_float64
 from hf_memory.mixers import attention_blocks
 from hf_memory.mixers.attention_blocks import (
     Columns,
+    Scores,
+    attended_rows,
     full_attention,
     near_blocks,
     rows_of,
-    softmax_and_mass,
-    softmax_attention,
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.far_memory import Leaving, SlotMemory, centroids
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.relations import RELATIONS
+from hf_memory.mixers.transformer.relations import RELATIONS
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
 WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
@@ -54,7 +54,7 @@ def test_near_attention_is_softmax_over_window_and_sinks(num_near, num_sinks, gr
     near = Columns(before, keys, values, causal & window(num_near))
     blocks = near_blocks(q, tokens, near, first)
     assert len(blocks) == groups
-    o, mass = (rows_of(x, q) for x in zip(*(softmax_and_mass(block, 0.3, None) for block in blocks)))
+    o, mass = attended_rows(map(Scores(0.3).attend_with_mass, blocks), q)
     expected = softmax_of(q, k, v, visible, 0.3)
     assert_close((o, mass), expected)
     do, dmass = torch.randn_like(o), torch.randn_like(mass)
@@ -72,7 +72,7 @@ def test_groups_of_near_blocks_keep_sequences_and_distances_apart(monkeypatch):
     alibi = RELATIONS["alibi"](hf_memory.MemoryTransformerConfig(**SIZES))
 
     def attended() -> torch.Tensor:
-        return rows_of([softmax_attention(x, 0.3, None, alibi) for x in near_blocks(q, tokens, near, None)], q)
+        return rows_of(map(Scores(0.3, relation=alibi).attend, near_blocks(q, tokens, near, None)), q)
 
     expected = attended()
     monkeypatch.setattr(attention_blocks, "SCORES", 1)
@@ -87,7 +87,7 @@ def test_heads_that_keep_more_are_causal_attention(longest):
     mask[1, :30] = False
     tokens = Tokens(count(mask))
     sees = causal if longest is None else causal & window(longest)
-    o = full_attention(q, tokens, Columns(tokens, k, v, sees), scaling=0.3, softcap=None, window=longest)
+    o = full_attention(q, tokens, Columns(tokens, k, v, sees), Scores(0.3), window=longest)
     visible = torch.ones(T, T).tril().triu(1 - (longest or T)).bool() & mask[:, None, None]
     expected, _ = softmax_of(q, k, v, visible, 0.3)
     assert_close(o[mask], expected[mask])

@@ -12,8 +12,8 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.pasts import Window, window_attention
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.window_attention import window_attention
 from hf_memory.ops.masks import all_tokens, everything
 
 WINDOW = 0.1  # initial factor of the window's output, so that the memory must learn what lies beyond it
@@ -57,26 +57,23 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        window = State((config.sliding_window - 1, heads, D), None)
-        attention = {"keys": window, "values": window, "seen": State((), torch.long)}
+        window = Window(config.near(config.sliding_window), config.sliding_window)
+        attention = window.spec(heads, D) | {"count": State((), torch.long)}
         return {"attention": attention, "memory": config.neural_memory.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, context.positions)
+        window = self.config.sliding_window
         return window_attention(
             q,
             k,
             v,
-            window=self.config.sliding_window,
-            sees=self.config.near(self.config.sliding_window),
-            scaling=self.scaling,
-            softcap=self.config.attn_logit_softcapping,
-            states=context.part("attention").states,
+            context.part("attention"),
+            Window(self.config.near(window), window),
+            self.scores,
             always=self.always(hidden_states.dtype),
-            lengths=context.lengths,
-            cu_seqlens=context.cu_seqlens,
         )
 
     def always(self, dtype: torch.dtype) -> Columns | None:

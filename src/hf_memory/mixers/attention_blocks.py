@@ -1,6 +1,6 @@
 """Softmax attention in blocks of queries, each with the keys that it may see, so that there is no T x T matrix."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,9 @@ from hf_memory.ops.masks import Mask, Tokens, causal, seen
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
 SCORES = 2**22  # of a group of blocks on a CPU
 LONG_BLOCK = 256  # queries of a block if each has its own slice of the keys, whose gradient is as long as all keys
+
+
+Attended = tuple[Tensor, Tensor]  # outputs [B, T, HQ, V], and the logarithm of their mass in the softmax [B, T, HQ]
 
 
 class Columns(NamedTuple):
@@ -53,8 +56,9 @@ class Blocks(NamedTuple):
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
         """Queries at these tokens with several sets of columns."""
         keys, values = _joined([x.keys for x in columns], 1), _joined([x.values for x in columns], 1)
-        visible = _joined([seen(x.sees, tokens, x.tokens) for x in columns], -1)
-        heads, kinds = queries.shape[2], visible.shape[1]
+        masks = [seen(x.sees, tokens, x.tokens) for x in columns]
+        heads, kinds = queries.shape[2], max(mask.shape[1] for mask in masks)
+        visible = _joined([mask.expand(-1, kinds, -1, -1) for mask in masks], -1)
         if kinds not in (1, heads):  # masks by head
             visible = visible.repeat(1, -(-heads // kinds), 1, 1)[:, :heads]
         rows = max(len(x.tokens.position) for x in columns)
@@ -77,6 +81,52 @@ class Relation(Protocol):
         """What weights [B * blocks, HQ, C, S] add to the sum of values, [B * blocks, C, HQ, V], or None."""
 
 
+class Scores(NamedTuple):
+    """How scores are computed: s = scaling q k, with a soft cap c then c tanh(s / c), then changed by a relation."""
+
+    scaling: float
+    softcap: float | None = None
+    relation: Relation | None = None
+
+    def of(self, blocks: Blocks) -> Tensor:
+        """Scores [B * blocks, H, G, C, S] of all keys, in float32, of a tensor that nothing else uses."""
+        q, k = blocks[:2]
+        B, C, HQ, D = q.shape
+        H = k.shape[2]
+        q = (self.scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+        scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C))  # groups share keys
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.relation is not None:
+            scores = self.relation(scores.flatten(1, 2), blocks, self.scaling).unflatten(1, (H, -1))
+        return scores
+
+    def weights(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
+        visible = blocks.visible
+        visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (blocks.keys.shape[2], -1))
+        return softmax_of(self.of(blocks), visible)
+
+    def attend(self, blocks: Blocks) -> Tensor:
+        """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
+        if self.softcap is not None or self.relation is not None:
+            return self.attend_with_mass(blocks)[0]
+        q, k, v = (x.transpose(1, 2) for x in blocks[:3])
+        visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True)
+        return o.transpose(1, 2)
+
+    def attend_with_mass(self, blocks: Blocks) -> Attended:
+        """The same with zeros at padding, and the logarithm of the denominator [B * blocks, C, HQ] in float32."""
+        v, C = blocks.values, blocks.queries.shape[1]
+        weights, logsumexp = self.weights(blocks)
+        o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
+        o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        beside = None if self.relation is None else self.relation.read(weights.flatten(1, 2), blocks)
+        return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+
+
 def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None) -> list[Blocks]:
     """Blocks of queries with the tokens near them, and optionally the first tokens of their row, in groups.
 
@@ -92,13 +142,11 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
     B, T, HQ, _ = q.shape
     past = near.keys.shape[1] - T
     C = min(T, BLOCK if past <= LONG_BLOCK else 2 * BLOCK) if past and not varies(T) else T
-    if C == T or q.device.type != "cpu" or torch.compiler.is_compiling():
-        return [_group(q, queries, near, first, C)]
-    size = max(1, SCORES // (B * HQ * C * (past + C))) * C
-    if size >= T:
+    is_one = C == T or q.device.type != "cpu" or torch.compiler.is_compiling()
+    if is_one or (size := max(1, SCORES // (B * HQ * C * (past + C))) * C) >= T:
         return [_group(q, queries, near, first, C)]
     asking = (queries.of(slice(i, i + size)) for i in range(0, T, size))
-    nears = near_columns(near, B, past, size).by_block(B)
+    nears = _near_columns(near, B, past, size).by_block(B)
     return [
         _group(mine, tokens, own.of(slice(past + mine.shape[1])), first, C)
         for mine, tokens, own in zip(q.split(size, 1), asking, nears)
@@ -108,18 +156,28 @@ def near_blocks(q: Tensor, queries: Tokens, near: Columns, first: Columns | None
 def _group(q: Tensor, queries: Tokens, near: Columns, first: Columns | None, C: int) -> Blocks:
     B, past = len(q), near.keys.shape[1] - q.shape[1]
     asking = queries.map(lambda x: _blocks_of(x.expand(B, -1), 0, C, -1))
-    mine, columns = _blocks_of(q, 0, C), [near_columns(near, B, past, C)]
+    mine, near = _blocks_of(q, 0, C), _near_columns(near, B, past, C)
     if first is not None:
-        columns = [first.map(lambda x: _repeated(x.expand(B, *x.shape[1:]), len(mine) // B)), *columns]
-        return Blocks.of(mine, asking, *columns)
+        n = len(mine) // B
+        first = first.map(lambda x: x.expand(B, *x.shape[1:]))
+        return Blocks.of(mine, asking, first if n == 1 else first.map(lambda x: x.repeat_interleave(n, 0)), near)
     place = torch.arange(past + C, device=q.device)[None]  # distances are the same in all blocks
-    return Blocks.of(mine, asking, *columns)._replace(asking=place[:, past:], asked=place)
+    return Blocks.of(mine, asking, near)._replace(asking=place[:, past:], asked=place)
 
 
-def near_columns(near: Columns, B: int, past: int, C: int) -> Columns:
+def _near_columns(near: Columns, B: int, past: int, C: int) -> Columns:
     """The columns that each block of C queries may see, [B * blocks, ...]; B rows with `past` columns before them."""
     tokens = near.tokens.map(lambda x: _blocks_of(x.expand(B, -1), past, C, -1))
     return Columns(tokens, _blocks_of(near.keys, past, C), _blocks_of(near.values, past, C), near.sees)
+
+
+def blocks_in_turn(
+    q: Tensor, queries: Tokens, C: int, columns: Columns, part: Callable[[slice], slice], *others: Columns
+) -> Iterator[Blocks]:
+    """One block after the other of C queries [B, T, HQ, D], each with a part of the columns, and all of the others."""
+    for n, mine in enumerate(q.split(C, 1)):  # whose backward is cheaper than those of slices
+        here = slice(n * C, n * C + C)
+        yield Blocks.of(mine, queries.of(here), *others, columns.of(part(here)))
 
 
 def rows_of(groups: Iterable[Tensor], like: Tensor) -> Tensor:
@@ -128,50 +186,49 @@ def rows_of(groups: Iterable[Tensor], like: Tensor) -> Tensor:
     return _joined([blocks.reshape(B, -1, *blocks.shape[2:]) for blocks in groups], 1)[:, :T]
 
 
-def softmax_attention(
-    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
+def attended_rows(groups: Iterable[Attended], like: Tensor) -> Attended:
+    """The same for outputs with their masses."""
+    o, mass = zip(*groups)
+    return rows_of(o, like), rows_of(mass, like)
+
+
+def full_attention(
+    q: Tensor,
+    queries: Tokens,
+    past: Columns,
+    scores: Scores,
+    *,
+    first: Columns | None = None,
+    window: int | None = None,
+    is_whole: bool = False,
 ) -> Tensor:
-    """Outputs [B * blocks, C, HQ, V], undefined at padding; with a soft cap c, scores s become c tanh(s / c)."""
-    if softcap is not None or relation is not None:
-        return softmax_and_mass(blocks, scaling, softcap, relation)[0]
-    q, k, v = (x.transpose(1, 2) for x in blocks[:3])
-    visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True).transpose(1, 2)
+    """Attention over long windows or all tokens, one long block of queries at a time.
 
+    Args:
+        q: queries [B, T, HQ, D].
+        queries: positions of the queries.
+        past: columns of all tokens; with a window those of as many tokens before the queries, or none, and of the
+            queries' own tokens.
+        scores: how scores are computed.
+        first: columns of other tokens, such as the first ones of the sequence, or None.
+        window: number of tokens that a query sees; None: all.
+        is_whole: whether each row is one sequence from its beginning, without padding.
 
-def softmax_and_mass(
-    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same with zeros at padding, and the logarithm of the softmax's denominator [B * blocks, C, HQ] in float32."""
-    v, C = blocks.values, blocks.queries.shape[1]
-    weights, logsumexp = attention_weights(blocks, scaling, softcap, relation)
-    o = (weights.to(v.dtype).flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, C))
-    o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-    beside = None if relation is None else relation.read(weights.flatten(1, 2), blocks)
-    return o if beside is None else o + beside.to(o.dtype), logsumexp[..., 0].permute(0, 3, 1, 2).flatten(2)
+    Returns:
+        Outputs [B, T, HQ, V], undefined at padding.
+    """
+    if is_whole and window is None and scores.softcap is None and scores.relation is None:
+        q, k, v = (x.transpose(1, 2) for x in (q, past.keys, past.values))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=True)
+        return o.transpose(1, 2)
+    T, before = q.shape[1], past.keys.shape[1] - q.shape[1]
 
+    def near(here: slice) -> slice:
+        end = None if here.stop >= T else before + here.stop  # torch.compile would treat a growing bound as a constant
+        return slice(0 if window is None else max(0, before + here.start - window + 1), end)
 
-def attention_weights(
-    blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None
-) -> tuple[Tensor, Tensor]:
-    """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
-    visible = blocks.visible
-    visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (blocks.keys.shape[2], -1))
-    return softmax_of(attention_scores(blocks, scaling, softcap, relation), visible)
-
-
-def attention_scores(blocks: Blocks, scaling: float, softcap: float | None, relation: Relation | None) -> Tensor:
-    """Scores [B * blocks, H, G, C, S] of all keys, in float32, of a tensor that nothing else uses."""
-    q, k = blocks[:2]
-    B, C, HQ, D = q.shape
-    H = k.shape[2]
-    q = (scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)  # groups share keys
-    scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C)).to(torch.promote_types(q.dtype, torch.float32))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if relation is not None:
-        scores = relation(scores.flatten(1, 2), blocks, scaling).unflatten(1, (H, -1))
-    return scores
+    others = [] if first is None else [first]
+    return rows_of(map(scores.attend, blocks_in_turn(q, queries, LONG_BLOCK, past, near, *others)), q)
 
 
 def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,8 +236,8 @@ def softmax_of(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     return _Softmax.apply(scores, visible)
 
 
-def joined_softmax(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The result of `softmax_and_mass` over the union of two sets of keys, from the results for each set."""
+def joined_softmax(one: Attended, other: Attended) -> Attended:
+    """Attention to the union of two sets of keys, from the results for each set."""
     least = torch.finfo(one[1].dtype).min  # the mass of an empty set is -inf, and -inf - (-inf) is NaN
     masses = [mass.clamp(min=least) for _, mass in (one, other)]
     share = torch.sigmoid(masses[1] - masses[0])[..., None].to(one[0].dtype)
@@ -210,50 +267,6 @@ class _Softmax(torch.autograd.Function):
         dscores = weights * dweights
         shared = dlogsumexp - dscores.sum(-1, keepdim=True)
         return dscores.addcmul_(weights, shared), None
-
-
-def full_attention(
-    q: Tensor,
-    queries: Tokens,
-    past: Columns,
-    first: Columns | None = None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    window: int | None = None,
-    relation: Relation | None = None,
-    is_whole: bool = False,
-) -> Tensor:
-    """Attention over long windows or all tokens, one long block of queries at a time.
-
-    Args:
-        q: queries [B, T, HQ, D].
-        queries: positions of the queries.
-        past: columns of all tokens; with a window those of as many tokens before the queries, or none, and of the
-            queries' own tokens.
-        first: columns of other tokens, such as the first ones of the sequence, or None.
-        scaling: factor of the products of queries and keys.
-        softcap: soft cap c of the scores s, which become c tanh(s / c), or None.
-        window: number of tokens that a query sees; None: all.
-        relation: relative positions, which change the scores, or None.
-        is_whole: whether each row is one sequence from its beginning, without padding.
-
-    Returns:
-        Outputs [B, T, HQ, V], undefined at padding.
-    """
-    if is_whole and window is None and softcap is None and relation is None:
-        q, k, v = (x.transpose(1, 2) for x in (q, past.keys, past.values))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
-    parts, others = [], [] if first is None else [first]
-    before = past.keys.shape[1] - q.shape[1]
-    for i in range(0, q.shape[1], LONG_BLOCK):
-        block = slice(i, i + LONG_BLOCK)
-        is_last = i + LONG_BLOCK >= q.shape[1]
-        end = None if is_last else before + i + LONG_BLOCK  # torch.compile would treat a growing bound as a constant
-        near = slice(0 if window is None else max(0, i + before - window + 1), end)
-        blocks = Blocks.of(q[:, block], queries.of(block), *others, past.of(near))
-        parts.append(softmax_attention(blocks, scaling, softcap, relation))
-    return _joined(parts, 1)
 
 
 def _blocks_of(x: Tensor, past: int, C: int, value: float = 0.0) -> Tensor:
@@ -288,10 +301,6 @@ class _Windows(torch.autograd.Function):
         for i, part in enumerate(parts):
             dx[:, i : i + n, : part.shape[2]] += part
         return dx.flatten(1, 2)[:, : ctx.past + n * ctx.C], None, None
-
-
-def _repeated(x: Tensor, n: int) -> Tensor:
-    return x if n == 1 else x.repeat_interleave(n, 0)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

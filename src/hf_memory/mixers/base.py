@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from hf_memory.cache import Inputs, Spec, State, States, flat, memory_layer, nested
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
+from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.contract import blank
@@ -166,6 +167,11 @@ class MemoryMixer(Projections):
     def sees_positions(self) -> bool:
         """Whether queries and keys of this mixer are rotated by position."""
         return self.config.memory_rope
+
+    @property
+    def scores(self) -> Scores:
+        """How scores of attention are computed."""
+        return Scores(self.scaling, self.config.attn_logit_softcapping)
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:

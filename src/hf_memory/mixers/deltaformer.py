@@ -8,7 +8,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.attention_blocks import Columns, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.window_attention import take
+from hf_memory.mixers.pasts import take
 from hf_memory.ops.deltaformer import corrected_values, read
 from hf_memory.ops.masks import Tokens, causal, window
 
@@ -92,8 +92,7 @@ class DeltaFormerMixer(MemoryMixer):
             q,
             tokens,
             past._replace(sees=sees),
-            scaling=self.scaling,
-            softcap=self.config.attn_logit_softcapping,
+            self.scores,
             window=self.window,
             is_whole=context.is_whole,
         )

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from hf_memory.cache import Spec, State, States, nested
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
-from hf_memory.mixers.attention_blocks import Blocks, Columns, softmax_attention
+from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
@@ -152,7 +152,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         always = self.always(x.dtype)
         first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
-        return softmax_attention(blocks, self.scaling, self.config.attn_logit_softcapping), keys, values
+        return self.scores.attend(blocks), keys, values
 
 
 def _own(tensors: Any) -> Any:

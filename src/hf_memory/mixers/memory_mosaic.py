@@ -6,10 +6,11 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm, token_before, unit_length, wide
-from hf_memory.mixers.attention_blocks import Columns, full_attention
+from hf_memory.mixers.attention_blocks import Scores, full_attention
 from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.pasts import Everything
 from hf_memory.ops import linear_attention
-from hf_memory.ops.masks import Mask, Tokens
+from hf_memory.ops.masks import Mask
 
 completed = Mask(lambda q, k: (k <= q) & (k > 0))  # there is no pair at the first token of a sequence
 
@@ -41,10 +42,9 @@ class MemoryMosaicMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`."""
         heads, _, _, D, _ = config.memory_heads
-        average, pair = State((heads, 1, D)), State((heads, D), None, "token")
-        spec = {"key_average": average, "query_average": average, "count": State((), torch.long)}
-        spec |= {"last": State((1, 2 * heads * D), None), "keys": pair, "values": pair}
-        return spec | {"positions": State((), torch.int32, "token", absent=-1)}
+        average, last = State((heads, 1, D)), State((1, 2 * heads * D), None)
+        spec = {"key_average": average, "query_average": average, "count": State((), torch.long), "last": last}
+        return spec | Everything().spec(heads, D, D)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_average` and `query_average` [B, H, 1, D]; `count` [B], the number of tokens read; `last`
@@ -64,13 +64,10 @@ class MemoryMosaicMixer(MemoryMixer):
         )
         key, value = (self._heads(y) for y in before.chunk(2, -1))
         tokens, states["count"] = context.places(x)
-        position = tokens.position.expand(len(x), -1)
-        new = {"keys": key, "values": self.value_average(value, self._heads(v)), "positions": position.int()}
-        past, new = context.grown(new)
-        seen = Columns(Tokens(past["positions"], tokens.sequence), past["keys"], past["values"], completed)
-        o = full_attention(k, tokens, seen, scaling=1.0, softcap=None)
-        o = o * (position > 0)[..., None, None]
-        return self.o_proj(o.flatten(2)), states | new
+        past = Everything().read(key, self.value_average(value, self._heads(v)), tokens, context)
+        o = full_attention(k, tokens, past.near._replace(sees=completed), Scores(1.0))
+        o = o * (tokens.position > 0)[..., None, None]
+        return self.o_proj(o.flatten(2)), states | past.states
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

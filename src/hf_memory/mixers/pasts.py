@@ -1,149 +1,175 @@
-"""Attention to the first and the last tokens, or to a segment and the tokens before it."""
+"""What attention sees of the tokens before, everything or a window and the first tokens, and its states."""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import Blocks, Columns, joined_softmax, near_blocks, rows_of, softmax_attention
+from hf_memory.mixers.attention_blocks import BLOCK, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.transformer import Attended, TransformerMixer
-from hf_memory.mixers.window_attention import after, columns, count_on, first_tokens, last, present, take
-from hf_memory.ops.masks import Tokens, causal, older, own_block, segments, sinks, window
+from hf_memory.ops.contract import varies
+from hf_memory.ops.masks import Mask, Tokens, older
 
 
-class RowsMixer(TransformerMixer):
-    """Base class: calls `mix_rows` with one sequence in each row and padding at the end."""
+class Past(NamedTuple):
+    """The keys and values that queries can see, and the states after the new tokens."""
 
-    padding_last = True
+    near: Columns  # of tokens before the new ones, and of these
+    first: Any  # columns of the first tokens of the sequence, or None
+    states: States
+    keys: Tensor  # [B, kept + T, H, D], of all tokens that are kept and the new ones
+    values: Tensor
 
-    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `seen` [B], the number of tokens read, and those of the subclass."""
+
+class Everything(NamedTuple):
+    """All tokens. The names of the states begin with `prefix`."""
+
+    prefix: str = ""
+
+    def spec(self, heads: int, K: int, V: int) -> Spec:
+        """The states `keys` and `values` [B, tokens, H, D], and `positions` [B, tokens], -1 at padding."""
+        shapes = {"keys": State((heads, K), None, "token"), "values": State((heads, V), None, "token")}
+        shapes |= {"positions": State((), torch.int32, "token", absent=-1)}
+        return {f"{self.prefix}{name}": state for name, state in shapes.items()}
+
+    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
+        """Add the new tokens, keys and values [B, T, H, D]."""
+        new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
+        past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
+        keys, values, position = past.values()
+        return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, states, keys, values)
+
+
+class Window(NamedTuple):
+    """An attention pattern: tokens within `reach`, and possibly the first tokens of the sequence."""
+
+    sees: Mask  # which tokens a token sees within reach
+    reach: int  # length of the window in which all but the first tokens are seen, including the token itself
+    first: int = 0  # number of first tokens that are seen from everywhere
+    prefix: str = ""  # of the names of its states
+    spare: int = 0  # number of tokens that are kept before the window
+    has_gaps: bool = False  # whether some tokens within reach are not seen
+    kinds: int = 1  # number of heads with different masks; further heads repeat these
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens before the present one that are kept."""
+        return self.reach - 1 + self.spare
+
+    def spec(self, heads: int, D: int) -> Spec:
+        """The states `keys` and `values` [B, kept, H, D] of the last tokens, and `sink_keys` and `sink_values`
+        [B, first, H, D] of the first ones, if there are any."""
+        sizes = {"": self.kept} | ({"sink_": self.first} if self.first else {})
+        return {
+            f"{self.prefix}{kind}{name}": State((n, heads, D), None)
+            for kind, n in sizes.items()
+            for name in ("keys", "values")
+        }
+
+    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, *, reach: int | None = None) -> Past:
+        """Add the new tokens, keys and values [B, T, H, D], which see at most `reach` tokens of the window."""
+        (keys, values), new = kept(
+            context.states, {f"{self.prefix}keys": k, f"{self.prefix}values": v}, self.kept, context.lengths
+        )
+        unseen = self.kept + 1 - min(self.reach, reach or self.reach)
+        count = context.states.get("count")
+        near = columns(tokens, count, keys[:, unseen:], values[:, unseen:], self.sees)
+        first = None
+        if self.first:
+            first = self._first_tokens(k, v, context)
+            new |= {f"{self.prefix}sink_keys": first.keys, f"{self.prefix}sink_values": first.values}
+        return Past(near, first, new, keys, values)
+
+    def _first_tokens(self, k: Tensor, v: Tensor, context: Context) -> Columns:
+        """The first tokens of each sequence, from the states if they were read before, or from the new ones."""
+        place, T, states = torch.arange(self.first, device=k.device), k.shape[1], context.states
         if context.cu_seqlens is not None:
-            return self.apart(hidden_states, context, context.cu_seqlens)
-        (B, T), lengths = hidden_states.shape[:2], context.lengths
-        seen = context.states.get("seen", hidden_states.new_zeros(B, dtype=torch.long))
-        tokens = present(seen, lengths, None, T).map(lambda x: x.expand(B, -1))
-        o, states = self.mix_rows(hidden_states, tokens, lengths, context)
-        return self.o_proj(o.flatten(2)), states | {"seen": count_on(seen, lengths, T)}
+            starts, size = context.cu_seqlens[:-1, None].long(), context.cu_seqlens.diff()[:, None]
+            index = (starts + place).clamp(max=T - 1).flatten()[None]
+            sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(self.first)[None]
+            tokens = Tokens(torch.where(place < size, place, -1).flatten()[None], sequence)
+            return Columns(tokens, take(k, index), take(v, index), older(self.reach))
+        before = states["count"][:, None] if states else place.new_zeros(len(k), 1)
+        is_read = place < before + (T if context.lengths is None else context.lengths[:, None])
+        if T == 1:
+            keys, values = (x.repeat(1, self.first, 1, 1) for x in (k, v))
+        else:
+            keys, values = (take(x, (place - before).clamp(min=0, max=T - 1)) for x in (k, v))
+        if states:
+            is_old = (place < before)[..., None, None]
+            old = (states[f"{self.prefix}{name}"] for name in ("sink_keys", "sink_values"))
+            keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
+        return Columns(Tokens(torch.where(is_read, place, -1)), keys, values, older(self.reach))
 
-    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """Heads and states for hidden states [B, T, hidden_size], of which `lengths` [B] tokens are real, or all."""
-        raise NotImplementedError
 
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Context,
+    window: Window,
+    scores: Scores,
+    *,
+    always: Columns | None = None,
+    reach: int | None = None,
+) -> tuple[Tensor, States]:
+    """Each token attends to a window that ends with it, and maybe to the first tokens or to persistent ones.
 
-class InfiniteMixer(RowsMixer):
-    """Attention to the last tokens and the first ones (StreamingLLM). https://arxiv.org/abs/2309.17453.
+    Args:
+        q: [B, T, HQ, D].
+        k: [B, T, H, D], HQ a multiple of H.
+        v: [B, T, H, D].
+        context: the padding, at the ends of rows, the packing, and the states.
+        window: which tokens a token sees.
+        scores: how scores are computed.
+        always: keys and values of persistent tokens, which precede every sequence, or None; not with first tokens.
+        reach: number of tokens of the window that any of these queries sees; default: all.
 
-    Positions are counted within the cache: with S first tokens and a window of W, that of a query is at most S + W - 1.
-    So texts can have any length without distances larger than those of training.
+    Returns:
+        o [B, T, HQ, D], and the states after the tokens: those of the window, and `count` [B], the tokens read.
     """
-
-    @classmethod
-    def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix_rows`."""
-        _, heads, _, D, _ = config.attention_heads
-        sizes = {"": config.past_window - 1, "sink_": config.num_global_tokens}
-        spec = {f"{kind}{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
-        if channels := config.rotating_channels(layer_idx):
-            spec["last_angles"] = State((1, channels), None)
-        return spec | {"seen": State((), torch.long)}
-
-    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """The states are `keys` and `values` [B, W - 1, H, D] of the last tokens, `sink_keys` and `sink_values`
-        [B, S, H, D] of the first ones, and `last_angles` [B, 1, channels], the rotation of the largest position."""
-        W, S, states = self.config.past_window, self.config.num_global_tokens, context.states
-        q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        asking, k = self.rotate(q, k, context.positions)
-        first = first_tokens(k, v, S, states.get("seen"), states, lengths, None)
-        new = {"sink_keys": first.keys, "sink_values": first.values}
-        k, v = after(states.get("keys"), k, W - 1), after(states.get("values"), v, W - 1)
-        new |= {"keys": last(k, lengths, W - 1), "values": last(v, lengths, W - 1)}
-        near = columns(tokens, states.get("seen"), k, v, causal & window(W))
-        far = asking
-        if context.positions is not None:
-            turned, new["last_angles"] = _last_turn(q, context.positions, tokens, S + W - 1, states.get("last_angles"))
-            far = torch.where((tokens.position <= S + W - 1)[..., None, None], asking, turned)
-        first = first._replace(sees=sinks(S) & older(W))
-        if self.relation is None and self.config.attn_logit_softcapping is None:
-            return self._in_one_call(asking, far, tokens, near, first), new
-        places = tokens.map(lambda x: x.clamp(max=S + W - 1))
-        last_ones, first_ones = self.softmax_near(asking, tokens, near), self.softmax(Blocks.of(far, places, first))
-        return joined_softmax(last_ones, first_ones)[0], new
-
-    def _in_one_call(self, q: Tensor, far: Tensor, tokens: Tokens, near: Columns, first: Columns) -> Tensor:
-        """Softmax attention whose queries are q for the tokens that are near, and `far` for the first ones.
-
-        The products with these are more channels of the queries, which the first tokens have as unit vectors: twice,
-        since a product in float32 is the sum of two numbers of a shorter type.
-        """
-        (_, S, H, _), D = first.keys.shape, q.shape[-1]
-        products = torch.einsum("bthgd,bshd->bthgs", *(wide(x) for x in (far.unflatten(2, (H, -1)), first.keys)))
-        products = products.flatten(2, 3)
-        more = products.to(q.dtype)
-        q = torch.cat([q, more, (products - more).to(q.dtype)], -1)
-        unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[None, :, None]
-        near, first = (x._replace(keys=_widened(x.keys, S), values=_widened(x.values, S)) for x in (near, first))
-        first = first._replace(keys=unit.expand_as(first.keys))
-        groups = near_blocks(q, tokens, near, first)
-        return rows_of((softmax_attention(blocks, self.scaling, None) for blocks in groups), q)[..., :D]
+    tokens, count = context.places(k)
+    past = window.read(k, v, tokens, context, reach=reach)
+    groups = near_blocks(q, tokens, past.near, past.first if window.first else always)
+    return rows_of(map(scores.attend, groups), q), past.states | {"count": count}
 
 
-def _widened(x: Tensor, S: int) -> Tensor:
-    return F.pad(x, (0, 2 * S))
+def kept(states: States, new: States, W: int, lengths: Tensor | None) -> tuple[list[Tensor], States]:
+    """New tokens [B, T, ...] by name, with the W tokens of `states` in front, [B, W + T, ...]; and the new states.
 
-
-def _last_turn(
-    q: Tensor, angles: Positions, tokens: Tokens, place: int, before: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Queries [B, T, H, D] rotated like one at `place`, and this rotation (or the last token's) [B, 1, channels]."""
-    halves, position = angles.halves().expand(len(q), -1, -1), tokens.position
-    newest = position.amax(1, keepdim=True)
-    here = take(halves, (newest.clamp(max=place) - position[:, :1]).clamp(min=0))
-    if before is not None:
-        here = torch.where(((newest < 0) | (position[:, :1] > place))[..., None], before.to(here.dtype), here)
-    return Positions.of_halves(here).turn(q), here
-
-
-class SegmentMixer(RowsMixer):
-    """Attention to a token's segment and the `past_window` tokens before it. https://arxiv.org/abs/1901.02860.
-
-    Hidden states before the segment get no gradient, as if the text were read segment by segment.
+    For `lengths` see `last`.
     """
+    if not states:
+        seen = [F.pad(x, (0, 0) * (x.ndim - 2) + (W, 0)) for x in new.values()]
+    else:
+        seen = [torch.cat([states[name].to(x.dtype), x], 1) for name, x in new.items()]
+    return seen, {name: last(x, lengths, W) for name, x in zip(new, seen)}
 
-    @classmethod
-    def state_spec(cls, config, layer_idx: int) -> Spec:
-        """See `mix_rows`."""
-        _, heads, _, D, _ = config.attention_heads
-        kept = State((config.segment_length + config.past_window - 1, heads, D), None)
-        return {"keys": kept, "values": kept, "seen": State((), torch.long)}
 
-    def mix_rows(self, hidden_states, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
-        """The states are `keys` and `values` [B, segment_length + past_window - 1, H, D] of the last tokens."""
-        projected = self.projected(hidden_states, context)
-        attended, states = self.segment(hidden_states, projected, tokens, lengths, context)
-        return attended[0], states
+def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
+    """The last W real tokens of x [B, W + T, ...]; `lengths` [B] of the T new tokens are real, or all if it is None."""
+    if lengths is None:
+        return x[:, x.shape[1] - W :]
+    return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
-    def segment(
-        self, hidden_states, projected: tuple[Tensor, Tensor, Tensor], tokens: Tokens, lengths, context: Context
-    ) -> tuple[Attended, States]:
-        """The result of `softmax_and_mass` over the segment and the window before it, and the states.
 
-        `projected` are q, k and v of the hidden states, rotated.
-        """
-        L, states = self.config.segment_length, context.states
-        W, seen = L + self.config.past_window - 1, states.get("seen")
-        q, k, v = projected
-        kept = [after(states.get(name), x, W) for name, x in (("keys", k), ("values", v))]
-        new = {"keys": last(kept[0], lengths, W), "values": last(kept[1], lengths, W)}
-        sees = causal & segments(L, self.config.past_window)
-        if not torch.is_grad_enabled():
-            return self.softmax_near(q, tokens, columns(tokens, seen, kept[0], kept[1], sees)), new
-        near = [x[:, W - L + 1 :] for x in kept]
-        own = self.softmax_near(q, tokens, columns(tokens, seen, near[0], near[1], causal & own_block(L)))
-        _, k, v = self.projected(hidden_states.detach(), context)
-        past = [after(states[name].detach() if states else None, x, W) for name, x in (("keys", k), ("values", v))]
-        before = self.softmax_near(q, tokens, columns(tokens, seen, past[0], past[1], sees & ~own_block(L)))
-        return joined_softmax(own, before), new
+def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
+    """Keys and values [B, W + T, H, D] of the new tokens and of the W tokens before them, of which `count` [B] exist.
+
+    If `count` is None, nothing was read before, and these W columns are left out, unless blocks need them.
+    """
+    T = tokens.position.shape[1]
+    W = keys.shape[1] - T
+    if count is not None:
+        before = count[:, None] - torch.arange(W, 0, -1, device=keys.device)
+        return Columns(Tokens(torch.cat([before, tokens.position], 1)), keys, values, sees)
+    if not varies(T) and max(W + 1, BLOCK) < T:
+        return Columns(tokens.map(lambda x: F.pad(x, (W, 0), value=-1)), keys, values, sees)
+    return Columns(tokens, keys[:, W:], values[:, W:], sees)
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """Select x [B, S, ...] at places [B, n]: [B, n, ...]"""
+    return x.gather(1, places.view(*places.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:]))

@@ -5,31 +5,17 @@ The projections are those of attention. Most key-value heads see a window and th
 values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import Columns, full_attention, near_blocks, rows_of, softmax_and_mass
+from hf_memory.mixers.attention_blocks import attended_rows, full_attention, near_blocks
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
+from hf_memory.mixers.pasts import Everything, Past, Window, kept
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.window_attention import after, columns, count_on, first_tokens, last, present
-from hf_memory.ops.masks import Tokens, older, sinks
-
-KEPT = ("keys", "values", "sink_keys", "sink_values")  # states of heads with a window
-
-
-class Past(NamedTuple):
-    """The keys and values that some heads can see, and the states that hold them."""
-
-    near: Columns
-    first: Columns | None  # the first tokens of the sequence
-    states: States
-    keys: Tensor  # [B, W + T, H, D] of the last W tokens before and of the new ones; or of all tokens
-    values: Tensor
+from hf_memory.ops.masks import Tokens
 
 
 class WindowedMixer(MemoryMixer):
@@ -55,20 +41,18 @@ class WindowedMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
-        kept = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
-        heads, D = config.num_key_value_heads - kept, config.head_dim
-        spec = {"count": State((), torch.long)}
+        full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
+        heads, D, spec = config.num_key_value_heads - full, config.head_dim, {"count": State((), torch.long)}
         if heads:
-            spec |= _window_spec(config, config.attention_window, heads, "")
+            spec |= _window(config, config.attention_window).spec(heads, D)
             if config.window_memory:
                 spec |= config.far_memory.state_spec(config, heads)
                 spec["slot_gates"] = State((config.attention_window, heads, config.far_memory.num_gates))
                 spec["slot_angles"] = State((config.attention_window, config.rotating_channels(layer_idx)), None)
-        if kept and config.full_attention_window is not None:
-            spec |= _window_spec(config, config.full_attention_window, kept, "full_")
-        elif kept:
-            full, positions = State((kept, D), None, "token"), State((), torch.int32, "token", absent=-1)
-            spec |= {"full_keys": full, "full_values": full, "full_positions": positions}
+        if full and config.full_attention_window is not None:
+            spec |= _window(config, config.full_attention_window, "full_").spec(full, D)
+        elif full:
+            spec |= Everything("full_").spec(full, D, D)
         return spec
 
     @property
@@ -93,16 +77,14 @@ class WindowedMixer(MemoryMixer):
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or, if they have a window, states like those of the other heads."""
         q, k, v = self.projected(hidden_states)
-        count = context.states["count"] if context.states else hidden_states.new_zeros(len(k), dtype=torch.long)
-        lengths = context.lengths
-        tokens = present(count, lengths, context.cu_seqlens, k.shape[1])
-        parts, states = [], {"count": count_on(count, lengths, k.shape[1])}
+        tokens, count = context.places(hidden_states)
+        parts, states = [], {"count": count}
         if self.near_heads:
-            o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, lengths, context)
+            o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, context)
             parts.append(o)
             states |= new
         if self.full_heads:
-            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, lengths, context)
+            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, context)
             parts.append(o)
             states |= new
         o = _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2)
@@ -127,76 +109,44 @@ class WindowedMixer(MemoryMixer):
         q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
         return q, _heads(k, heads), _heads(v, heads)
 
-    def _near(self, hidden_states, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+    def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
-        past = self._past(self.config.attention_window, "", k, v, tokens, lengths, context)
-        softcap, groups = self.config.attn_logit_softcapping, near_blocks(rotated, tokens, past.near, past.first)
-        both = zip(*(softmax_and_mass(blocks, self.scaling, softcap) for blocks in groups))
-        o, logsumexp = (rows_of(x, q) for x in both)
+        past = _window(self.config, self.config.attention_window).read(k, v, tokens, context)
+        groups = near_blocks(rotated, tokens, past.near, past.first)
+        o, logsumexp = attended_rows(map(self.scores.attend_with_mass, groups), q)
         if self.far is None:
             return o, past.states
-        leaving, kept = self._leaving(self.far.gates(hidden_states), past, tokens, lengths, context)
+        leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
-        return o + share * (remembered - o), past.states | kept | memory
+        return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, q, k, v, tokens: Tokens, lengths, context: Context) -> tuple[Tensor, States]:
+    def _full(self, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         q, k = self.rotate(q, k, context.positions)
         W = self.config.full_attention_window
-        past = (
-            _everything(k, v, tokens, context) if W is None else self._past(W, "full_", k, v, tokens, lengths, context)
-        )
-        o = full_attention(
-            q,
-            tokens,
-            past.near,
-            past.first,
-            scaling=self.scaling,
-            softcap=self.config.attn_logit_softcapping,
-            window=W,
-            is_whole=context.is_whole,
-        )
+        past = (Everything("full_") if W is None else _window(self.config, W, "full_")).read(k, v, tokens, context)
+        o = full_attention(q, tokens, past.near, self.scores, first=past.first, window=W, is_whole=context.is_whole)
         return o, past.states
 
-    def _past(self, W: int, kind: str, k, v, tokens: Tokens, lengths, context: Context) -> Past:
-        """The past of heads that see W tokens and the first ones; the names of their states begin with `kind`."""
-        S, states = self.config.num_sink_tokens, {name: context.states.get(f"{kind}{name}") for name in KEPT}
-        keys, values = after(states["keys"], k, W), after(states["values"], v, W)
-        near = columns(tokens, context.states.get("count"), keys, values, self.config.near(W))
-        first = first_tokens(k, v, S, context.states.get("count"), states, lengths, context.cu_seqlens)
-        first = first._replace(sees=sinks(S) & older(W))
-        new = {"keys": last(keys, lengths, W), "values": last(values, lengths, W)}
-        new |= {"sink_keys": first.keys, "sink_values": first.values} if context.cu_seqlens is None else {}
-        return Past(near, first if S else None, {f"{kind}{name}": x for name, x in new.items()}, keys, values)
-
-    def _leaving(self, gates, past: Past, tokens: Tokens, lengths, context: Context) -> tuple[Leaving, States]:
+    def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.
 
         Their slots are computed only then: stored for each token of the window, they would be as large as the memory.
         """
-        W, T, states = self.config.attention_window, gates.shape[1], context.states
-        gates = after(states.get("slot_gates"), gates, W)
-        keys, kept = past.keys[:, :T], {"slot_gates": last(gates, lengths, W)}
-        if context.positions is not None and self.rotates:
-            angles = context.positions.inverse().halves().expand(len(keys), -1, -1)
-            angles = after(states.get("slot_angles"), angles, W)
-            keys, kept["slot_angles"] = Positions.of_halves(angles[:, :T]).turn(keys), last(angles, lengths, W)
+        W, T, new = self.config.attention_window, gates.shape[1], {"slot_gates": gates}
+        if turns := context.positions is not None and self.rotates:
+            new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
+        (gates, *angles), states = kept(context.states, new, W, context.lengths)
+        keys = past.keys[:, :T]
+        if turns:
+            keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
         is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay visible
-        return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), kept
+        return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
 
 
-def _window_spec(config, tokens: int, heads: int, kind: str) -> Spec:
-    """States of heads that see `tokens` tokens and the first ones; see `KEPT`."""
-    sizes = (tokens, tokens, config.num_sink_tokens, config.num_sink_tokens)
-    return {f"{kind}{name}": State((n, heads, config.head_dim), None) for name, n in zip(KEPT, sizes)}
-
-
-def _everything(k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
-    """The past of heads that keep everything."""
-    new = {"full_keys": k, "full_values": v, "full_positions": tokens.position.expand(len(k), -1).int()}
-    past, states = context.grown(new)
-    keys, values, position = past.values()
-    return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, states, keys, values)
+def _window(config, tokens: int, prefix: str = "") -> Window:
+    """The first tokens, the last ones, and the one that leaves the window next."""
+    return Window(config.near(tokens), tokens, config.num_sink_tokens, prefix, spare=1)
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:

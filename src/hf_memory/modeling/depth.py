@@ -12,7 +12,7 @@ from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
 from hf_memory.layers import wide
-from hf_memory.mixers.relations import Sinusoidal
+from hf_memory.mixers.transformer.relations import Sinusoidal
 from hf_memory.modeling.base import MemoryDecoderLayer
 
 DEPTHS = ("fixed", "universal", "reversible")

@@ -8,42 +8,16 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_memory.mixers.adaptive_span import AdaptiveSpanMixer
-from hf_memory.mixers.buckets import ReformerMixer, RoutingByHeadMixer, RoutingMixer
-from hf_memory.mixers.pasts import InfiniteMixer, SegmentMixer
-from hf_memory.mixers.patterns import LOCAL, pattern_of
-from hf_memory.mixers.relations import EMBEDDED, POSITIONS, RELATIONS
-from hf_memory.mixers.slots import COMPRESSIONS, CompressiveMixer, MostUsedMixer
-from hf_memory.mixers.sparse import BigBirdMixer, FixedMixer, LinformerMixer, StridedMixer
-from hf_memory.mixers.store import JOINS, MemorizingMixer, TopTokensMixer
-from hf_memory.mixers.transformer import LocalMixer, TransformerMixer
+from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS
+from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
+from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
+from hf_memory.mixers.transformer.store import JOINS, TopTokensMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
-PATTERNS: dict[str, type[TransformerMixer]] = {
-    "full": TransformerMixer,
-    **dict.fromkeys(LOCAL, LocalMixer),
-    "adaptive_span": AdaptiveSpanMixer,
-    "strided": StridedMixer,
-    "fixed": FixedMixer,
-    "strided_by_head": StridedMixer,
-    "fixed_by_head": FixedMixer,
-    "bigbird": BigBirdMixer,
-    "linformer": LinformerMixer,
-    "reformer": ReformerMixer,
-    "routing": RoutingMixer,
-    "routing_by_head": RoutingByHeadMixer,
-}
-BUCKETS = ("reformer", "routing", "routing_by_head")
-PASTS: dict[str, type[TransformerMixer]] = {
-    "cache": TransformerMixer,
-    "xl": SegmentMixer,
-    "compressive": CompressiveMixer,
-    "memorizing": MemorizingMixer,
-    "infinite": InfiniteMixer,
-}
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
 
 
@@ -108,7 +82,7 @@ class MemoryTransformerConfig(MemoryConfig):
     """
 
     model_type = "hf_memory_transformer"
-    mixers = {**MemoryConfig.mixers, "memory": TransformerMixer}
+    mixers = {**MemoryConfig.mixers, "memory": PATTERNS["full"]}
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         "layers.*.mixer": "local_params",

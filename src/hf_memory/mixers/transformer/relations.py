@@ -1,11 +1,15 @@
 """Positions other than rotations: embeddings of positions, and relative positions in the scores of attention."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
+from hf_memory.convertible import Convertible
+from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Blocks
 
 
@@ -181,3 +185,43 @@ RELATIONS: dict[str, type[nn.Module]] = {
     "distance_aware": DistanceAware,
 }
 POSITIONS = ("rope", "none", *EMBEDDED, *RELATIONS)
+
+
+class AdaptiveSpan(Convertible, nn.Module):
+    """a_ij ~ m(i - j) e^s_ij,   m(d) = clip((R + z_h - d) / R, 0, 1),   z_h the span of head h and R the ramp.
+
+    https://arxiv.org/abs/1905.07799. Computed by adding log m to the scores. A span is clamped between 0 and
+    `max_span`. The gradient of attention ignores the clamp, so that a span at a bound can move back.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.inner: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
+        self.longest, self.ramp = config.max_span, config.span_ramp
+        self.span = nn.Parameter(torch.empty(config.num_attention_heads))  # relative to max_span
+
+    def init_own_parameters(self) -> None:
+        """As published: spans start at zero, so that heads see the ramp only."""
+        init.zeros_(self.span)
+
+    def start_open(self, half_life: int) -> None:
+        """Let all heads start with the longest span."""
+        self.span.fill_(1)
+
+    @property
+    def spans(self) -> Tensor:
+        """The span of each head in tokens, [HQ]."""
+        return self.longest * wide(self.span).clamp(0, 1)
+
+    def forward(self, scores: Tensor, blocks: Blocks, scaling: float) -> Tensor:
+        """See `Relation`."""
+        if self.inner is not None:
+            scores = self.inner(scores, blocks, scaling)
+        free = self.longest * wide(self.span)
+        z = (free + (self.spans - free).detach()).to(scores.dtype)[:, None, None]
+        m = ((self.ramp + z - blocks.distance[:, None]) / self.ramp).clamp(0, 1)
+        return scores + torch.where(m > 0, m.clamp(min=torch.finfo(m.dtype).tiny).log(), -torch.inf)
+
+    def read(self, weights: Tensor, blocks: Blocks) -> Tensor | None:
+        """See `Relation`."""
+        return None if self.inner is None else self.inner.read(weights, blocks)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.layers import wide
-from hf_memory.mixers.transformer import Attended
+from hf_memory.mixers.attention_blocks import Attended
 from hf_memory.ops.contract import first_derivatives_only
 
 SORTED_BLOCK = 32  # sorted queries of a block: in longer blocks there are more buckets, and more pairs are masked
@@ -26,7 +26,7 @@ def attention_in_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: Tensor) -> At
         buckets: [N, S, rounds], -1 at padding.
 
     Returns:
-        The results of `softmax_and_mass`, [N, T, V] and [N, T].
+        Outputs [N, T, V], and the logarithms of their masses [N, T].
     """
     (N, T, _), C = q.shape, min(q.shape[1], SORTED_BLOCK)
     order, asking, starts, ends = _sorted_by(buckets[..., -1], T)

@@ -1,0 +1,89 @@
+"""Attention with any kind of positions, to all tokens."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
+from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.pasts import Everything
+from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer.relations import RELATIONS
+from hf_memory.ops.masks import Tokens
+
+COUNT = State((), torch.long)  # of the tokens read
+
+
+class TransformerMixer(MemoryMixer):
+    """o_i = sum_{j<=i} softmax_j(s_ij) v_j,   s_ij = q_i k_j / sqrt(D), changed by the positions of i and j.
+
+    Subclasses attend to some of the tokens, or to what stands for them.
+    """
+
+    takes_packed = True  # whether `attend` keeps packed sequences apart
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.relation: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
+
+    @property
+    def sees_positions(self) -> bool:
+        """Whether positions are rotations."""
+        return self.rotates
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """None with rotary positions, as in a teacher; otherwise all, since queries and keys change their meaning."""
+        return None if self.config.position == "rope" else self
+
+    @property
+    def scores(self) -> Scores:
+        """See `MemoryMixer.scores`; changed by the relation."""
+        return super().scores._replace(relation=self.relation)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `attend`."""
+        _, heads, _, K, V = config.attention_heads
+        return {"count": COUNT} | Everything().spec(heads, K, V)
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The output and the states of `attend`; packed sequences have no states."""
+        if context.cu_seqlens is None or self.takes_packed:
+            o, states = self.attend(hidden_states, context)
+        else:
+            bounds = [slice(a, b) for a, b in pairwise(context.cu_seqlens.unique().tolist())]  # of what is not empty
+            apart = context._replace(cu_seqlens=None)
+            o, states = torch.cat([self.attend(hidden_states[:, x], apart.of(x, {}))[0] for x in bounds], 1), {}
+        return self.o_proj(o.flatten(2)), states
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The heads [B, T, HQ, D], and the states: those of `Everything`, and `count` [B], the tokens read."""
+        q, k, v = self.projected(hidden_states, context)
+        tokens, count = context.places(k)
+        past = Everything().read(k, v, tokens, context)
+        o = full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole)
+        return o, past.states | {"count": count}
+
+    def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
+        """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""
+        return attended_rows(map(self.scores.attend_with_mass, near_blocks(q, tokens, near, None)), q)
+
+    def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D], k and v [B, T, H, D], rotated if the context has positions."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        pattern = pattern_of(self.config, self.layer_idx)
+        self.check_split(q, 1 if pattern is None else pattern.kinds)
+        return *self.normalize_and_rotate(q, k, context.positions), v
+
+    def check_split(self, q: Tensor, kinds: int) -> None:
+        """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""
+        heads, total = q.shape[2], self.config.num_attention_heads
+        if heads < total and heads % kinds:
+            raise ValueError(
+                f"tensor parallelism must give each process a multiple of {kinds} heads with "
+                f"pattern={self.config.patterns[self.layer_idx]!r}, got {heads} of {total} heads"
+            )

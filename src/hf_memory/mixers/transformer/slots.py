@@ -1,0 +1,245 @@
+"""Attention to segments and to slots, each of which stands for several older tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.layers import wide
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Attended,
+    Columns,
+    attended_rows,
+    blocks_in_turn,
+    joined_softmax,
+    near_blocks,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import Past, kept, last, take
+from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.windows import attend_segment, segment_window
+from hf_memory.ops.masks import Tokens, slots_before
+
+COMPRESSIONS = ("mean", "max", "convolution", "most_used")
+
+
+class NewBlocks(NamedTuple):
+    """Blocks of tokens whose slots are new, U for each row."""
+
+    first: Tensor  # [B], the number of the first of them in its sequence
+    done: Tensor  # [B], how many of them are complete
+    numbers: Tensor  # [B, U], their numbers; -1 if they do not exist
+    ends: Tensor  # [B, U], the places of their last tokens among the new ones
+    places: Tensor  # [B, U * rate], the places of their tokens among the kept and the new ones
+
+
+def new_blocks(
+    complete: Callable[[Tensor], Tensor], count: Tensor, states: States, sizes: tuple[int, int], rate: int
+) -> NewBlocks:
+    """The blocks that get their slots with the new tokens.
+
+    Args:
+        complete: how many blocks have slots after so many tokens.
+        count: [B], the number of tokens read.
+        states: the states before the new tokens.
+        sizes: the number of tokens that are kept, and that of the new ones.
+        rate: the number of tokens of a block.
+    """
+    before = states["count"] if states else torch.zeros_like(count)
+    first = complete(before)
+    numbers = first[:, None] + torch.arange(sum(sizes) // rate, device=count.device)
+    ends = (numbers + 1) * rate - 1 - before[:, None]
+    places = sizes[0] + 1 - rate + ends[..., None] + torch.arange(rate, device=count.device)
+    numbers = numbers.where(ends < (count - before)[:, None], -1)
+    return NewBlocks(first, complete(count) - first, numbers, ends, places.clamp(0, sum(sizes) - 1).flatten(1))
+
+
+class CompressiveMixer(TransformerMixer):
+    """Attention to segments and compressed tokens. https://arxiv.org/abs/1911.05507.
+
+    A slot has the mean, the maximum or a learned linear map ("convolution") of its tokens' unrotated keys and values,
+    and the position of its last token. As published, the map is trained to preserve the output of attention to the
+    tokens, and not by the prediction loss.
+    """
+
+    padding_last, takes_packed = True, False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.compress_keys, self.compress_values = (Compression(config) for _ in range(2))
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """The states of `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        rate, window = config.compression_rate, segment_window(config)
+        slots = config.compressed_length + window.reach // rate  # also those whose tokens are still visible themselves
+        sizes = {"compressed": slots, "block": rate - 1}
+        spec = {f"{kind}_{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
+        return window.spec(heads, D) | {"count": COUNT} | spec
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of `segment_window`, `count`, those of `attend_slots`, with slots that become visible
+        later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values` [B, compression_rate - 1, H,
+        D], not rotated."""
+        q, plain, v = self.projected(hidden_states, context._replace(positions=None))
+        tokens, count = context.places(v)
+        q, k = self.rotate(q, plain, context.positions)
+        past = segment_window(self.config).read(k, v, tokens, context)
+        near = attend_segment(self, hidden_states, q, tokens, past, context)
+        slots, blocks, states = self._slots(plain.detach(), v.detach(), count, context)
+        far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
+        return joined_softmax(near, far)[0], past.states | states | compressed | {"count": count}
+
+    def _slots(self, k: Tensor, v: Tensor, count: Tensor, context: Context) -> tuple[list[Tensor], NewBlocks, States]:
+        """Keys and values [B, U, H, D] of blocks whose last token is new, these blocks, and the states."""
+        rate, (B, T) = self.config.compression_rate, k.shape[:2]
+        read, states = kept(context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths)
+        blocks = new_blocks(lambda count: count // rate, count, context.states, (rate - 1, T), rate)
+        slots = []
+        for compress, x in zip((self.compress_keys, self.compress_values), read):
+            x = compress(take(x, blocks.places).unflatten(1, (-1, rate)).flatten(0, 1)).detach()
+            slots.append(x.view(B, -1, *x.shape[2:]))
+        if context.positions is not None and self.rotates:
+            slots[0] = context.positions.gather(blocks.ends.clamp(0, T - 1)).turn(slots[0])
+        return slots, blocks, states
+
+    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
+        """See `MemoryMixer.forward`; in training, the loss of a learned compression is added to the losses."""
+        if own_losses is not None and self.training and self.config.compression == "convolution":
+            own_losses += self._lost(hidden_states)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def _lost(self, hidden_states: Tensor) -> list[Tensor]:
+        """The squared difference between attention to tokens and attention to their slots, without positions.
+
+        The queries are those of a segment, and the tokens those that leave its view. Only the maps get a gradient.
+        """
+        L, T = self.config.segment_length, hidden_states.shape[1]
+        back, n = self.config.past_window // L + 1, -(-T // L)
+        if n <= back:
+            return []
+        with torch.no_grad():
+            whole = F.pad(hidden_states, (0, 0, 0, n * L - T)).unflatten(1, (n, L))
+            q, k, v = self.split_heads(*(proj(whole) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+            q, k = self.normalize_and_rotate(q, k, None)
+            q, k, v = (x.flatten(0, 1) for x in (q[:, back:], k[:, :-back], v[:, :-back]))
+        attend = partial(F.scaled_dot_product_attention, scale=self.scaling, enable_gqa=True)
+        q, k, v, slot_k, slot_v = (x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v)))
+        kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
+        return [(kept - compressed).square().mean()]
+
+
+class Compression(nn.Module):
+    """Compresses keys or values [B, blocks * rate, H, D] to [B, blocks, H, D]."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.kind, self.rate = config.compression, config.compression_rate
+        if self.kind == "convolution":
+            self.weight = nn.Parameter(torch.empty(self.rate, config.head_dim, config.head_dim))
+
+    def init_own_parameters(self) -> None:
+        """A learned map starts as the mean."""
+        if self.kind == "convolution":
+            init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight) / self.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        blocks = x.unflatten(1, (-1, self.rate))
+        if self.kind == "mean":
+            return blocks.mean(2)
+        if self.kind == "max":
+            return blocks.amax(2)
+        return torch.einsum("bnrhd,rde->bnhe", blocks, self.weight.to(x.dtype))
+
+
+class MostUsedMixer(TransformerMixer):
+    """Attention to segments and slots, where a slot is one token of its block, chosen for each key-value head.
+
+        u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j
+
+    The token with the largest u_j is chosen, with the key and value that it had in this head, so that its key stays
+    rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
+    """
+
+    padding_last, takes_packed = True, False
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """The states of `attend`."""
+        (_, heads, _, D, _), window = config.attention_heads, segment_window(config)
+        slots = dict.fromkeys(
+            ("compressed_keys", "compressed_values"), State((config.compressed_length, heads, D), None)
+        )
+        return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "count": COUNT}
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of `segment_window`, `count`, those of `attend_slots`, of blocks that no token sees any
+        more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
+        q, k, v = self.projected(hidden_states, context)
+        tokens, count = context.places(k)
+        past = segment_window(self.config).read(k, v, tokens, context)
+        near = attend_segment(self, hidden_states, q, tokens, past, context)
+        slots, blocks, used = self._slots(q, tokens, count, past, context.states)
+        far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
+        usage = {"usage": last(used, context.lengths, segment_window(self.config).kept)}
+        return joined_softmax(near, far)[0], past.states | usage | compressed | {"count": count}
+
+    @torch.no_grad()
+    def _slots(self, q, tokens: Tokens, count, past: Past, states: States) -> tuple[list[Tensor], NewBlocks, Tensor]:
+        """Keys and values [B, U, H, D] of blocks that leave sight, these blocks, and how much tokens were used."""
+        L, m, rate, T = self.config.segment_length, self.config.past_window, self.config.compression_rate, q.shape[1]
+        W = L + m - 1
+        usage = self._received(q, tokens, past.near)
+        usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
+        if states:
+            usage = usage + F.pad(states["usage"], (0, 0, 0, T))
+        blocks = new_blocks(lambda count: (count // L * L - m) // rate, count, states, (W, T), rate)
+        best = take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)  # [B, U, 1, H]
+        places = blocks.places.unflatten(1, (-1, rate))[..., None].expand(-1, -1, -1, best.shape[-1])
+        index = places.gather(2, best)[:, :, 0, :, None]
+        slots = [x.gather(1, index.expand(-1, -1, -1, x.shape[-1])) for x in (past.keys, past.values)]
+        return slots, blocks, usage
+
+    def _received(self, q: Tensor, tokens: Tokens, near: Columns) -> Tensor:
+        """The attention that each of the columns [B, S, H] receives from queries [B, T, HQ, D]."""
+        groups, i = near_blocks(q, tokens, near, None), 0
+        (_, S, H, _), C = near.keys.shape, groups[0].queries.shape[1]
+        sums = q.new_zeros(len(q), S + C, H, dtype=wide(q).dtype)  # the last block may be padded
+        for blocks in groups:
+            weights, _ = self.scores.weights(blocks)
+            received = weights.sum((2, 3)).mT.unflatten(0, (len(q), -1))  # [B, blocks, columns, H]
+            n, seen = received.shape[1:3]
+            places = i + C * torch.arange(n, device=q.device)[:, None] + torch.arange(seen, device=q.device)
+            sums.index_add_(1, places.flatten(), received.flatten(1, 2))
+            i += n * C
+        return sums[:, :S]
+
+
+def attend_slots(
+    mixer: TransformerMixer, q: Tensor, tokens: Tokens, slots: list[Tensor], blocks: NewBlocks, states: States
+) -> tuple[Attended, States]:
+    """Attention of queries [B, T, HQ, D] to former slots and to new ones, keys and values [B, U, H, D] of these blocks.
+
+    The states are `compressed_keys` and `compressed_values` [B, slots, H, D] of the last slots.
+    """
+    config = mixer.config
+    L, rate, n = config.segment_length, config.compression_rate, mixer.spec["compressed_keys"].shape[0]
+    (keys, values), new = kept(states, dict(zip(("compressed_keys", "compressed_values"), slots)), n, blocks.done)
+    numbers = torch.cat([blocks.first[:, None] + torch.arange(-n, 0, device=q.device), blocks.numbers], 1)
+    position = torch.where(numbers < 0, -1, (numbers + 1) * rate - 1)
+    sees = slots_before(L, config.past_window, config.compressed_length * rate)
+
+    def part(here: slice) -> slice:
+        first = max(0, (here.start - L + 1) // rate)
+        return slice(first, max(1, (here.stop + L) // rate + 2 + config.compressed_length))
+
+    groups = blocks_in_turn(q, tokens, BLOCK, Columns(Tokens(position), keys, values, sees), part)
+    return attended_rows(map(mixer.scores.attend_with_mass, groups), q), new

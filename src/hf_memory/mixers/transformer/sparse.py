@@ -1,0 +1,167 @@
+"""Sparse attention: near tokens in blocks, and a few far tokens, without computing all pairs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import States
+from hf_memory.layers import real_tokens_first
+from hf_memory.mixers.attention_blocks import (
+    LONG_BLOCK,
+    Attended,
+    Blocks,
+    Columns,
+    attended_rows,
+    blocks_in_turn,
+    joined_softmax,
+    rows_of,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import Everything, take
+from hf_memory.mixers.transformer.base import TransformerMixer
+from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.ops.masks import Mask, Tokens, causal, older, random_block, window
+
+
+class SparseMixer(TransformerMixer):
+    """Attention with a pattern that has near tokens, computed in blocks, and far tokens; the cache holds all tokens."""
+
+    padding_last, takes_packed = True, False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.compress: Any = None
+        if config.patterns[layer_idx] == "linformer":
+            self.compress = nn.Parameter(torch.empty(config.num_summary_tokens, config.pattern_size))
+
+    def init_own_parameters(self) -> None:
+        """Sums start as means, with noise that makes them different."""
+        if self.compress is not None:
+            mean = 1 / self.config.pattern_size
+            init.normal_(self.compress, mean=mean, std=mean)
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of a `TransformerMixer`."""
+        q, k, v = self.projected(hidden_states, context)
+        tokens, count = context.places(k)
+        all_of_them = Everything().read(k, v, tokens, context)
+        past, states = all_of_them.near, all_of_them.states
+        if context.states:  # with padding before the new tokens
+            is_token = past.tokens.position >= 0
+            past = past.map(lambda x: real_tokens_first(x, is_token)[0])
+        pattern, T = pattern_of(self.config, self.layer_idx), q.shape[1]
+        places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=q.device)
+        near = _at(past, places)._replace(sees=pattern.sees & window(pattern.reach))
+        far = FAR[self.config.patterns[self.layer_idx]](
+            self, q, tokens, past._replace(sees=pattern.sees & older(pattern.reach))
+        )
+        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states | {"count": count}
+
+
+def _last_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+    """All queries see the last `num_summary_tokens` tokens of each complete block."""
+    n = mixer.config.num_summary_tokens
+    blocks = _in_blocks(past, mixer.config.pattern_size)
+    return _attend_summaries(mixer, q, tokens, blocks.map(lambda x: x[:, :, -n:].flatten(1, 2)), past)
+
+
+def _sums_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+    """All queries see a few learned sums of keys and values of each complete block. https://arxiv.org/abs/2006.04768.
+
+    The paper sums over the whole text, which would let tokens see the future. A sum has the position of its last token.
+    """
+    (n, size), blocks = mixer.compress.shape, _in_blocks(past, mixer.config.pattern_size)
+    keys, values = (
+        torch.einsum("ns,bmshd->bmnhd", mixer.compress.to(x.dtype), x).flatten(1, 2)
+        for x in (blocks.keys, blocks.values)
+    )
+    position = blocks.tokens.position[:, :, -1].repeat_interleave(n, 1)
+    earlier = causal & Mask(lambda q, k: k // size < q // size)
+    return _attend_summaries(mixer, q, tokens, Columns(Tokens(position), keys, values, earlier), past)
+
+
+def _in_blocks(past: Columns, size: int) -> Columns:
+    """The past [B, blocks, size, ...]; the last block is not complete."""
+    pad = size - past.keys.shape[1] % size
+    position = F.pad(past.tokens.position, (0, pad), value=-1)
+    keys, values = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (past.keys, past.values))
+    return Columns(Tokens(position), keys, values, past.sees).map(lambda x: x.unflatten(1, (-1, size)))
+
+
+def _attend_summaries(mixer: SparseMixer, q: Tensor, tokens: Tokens, summaries: Columns, past: Columns) -> Attended:
+    """Attention to summaries, `num_summary_tokens` for each block of the past."""
+    size, each, before = mixer.config.pattern_size, mixer.config.num_summary_tokens, past.keys.shape[1] - q.shape[1]
+
+    def part(here: slice) -> slice:
+        return slice(max(1, (before + here.stop) // size * each))
+
+    groups = blocks_in_turn(q, tokens, LONG_BLOCK, summaries, part)
+    return attended_rows(map(mixer.scores.attend_with_mass, groups), q)
+
+
+def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+    """Queries at distances that are multiples of the stride see the same far tokens, and form a group."""
+    stride, (B, T) = mixer.config.pattern_size, q.shape[:2]
+    groups = min(stride, T)
+    rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
+    places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
+    seen = _at(past, places.flatten(1))
+    asking, position = (_groups(x, groups, value) for x, value in ((q, 0), (tokens.position, -1)))
+    both = _grouped(mixer, asking, position, seen, groups)
+    o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in both)
+    return o, mass
+
+
+def _random(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
+    """Groups are blocks of queries, which see the first block and their random blocks."""
+    config, T = mixer.config, q.shape[1]
+    size = min(config.pattern_size, T)
+    blocks = -(-T // size)
+    pad = blocks * size - T
+    position = F.pad(tokens.position, (0, pad), value=-1)
+    touched = tokens.position[:, ::size, None] // config.pattern_size + torch.arange(2, device=q.device)
+    drawn = [random_block(touched, i, config.pattern_seed) for i in range(config.num_random_blocks)]
+    seen = F.pad(torch.cat(drawn, -1), (1, 0))  # [B, blocks, n], the first block among them
+    twice = (seen[..., :, None] == seen[..., None, :]).tril(-1).any(-1)
+    starts = torch.where(twice, -1, seen)[..., None] * config.pattern_size
+    places = torch.where(starts < 0, -1, starts + torch.arange(config.pattern_size, device=q.device))
+    columns = _at(past, places.flatten(1))
+    asking = F.pad(q, (0, 0, 0, 0, 0, pad))
+    both = _grouped(mixer, asking, position, columns, blocks)
+    o, mass = (rows_of([x], q) for x in both)
+    return o, mass
+
+
+def _grouped(mixer: SparseMixer, q: Tensor, position: Tensor, columns: Columns, groups: int) -> Attended:
+    """Attention of queries [B, groups * size], each group to its columns [B, groups * n]: [B * groups, size]."""
+    mine = columns.map(lambda x: x.unflatten(1, (groups, -1)).flatten(0, 1))
+    asking, places = (x.unflatten(1, (groups, -1)).flatten(0, 1) for x in (q, position))
+    return mixer.scores.attend_with_mass(Blocks.of(asking, Tokens(places), mine))
+
+
+def _at(past: Columns, places: Tensor) -> Columns:
+    """The tokens at places [B, n]; none at negative places and after the last token."""
+    is_place = (places >= 0) & (places < past.keys.shape[1])
+    inside = places.where(is_place, 0)
+    position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
+    return Columns(Tokens(position), take(past.keys, inside), take(past.values, inside), past.sees)
+
+
+def _groups(x: Tensor, groups: int, value: float) -> Tensor:
+    """[B, T, ...] -> [B, T', ...], sorted by position modulo `groups`, and padded."""
+    pad = -x.shape[1] % groups
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad), value=value)
+    return x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
+
+
+FAR = {  # attention to the far tokens of each pattern
+    "fixed": _last_of_blocks,
+    "fixed_by_head": _last_of_blocks,
+    "linformer": _sums_of_blocks,
+    "strided": _strided,
+    "strided_by_head": _strided,
+    "bigbird": _random,
+}

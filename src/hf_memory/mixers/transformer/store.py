@@ -1,0 +1,164 @@
+"""Attention to the last tokens, and to the best of a store of older ones, which is searched."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, States
+from hf_memory.layers import unit_length
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Attended,
+    Blocks,
+    Scores,
+    attended_rows,
+    blocks_in_turn,
+    joined_softmax,
+    softmax_of,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import Past, Window, columns
+from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.ops.masks import Tokens, causal, older, window
+
+JOINS = ("gate", "softmax", "attention")
+LEAST = torch.finfo(torch.float32).tiny  # changes no score but zero
+
+
+class TopTokensMixer(TransformerMixer):
+    """Attention to the last tokens, and to those of a store of older ones that have the highest scores.
+
+    One softmax has the scores of the window and the memory_top_k highest ones of the store, which drops the oldest
+    tokens first. So it is attention to everything while a text has at most past_window + memory_top_k tokens. It has
+    no parameters of its own. The store is searched exactly, and gets no gradient.
+    """
+
+    padding_last, takes_packed = True, False
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        return _store(config).spec(heads, D) | {"count": COUNT}
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of a `Window` with the tokens of the store before it, and `count`."""
+        q, k, v = self.projected(hidden_states, context)
+        tokens, count = context.places(k)
+        past = _store(self.config).read(k, v, tokens, context)
+        remembered = best_of_store(self, self.scores, q, tokens, past, context)
+        o, _ = joined_softmax(self.attend_near(q, tokens, past.near), remembered)
+        return o, past.states | {"count": count}
+
+
+def _store(config, prefix: str = "") -> Window:
+    return Window(causal & window(config.past_window), config.past_window, prefix=prefix, spare=config.memory_size)
+
+
+def best_of_store(
+    mixer: TransformerMixer, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context
+) -> Attended:
+    """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
+    W, kept, T, k = mixer.config.past_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
+    stored = columns(
+        tokens, context.states.get("count"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
+    )
+    before = stored.keys.shape[1] - T
+
+    def part(here: slice) -> slice:
+        return slice(max(0, before + here.start - kept), max(1, before + min(here.stop, T) - W))
+
+    return attended_rows((_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q)
+
+
+def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
+    later_first = LEAST * blocks.asked[:, None, None]  # among scores that are exactly zero
+    unseen = torch.where(blocks.visible, later_first, -torch.inf)  # adding it is much faster than masked_fill_
+    scores = rule.of(blocks).add_(unseen[:, :, None])  # [B, H, G, C, S]
+    best, places = scores.topk(min(k, scores.shape[-1]))
+    weights, mass = softmax_of(best, best.isfinite())
+    o = sums_at(places, weights, blocks.values)
+    if rule.relation is not None:
+        all_weights = torch.zeros_like(scores).scatter(-1, places, weights).flatten(1, 2)
+        beside = rule.relation.read(all_weights, blocks)
+        o = o if beside is None else o + beside.to(o.dtype)
+    return o, mass[..., 0].permute(0, 3, 1, 2).flatten(2)
+
+
+def sums_at(places: Tensor, weights: Tensor, values: Tensor) -> Tensor:
+    """Sums [B, C, H * G, V] of values [B, S, H, V], which get no gradient, with weights and at places [B, H, G, C, k].
+
+    The values of the places, which are k times as large as the sums, are not stored.
+    """
+    B, S, H, V = values.shape
+    rows = torch.arange(B, device=values.device)[:, None] * S * H + torch.arange(H, device=values.device)
+    rows = places * H + rows[..., None, None, None]
+    o = F.embedding_bag(
+        rows.flatten(0, -2),
+        values.reshape(-1, V),
+        per_sample_weights=weights.to(values.dtype).flatten(0, -2),
+        mode="sum",
+    )
+    return o.view(*places.shape[:-1], V).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+class MemorizingMixer(TransformerMixer):
+    """Attention to the last tokens, and to the nearest in a store of older ones. https://arxiv.org/abs/2203.08913.
+
+        o = local + gate (remembered - local)
+        remembered = sum over the memory_top_k best of softmax(scale cos(q, k)) v
+
+    or both in one softmax, over the scores of the window and those of the best.
+    The store has unrotated keys. The gate is a learned number for each head; at 0 the mixer is attention over a
+    window, and the gate has a gradient.
+    """
+
+    padding_last, takes_packed = True, False
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.has_gate = config.memory_join == "gate"
+        if self.has_gate:
+            self.memory_gate = nn.Parameter(torch.empty(config.num_attention_heads))
+        self.memory_scale = nn.Parameter(torch.empty(config.num_attention_heads))
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """The part that reads the store; the whole mixer if its positions are not rotary as in a teacher."""
+        own = [self.memory_gate, self.memory_scale] if self.has_gate else [self.memory_scale]
+        return nn.ParameterList(own) if super().new_part is None else self
+
+    def init_own_parameters(self) -> None:
+        """The gate starts at one half, and the scale so large that one key can dominate many others."""
+        if self.has_gate:
+            init.constant_(self.memory_gate, 0.5)
+        init.constant_(self.memory_scale, 20.0)
+
+    def start_open(self, half_life: int) -> None:
+        """Close the gate, so that the mixer equals attention over its window."""
+        if self.has_gate:
+            self.memory_gate.zero_()
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        near = _store(config)._replace(spare=0)
+        return near.spec(heads, D) | _store(config, "memory_").spec(heads, D) | {"count": COUNT}
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of a `Window`, `count`, and of the window and the store, without rotation and with keys
+        of unit length, `memory_keys` and `memory_values` [B, past_window + memory_size - 1, H, D]."""
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        tokens, count = context.places(k)
+        asking, keys = self.rotate(q, k, context.positions)
+        past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
+        store = _store(self.config, "memory_").read(unit_length(k).detach(), v.detach(), tokens, context)
+        local, states = self.attend_near(asking, tokens, past.near), past.states | store.states | {"count": count}
+        scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]
+        remembered = best_of_store(self, Scores(1.0), scaled, tokens, store, context)
+        if not self.has_gate:
+            return joined_softmax(local, remembered)[0], states
+        gate = self.memory_gate.to(v.dtype) * remembered[1].isfinite()
+        return torch.lerp(local[0], remembered[0], gate[..., None]), states

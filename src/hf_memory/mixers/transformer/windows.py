@@ -1,0 +1,173 @@
+"""Attention to the last tokens with a local pattern, to the first and the last ones, or to a segment and a window."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.cache import Spec, State, States
+from hf_memory.layers import wide
+from hf_memory.mixers.attention_blocks import (
+    BLOCK,
+    Attended,
+    Blocks,
+    Scores,
+    joined_softmax,
+    near_blocks,
+    rows_of,
+)
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.patterns import pattern_of
+from hf_memory.mixers.transformer.relations import AdaptiveSpan
+from hf_memory.ops.masks import Tokens, causal, own_block, segments, window
+
+
+class LocalMixer(TransformerMixer):
+    """Attention to some of the last tokens, and possibly the first ones; the cache holds only these."""
+
+    padding_last = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.learns_spans = config.patterns[layer_idx] == "adaptive_span"
+        if self.learns_spans:
+            self.relation = AdaptiveSpan(config)
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """The states of `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        return pattern_of(config, layer_idx).spec(heads, D) | {"count": COUNT}
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of `window_attention`."""
+        inputs, pattern = self.projected(hidden_states, context), pattern_of(self.config, self.layer_idx)
+        return window_attention(*inputs, context, pattern, self.scores, reach=self._reach(hidden_states.shape[1]))
+
+    def _reach(self, T: int) -> int | None:
+        """How many tokens T tokens see at most; None for a few tokens, and if reading spans would break a graph."""
+        if not self.learns_spans or T <= BLOCK or torch.compiler.is_compiling():
+            return None
+        return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
+
+    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
+        """See `MemoryMixer.forward`; in training, the mean of learned spans is added to the losses."""
+        if own_losses is not None and self.training and self.learns_spans:
+            own_losses.append(self.config.span_loss_weight * self.relation.spans.mean())
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+class InfiniteMixer(TransformerMixer):
+    """Attention to the last tokens and the first ones (StreamingLLM). https://arxiv.org/abs/2309.17453.
+
+    Positions are counted within the cache: with S first tokens and a window of W, that of a query is at most S + W - 1.
+    So texts can have any length without distances larger than those of training.
+    """
+
+    padding_last, takes_packed = True, False
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        spec, channels = _first_and_last(config).spec(heads, D), config.rotating_channels(layer_idx)
+        return spec | {"count": COUNT} | ({"last_angles": State((1, channels), None)} if channels else {})
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of a `Window`, `count`, and `last_angles` [B, 1, channels], the rotation of the largest
+        position."""
+        most = self.config.num_global_tokens + self.config.past_window - 1
+        q, k, v = self.projected(hidden_states, context._replace(positions=None))
+        tokens, count = context.places(k)
+        asking, k = self.rotate(q, k, context.positions)
+        past = _first_and_last(self.config).read(k, v, tokens, context)
+        far, new = asking, past.states | {"count": count}
+        if context.positions is not None:
+            before = context.states.get("last_angles")
+            turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
+            far = torch.where((tokens.position <= most)[..., None, None], asking, turned)
+        if self.relation is None and self.config.attn_logit_softcapping is None:
+            return self._in_one_call(asking, far, tokens, past), new
+        places = tokens.map(lambda x: x.clamp(max=most))
+        first = self.scores.attend_with_mass(Blocks.of(far, places, past.first))
+        return joined_softmax(self.attend_near(asking, tokens, past.near), first)[0], new
+
+    def _in_one_call(self, q: Tensor, far: Tensor, tokens: Tokens, past: Past) -> Tensor:
+        """Softmax attention whose queries are q for the tokens that are near, and `far` for the first ones.
+
+        The products with these are more channels of the queries, which the first tokens have as unit vectors: twice,
+        since a product in float32 is the sum of two numbers of a shorter type.
+        """
+        (_, S, H, _), D = past.first.keys.shape, q.shape[-1]
+        products = torch.einsum("bthgd,bshd->bthgs", *(wide(x) for x in (far.unflatten(2, (H, -1)), past.first.keys)))
+        products = products.flatten(2, 3)
+        more = products.to(q.dtype)
+        q = torch.cat([q, more, (products - more).to(q.dtype)], -1)
+        unit = F.pad(torch.eye(S, dtype=q.dtype, device=q.device).repeat(1, 2), (D, 0))[None, :, None]
+        near, first = (
+            x._replace(keys=F.pad(x.keys, (0, 2 * S)), values=F.pad(x.values, (0, 2 * S)))
+            for x in (past.near, past.first)
+        )
+        first = first._replace(keys=unit.expand_as(first.keys))
+        return rows_of(map(Scores(self.scaling).attend, near_blocks(q, tokens, near, first)), q)[..., :D]
+
+
+def _first_and_last(config) -> Window:
+    return Window(causal & window(config.past_window), config.past_window, config.num_global_tokens)
+
+
+def _last_turn(q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries [B, T, H, D] rotated like one at position `most`, and this rotation (or the last token's) as a state."""
+    halves, position = angles.halves().expand(len(q), -1, -1), tokens.position
+    newest = position.amax(1, keepdim=True)
+    here = take(halves, (newest.clamp(max=most) - position[:, :1]).clamp(min=0))
+    if before is not None:
+        here = torch.where(((newest < 0) | (position[:, :1] > most))[..., None], before.to(here.dtype), here)
+    return Positions.of_halves(here).turn(q), here
+
+
+class SegmentMixer(TransformerMixer):
+    """Attention to a token's segment and the `past_window` tokens before it. https://arxiv.org/abs/1901.02860.
+
+    Hidden states before the segment get no gradient, as if the text were read segment by segment.
+    """
+
+    padding_last, takes_packed = True, False
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """See `attend`."""
+        _, heads, _, D, _ = config.attention_heads
+        return segment_window(config).spec(heads, D) | {"count": COUNT}
+
+    def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are those of `segment_window`, and `count`."""
+        q, k, v = self.projected(hidden_states, context)
+        tokens, count = context.places(k)
+        past = segment_window(self.config).read(k, v, tokens, context)
+        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states | {"count": count}
+
+
+def segment_window(config) -> Window:
+    """The segment of a token, and the `past_window` tokens before it."""
+    L, m = config.segment_length, config.past_window
+    return Window(causal & segments(L, m), L + m)
+
+
+def attend_segment(
+    mixer: TransformerMixer, hidden_states: Tensor, q: Tensor, tokens: Tokens, past: Past, context: Context
+) -> Attended:
+    """Attention to the segment and the window before it, of which only the segment gets a gradient."""
+    if not torch.is_grad_enabled():
+        return mixer.attend_near(q, tokens, past.near)
+    own, m = causal & own_block(mixer.config.segment_length), mixer.config.past_window
+    segment = columns(tokens, context.states.get("count"), past.keys[:, m:], past.values[:, m:], own)
+    _, k, v = mixer.projected(hidden_states.detach(), context)
+    detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
+    window = segment_window(mixer.config)
+    before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
+    return joined_softmax(mixer.attend_near(q, tokens, segment), mixer.attend_near(q, tokens, before))
