@@ -42,7 +42,7 @@ class TransformerMixer(MemoryMixer):
     @property
     def scores(self) -> Scores:
         """See `MemoryMixer.scores`; changed by the relation."""
-        return super().scores._replace(relation=self.relation)
+        return Scores(self.scaling, self.config.attn_logit_softcapping, self.relation)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
