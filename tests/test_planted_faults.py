@@ -27,7 +27,8 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language
 from hf_memory.files import documents, text
-from hf_memory.mixers import base, store
+from hf_memory.mixers import base
+from hf_memory.mixers.transformer import store
 from hf_memory.modeling import loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
 from hf_memory.serving import memory_file
