@@ -26,7 +26,8 @@ faults: $(INSTALLED)  ## tests that plant faults: do the tests see them?
 
 COMPARING := $(patsubst %,tests/test_%.py,cache deltaformer mixers modeling placement vllm_plugin)
 
-processors: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1  # else code compiled for other instructions is taken from there
+# torch.compile's cache does not tell apart the instructions that code was compiled for.
+processors: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 processors: $(INSTALLED)  ## tests that compare ways of computing, with the instructions of other processors
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest --numprocesses 2 $(COMPARING)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
