@@ -10,7 +10,6 @@ These coefficients are computed for all chunks at once. `dual` does the rest for
 Source: https://arxiv.org/abs/2501.00663, section 3.2.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from hf_memory.ops.contract import in_float32, repeat_heads
 from hf_memory.ops.neural_memory import dual, each_token, exact
 from hf_memory.ops.neural_memory.layout import Layout, arrange, layout_of, real_places, restore
-from hf_memory.ops.neural_memory.network import NeuralMemoryState, enter, leave
+from hf_memory.ops.neural_memory.network import Inputs, NeuralMemoryState, Norm, Rule, enter, leave
+from hf_memory.ops.neural_memory.one_chunk import Layers, Memory
 
 EXACT_CHUNK = 64
 
@@ -36,51 +36,36 @@ class Coefficients(NamedTuple):
 
 @in_float32
 def neural_memory(
-    q,
-    k,
-    v,
-    lr,
-    momentum,
-    decay,
-    threshold,
-    muon_lr,
-    earlier_k,
-    earlier_v,
-    earlier_lr,
-    mask,
-    *,
+    *rows: Any,
     initial_state: NeuralMemoryState,
-    weights,
-    norm,
-    rule,
+    weights: Layers,
+    norm: Norm | None,
+    rule: Rule,
     fresh: bool = False,
     forms=(exact.run, dual.run),
 ) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference; `forms` loop over chunks, for gradients at every token and at the anchor."""
-    B, T, HV = v.shape[:3]
+    *given, mask = rows
+    (B, T, HV), phase = given[2].shape[:3], initial_state.phase
     each_error = rule.chunk_size == 1 and rule.is_linear and rule.max_grad_norm is None
     is_exact = each_error and len(weights) == 1 and norm is None
-    phase = initial_state.phase
     if is_exact:
         layout = Layout(min(EXACT_CHUNK, T), None, None, [], phase)
     else:
         layout = layout_of(phase, mask, T, rule.chunk_size, fresh)
-    q, k, earlier_k = (x if x is None else repeat_heads(x, HV) for x in (q, k, earlier_k))
-    q, k, v, lr, momentum, decay = (arrange(x, layout) for x in (q, k, v, lr, momentum, decay))
-    real = real_places(mask, layout, B, T, q)
-    state: Any = [tuple(W.flatten(0, 1) for W in layers) for layers in enter(initial_state, weights)]
+    arranged: Any = (x if x is None else arrange(repeat_heads(x, HV), layout) for x in given)
+    inputs = Inputs(*arranged)
+    real = real_places(mask, layout, B, T, inputs.q)
+    W, S, A = (tuple(x.flatten(0, 1) for x in layers) for layers in enter(initial_state, weights))
+    per_row: Any = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
     initial = tuple(W.expand(B, *W.shape).flatten(0, 1) for W in weights)
-    if is_exact:
-        o, state = forms[0](q, k, v, _coefficients(lr, momentum, decay, real), state, initial, rule)
+    closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
+    memory = Memory(W, S, A, initial, per_row, closed, rule)
+    if rule.is_linear:
+        run = forms[0] if is_exact else forms[1]
+        o, state = run(inputs, _coefficients(inputs.lr, inputs.momentum, inputs.decay, real), memory)
     else:
-        per_row = None if norm is None else tuple(x.repeat(B, 1)[:, None] for x in norm)
-        closed = [x if isinstance(x, bool) else x.repeat_interleave(HV)[:, None, None] for x in layout.closed]
-        walk, coefficients = forms[1], _coefficients(lr, momentum, decay, real) if rule.is_linear else None
-        if coefficients is None:
-            others = [arrange(x, layout) for x in (threshold, earlier_k, earlier_v, earlier_lr)]
-            coefficients, muon = _of_each_token(torch.ones_like(lr), momentum, decay, arrange(muon_lr, layout), real)
-            walk = partial(each_token.run, [lr, *others], muon)
-        o, state = walk(q, k, v, coefficients, closed, state, initial, per_row, rule)
+        o, state = each_token.run(inputs, *_of_each_token(inputs, real), memory)
     W, S, A = (tuple(x.unflatten(0, (B, HV)) for x in layers) for layers in state)
     return restore(o.unflatten(1, (B, HV)), T, mask, layout), leave(W, S, A, layout.phase, weights)
 
@@ -100,8 +85,9 @@ def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, rea
     return Coefficients(forgets @ (slows * lr[..., None, :]), beta, forgets @ H, m, H[..., -1:, :])
 
 
-def _of_each_token(ones: Tensor, momentum, decay, muon_lr, real) -> tuple[Coefficients, Coefficients | None]:
-    """Coefficients of the weights; with Muon, those of the momentum and then those of the weights."""
+def _of_each_token(inputs: Inputs, real: Tensor | None) -> tuple[Coefficients, Coefficients | None]:
+    """Coefficients of the weights for rates of one; with Muon, those of the momentum and then those of the weights."""
+    ones, momentum, decay, muon_lr = torch.ones_like(inputs.lr), inputs.momentum, inputs.decay, inputs.muon_lr
     if muon_lr is None:
         return _coefficients(ones, momentum, decay, real), None
     return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)

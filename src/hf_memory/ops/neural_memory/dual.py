@@ -20,44 +20,38 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import first_derivatives_only
-from hf_memory.ops.neural_memory.network import Norm, Rule
-from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Rows, Stacks
+from hf_memory.ops.neural_memory.network import Inputs, Rule
+from hf_memory.ops.neural_memory.one_chunk import Chunk, Layers, Memory, Rows, Stacks
 
 
-def run(q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
+def run(inputs: Inputs, coefficients, memory: Memory):
     """Read and write chunk by chunk.
 
     Args:
-        q: queries [NC, N, C, K]; k and v have the same layout.
-        k: keys.
-        v: values.
+        inputs: [NC, N, C, ...].
         coefficients: `chunk.Coefficients`.
-        closed: for each chunk, and after the last one, whether the anchor becomes the weights: bool, or [N, 1, 1].
-        state: weights, momentum and anchor, each a tuple of layers or empty.
-        initial: the weights to which the memory decays.
-        norm: [N, 1, V] each, or None.
-        rule: the kind of memory.
+        memory: the memory before the first chunk.
 
     Returns:
-        o [NC, N, C, V] and the state.
+        o [NC, N, C, V], and weights, momentum and anchor after the last chunk.
     """
-    W, S, A = state
+    W, S, A, initial, norm, closed, rule = memory
     L, none = len(W), [None] * len(W)
     M = [torch.cat(layers, dim=1) for layers in zip(W, S)] if S else W
-    tensors = (*_rows(q, k, v, coefficients, rule), *(norm or (None, None)), *M, *(A or none), *initial)
+    tensors = (*_rows(inputs, coefficients, rule), *(norm or (None, None)), *M, *(A or none), *initial)
     o, *layers = _Pass.apply(rule, closed if A else [True, *closed[1:]], L, *tensors)
     stacks = [m.chunk(2 if S else 1, dim=1) for m in layers[:L]]
     return o, (*(tuple(x) for x in zip(*stacks)), *(() if S else ((),)), tuple(layers[L:]) if A else ())
 
 
-def _rows(q, k, v, coefficients, rule: Rule) -> Rows:
+def _rows(inputs: Inputs, coefficients, rule: Rule) -> Rows:
     """The rows of all chunks, with the coefficients of weights and momentum concatenated."""
     P, beta, c, m, H = coefficients
     rest = None if beta is None or rule.forget_to == "zero" else 1 - beta
     if c is None:
-        return Rows(q, k, v, P, beta, rest, P[..., -1, :, None], None)
+        return Rows(*inputs[:3], P, beta, rest, P[..., -1, :, None], None)
     enters = torch.cat([torch.ones_like(c) if beta is None else beta, c], dim=-1)
-    return Rows(q, k, v, P, enters, rest, torch.cat([P[..., -1, :, None], m], dim=-1), H)
+    return Rows(*inputs[:3], P, enters, rest, torch.cat([P[..., -1, :, None], m], dim=-1), H)
 
 
 class _Pass(torch.autograd.Function):

@@ -13,39 +13,53 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_memory.ops.neural_memory.dual import pick
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, Norm, Rule, error, lift, network, orthogonal, retained
-from hf_memory.ops.neural_memory.one_chunk import Layers
+from hf_memory.ops.neural_memory.network import (
+    ACTIVATIONS,
+    RETENTIONS,
+    Inputs,
+    Norm,
+    Rule,
+    error,
+    lift,
+    network,
+    orthogonal,
+)
+from hf_memory.ops.neural_memory.one_chunk import Layers, Memory
 
 
-def run(learned, muon, q, k, v, coefficients, closed: list, state, initial: Layers, norm: Norm | None, rule: Rule):
+def run(inputs: Inputs, coefficients, muon, memory: Memory):
     """Like `dual.run`, with coefficients for learning rates of one.
 
-    `learned` has the learning rates [NC, N, C], thresholds of the loss, and keys, values and rates of earlier tokens
-    [NC, N, C, c, ...]; the last four may be None. With Muon, `muon` has the coefficients of the weights, and
-    `coefficients` those of the momentum.
+    With Muon, `muon` has the coefficients of the weights, and `coefficients` those of the momentum; else it is None.
     """
-    W, S, A = state
-    outputs, rows, needs_gradients = [], ((q, k, v), learned, coefficients, muon), torch.is_grad_enabled()
-    form: Any = (
-        partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False) if needs_gradients else _chunk
-    )
-    for n in range(len(q)):
-        A = pick(closed[n] if A else True, W, A)
-        row = [x and [y if y is None else y[n] for y in x] for x in rows]
-        o, W, S = form(*row, W, S, A, initial, norm, rule)
+    outputs, all_rows = [], (inputs, coefficients, muon)
+    form: Any = _chunk
+    if torch.is_grad_enabled():
+        form = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)
+    for n in range(len(inputs.q)):
+        memory = memory._replace(A=pick(memory.closed[n] if memory.A else True, memory.W, memory.A))
+        rows = [x and _of_chunk(x, n) for x in all_rows]
+        o, W, S = form(*rows, memory)
+        memory = memory._replace(W=W, S=S)
         outputs.append(o)
-    return torch.stack(outputs), (W, S, pick(closed[-1], W, A) if rule.chunk_size > 1 else ())
+    W, S, A = memory[:3]
+    return torch.stack(outputs), (W, S, pick(memory.closed[-1], W, A) if memory.rule.chunk_size > 1 else ())
 
 
-def _chunk(inputs, learned, coefficients, muon, W: Layers, S: Layers, A: Layers, initial: Layers, norm, rule: Rule):
+def _of_chunk(rows: Any, n: int) -> Any:
+    """The entries of one chunk of a NamedTuple."""
+    return type(rows)(*(None if x is None else x[n] for x in rows))
+
+
+def _chunk(inputs: Inputs, coefficients, muon, memory: Memory):
     """o [N, C, V], weights and momentum after one chunk."""
-    q, k, v = inputs
+    W, S, A, initial, norm, _, rule = memory
+    retained = RETENTIONS[rule.retention]
     per_token: Any = None if norm is None else tuple(x[:, None] for x in norm)
-    gradients = _gradients(tuple(retained(a, rule) for a in A), k, v, learned, per_token, rule)
+    gradients = _gradients(tuple(map(retained, A)), inputs, per_token, rule)
     returns = {"initial": initial, "anchor": A}.get(rule.forget_to)
     if muon is None:
         weights = _sums(coefficients, W, S, returns, gradients)
@@ -55,7 +69,7 @@ def _chunk(inputs, learned, coefficients, muon, W: Layers, S: Layers, A: Layers,
         slopes = _sums(coefficients, S, (), None, gradients)
         weights = _sums(muon, W, (), returns, tuple(-orthogonal(s) for s in slopes))
         S = tuple(s[:, -1] for s in slopes)
-    o = network(q[:, :, None], tuple(retained(w, rule) for w in weights), rule, per_token)[:, :, 0]
+    o = network(inputs.q[:, :, None], tuple(map(retained, weights)), rule, per_token)[:, :, 0]
     return o, tuple(w[:, -1] for w in weights), S
 
 
@@ -73,14 +87,14 @@ def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps:
     return tuple(layers)
 
 
-def _gradients(weights: Layers, k: Tensor, v: Tensor, learned, norm: Norm | None, rule: Rule) -> Layers:
+def _gradients(weights: Layers, inputs: Inputs, norm: Norm | None, rule: Rule) -> Layers:
     """The gradient of each token, [N, C, d_in, d_out] for each layer."""
-    lr, threshold, *earlier = learned
-    pairs = [x[:, :, None] for x in (k, v, lr)]  # [N, C, pairs, ...]
-    if earlier[0] is not None:
+    pairs: Any = [x[:, :, None] for x in (inputs.k, inputs.v, inputs.lr)]  # [N, C, pairs, ...]
+    if inputs.earlier_k is not None:
+        earlier: Any = inputs[-3:]
         pairs = [torch.cat(both, 2) for both in zip(pairs, earlier)]
     k, v, lr = pairs
-    threshold = None if threshold is None else threshold[:, :, None]
+    threshold = None if inputs.threshold is None else inputs.threshold[:, :, None]
     weights = tuple(W[:, None] for W in weights)
     activation, X, Z = ACTIVATIONS[rule.activation], [lift(k, rule)], []
     for W in weights:

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.neural_memory.network import Rule, lift
+from hf_memory.ops.neural_memory.network import Inputs, lift
+from hf_memory.ops.neural_memory.one_chunk import Memory
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, coefficients, state, initial, rule: Rule, walk=None):
-    """Rows [NC, N, C, D], state and initial as `dual.run` takes them; returns o [NC, N, C, V] and the state.
-
-    `walk` is another form of `_pass`.
-    """
+def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
+    """The arguments and results of `dual.run`; `walk` is another form of `_pass`."""
+    q, k, v = inputs[:3]
+    rule, initial = memory.rule, memory.initial
     x, q, v = q, lift(q, rule), v - k if rule.residual else v
     k, P = lift(k, rule), coefficients.P
     enters, leaves, through = _stacked(coefficients, k)
     before_P, before = _before(P, enters)
-    M = torch.cat([W for layers in state[:2] for W in layers], dim=-2)  # [N, d_in or 2 d_in, V]
+    M = torch.cat([*memory.W, *memory.S], dim=-2)  # [N, d_in or 2 d_in, V]
     returns = coefficients.beta is not None and rule.forget_to == "initial"
     if returns:
         v = v - (1 - before[..., :1]) * (k @ initial[0])

@@ -3,7 +3,7 @@
 The number of chunks is not known there, so that a loop over them cannot be unrolled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ def node(backend: str, *, fresh: bool) -> Callable:
     """The same function as one node, into which torch.export does not trace; it has no gradients."""
 
     def neural_memory(*rows: Tensor | None, initial_state: NeuralMemoryState, weights, norm, rule: Rule):
-        o, *state = _node(*rows, list(initial_state), list(weights), list(norm or ()), *rule, backend, fresh)
+        o, *state = _node(rows, initial_state, weights, norm or (), *rule, backend, fresh)
         return o, NeuralMemoryState(*state)
 
     return neural_memory
@@ -36,21 +36,10 @@ def node(backend: str, *, fresh: bool) -> Callable:
 
 @torch.library.custom_op("hf_memory::neural_memory", mutates_args=())
 def _node(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    momentum: Tensor | None,
-    decay: Tensor | None,
-    threshold: Tensor | None,
-    muon_lr: Tensor | None,
-    earlier_k: Tensor | None,
-    earlier_v: Tensor | None,
-    earlier_lr: Tensor | None,
-    mask: Tensor | None,
-    state: list[Tensor],
-    weights: list[Tensor],
-    norm: list[Tensor],
+    rows: Sequence[Tensor | None],
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    norm: Sequence[Tensor],
     chunk_size: int,
     activation: str,
     residual: bool,
@@ -65,7 +54,7 @@ def _node(
     fresh: bool,
 ) -> list[Tensor]:
     o, (*layers, phase) = form(backend, fresh=fresh)(
-        *(q, k, v, lr, momentum, decay, threshold, muon_lr, earlier_k, earlier_v, earlier_lr, mask),
+        *rows,
         initial_state=NeuralMemoryState(*state),
         weights=tuple(weights),
         norm=tuple(norm) or None,
@@ -75,5 +64,6 @@ def _node(
 
 
 @_node.register_fake
-def _(q, k, v, *others):
-    return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, others[9])]
+def _(rows, state, *others):
+    q, _, v, *_ = rows
+    return [torch.empty_like(v, dtype=q.dtype), *map(torch.empty_like, state)]

@@ -41,10 +41,8 @@ def real_places(mask: Tensor | None, layout: Layout, B: int, T: int, like: Tenso
     return arrange(ones[:, :, None], layout)
 
 
-def arrange(x: Tensor | None, layout: Layout) -> Tensor | None:
+def arrange(x: Tensor, layout: Layout) -> Tensor:
     """[B, T, H, ...] -> [NC, B * H, C, ...] in the layout's order, zeros where there is no token."""
-    if x is None:
-        return None
     if layout.source is not None:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
         index = layout.source.view(*layout.source.shape, *(1 for _ in x.shape[2:]))

@@ -7,7 +7,7 @@ layer has no s but an optional layer norm. With `bias` every matrix has one more
 from collections.abc import Callable
 from functools import partial
 from math import pi, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,22 @@ from torch.nn import functional as F
 NORM_EPS = 1e-6
 STEEPNESS = 10.0  # factor in the tanh that approximates the sign
 Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
+
+
+class Inputs(NamedTuple):
+    """What a memory reads: arguments of `neural_memory` for each token, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    momentum: Tensor | None
+    decay: Tensor | None
+    threshold: Tensor | None
+    muon_lr: Tensor | None
+    earlier_k: Tensor | None
+    earlier_v: Tensor | None
+    earlier_lr: Tensor | None
 
 
 class Rule(NamedTuple):
@@ -90,30 +106,31 @@ def network(x: Tensor, weights: tuple[Tensor, ...], rule: Rule, norm: Norm | Non
     return output(z, x, rule, norm)
 
 
-def retained(kept: Tensor, rule: Rule) -> Tensor:
-    """The weights R(W) [..., d_in, d_out] of a layer for the stored W."""
-    if rule.retention == "norm":
-        return kept / ((kept**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt()
-    return kept.softmax(-2) if rule.retention == "softmax" else kept
+RETENTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the weights R(W) [..., d_in, d_out] of a layer for the stored W
+    "all": lambda stored: stored,
+    "norm": lambda stored: stored / ((stored**4).sum((-2, -1), keepdim=True) + NORM_EPS**2).sqrt(),
+    "softmax": lambda stored: stored.softmax(-2),
+}
 
 
-def pull(e: Tensor, threshold: Tensor | None, rule: Rule) -> Tensor:
-    """Gradient of the loss with respect to the memory's output, from its error e [..., V] and thresholds [...]."""
-    sign = torch.tanh(STEEPNESS * e)
-    if rule.loss == "cubed":
-        return 3 * sign * (e.square() + NORM_EPS)
-    if threshold is None:
-        return e
+def _huber(e: Tensor, threshold: Tensor) -> Tensor:
     size, threshold = (e.square().sum(-1, keepdim=True) + NORM_EPS).sqrt(), threshold[..., None]
-    return torch.where(size <= threshold, e, threshold * sign)
+    return torch.where(size <= threshold, e, threshold * torch.tanh(STEEPNESS * e))
+
+
+LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {  # gradients for errors e [..., V] and thresholds [...]
+    "squared": lambda e, threshold: e,
+    "cubed": lambda e, threshold: 3 * torch.tanh(STEEPNESS * e) * (e.square() + NORM_EPS),
+    "huber": _huber,
+}
 
 
 def error(z: Tensor, k: Tensor, v: Tensor, rule: Rule, norm: Norm | None, threshold: Tensor | None = None) -> Tensor:
     """Gradient of the loss with respect to the last layer's rows z."""
     if norm is None:
-        return pull(output(z, k, rule, None) - v, threshold, rule)
+        return LOSSES[rule.loss](output(z, k, rule, None) - v, threshold)
     z_hat, rstd = standardized(z)
-    e = pull(output(z_hat * norm[0] + norm[1], k, rule, None) - v, threshold, rule)
+    e = LOSSES[rule.loss](output(z_hat * norm[0] + norm[1], k, rule, None) - v, threshold)
     return standardized_backward(e * norm[0], z_hat, rstd)
 
 

@@ -25,6 +25,18 @@ Layers = tuple[Tensor, ...]  # [N, d_in, d_out] of each layer
 Stacks = tuple[Tensor, ...]  # [N, R d_in, d_out]: weights, and with momentum (R = 2) the momentum below them
 
 
+class Memory(NamedTuple):
+    """A memory before the tokens of a call, for N sequences and heads."""
+
+    W: Layers
+    S: Layers  # momentum; empty without
+    A: Layers  # anchor; empty if it is always the weights
+    initial: Layers  # weights to which the memory decays
+    norm: Norm | None  # [N, 1, V] each
+    closed: list  # for each chunk, and after the last one, whether the anchor becomes the weights: bool, or [N, 1, 1]
+    rule: Rule
+
+
 class Rows(NamedTuple):
     """The inputs of a chunk [N, C, ...], or of all chunks [NC, N, C, ...]."""
 

@@ -3,6 +3,8 @@
 Every other backend is tested against it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import grad
@@ -11,6 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 from hf_memory.ops.neural_memory.network import (
+    LOSSES,
+    RETENTIONS,
+    Inputs,
     NeuralMemoryState,
     Norm,
     Rule,
@@ -19,8 +24,6 @@ from hf_memory.ops.neural_memory.network import (
     leave,
     network,
     orthogonal,
-    pull,
-    retained,
 )
 
 Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
@@ -28,30 +31,16 @@ Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
 @in_float32
 def neural_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    momentum: Tensor | None,
-    decay: Tensor | None,
-    threshold: Tensor | None,
-    muon_lr: Tensor | None,
-    earlier_k: Tensor | None,
-    earlier_v: Tensor | None,
-    earlier_lr: Tensor | None,
-    mask: Tensor | None,
-    *,
-    initial_state: NeuralMemoryState,
-    weights: Layers,
-    norm: Norm | None,
-    rule: Rule,
+    *rows: Any, initial_state: NeuralMemoryState, weights: Layers, norm: Norm | None, rule: Rule
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """The recurrence in the op's docstring."""
+    """The recurrence in the op's docstring; `rows` are `Inputs` and a mask."""
+    *given, mask = rows
+    earlier: Any
+    q, k, v, lr, momentum, decay, threshold, muon_lr, *earlier = Inputs(*given)
     HV = v.shape[2]
     q, k, v, lr = (x[:, :, :, None] for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr))  # [B, T, H, 1, D]
-    if earlier_k is not None and earlier_v is not None and earlier_lr is not None:
-        k, v = torch.cat([k, repeat_heads(earlier_k, HV)], 3), torch.cat([v, earlier_v], 3)
-        lr = torch.cat([lr, earlier_lr], 3)
+    if earlier[0] is not None:
+        k, v, lr = (torch.cat([x, repeat_heads(y, HV)], 3) for x, y in zip((k, v, lr), earlier))
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
     phase, outputs = initial_state.phase, []
@@ -80,7 +69,7 @@ def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule
     With `max_grad_norm`, which requires n = 1, the gradient is clipped before it is multiplied by the rate.
     """
     error = network(k, weights, rule, norm) - v
-    by_answer = pull(error, threshold, rule)  # not always the gradient of a function
+    by_answer = LOSSES[rule.loss](error, threshold)  # not always the gradient of a function
 
     def linear_loss(weights: Layers, rates: Tensor) -> Tensor:
         return (rates[..., None] * by_answer * network(k, weights, rule, norm)).sum()
@@ -93,7 +82,7 @@ def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor, threshold, rule
 
 
 def _retained(layers: Layers, rule: Rule) -> Layers:
-    return tuple(retained(x, rule) for x in layers)
+    return tuple(RETENTIONS[rule.retention](x) for x in layers)
 
 
 def _forget(weights: Layers, initial: Layers, anchor: Layers, a: Tensor | None, rule: Rule) -> Layers:

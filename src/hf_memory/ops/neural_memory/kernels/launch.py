@@ -26,7 +26,8 @@ from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Rule
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule
+from hf_memory.ops.neural_memory.one_chunk import Memory
 from hf_memory.ops.triton.launch import launcher
 from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
@@ -173,16 +174,17 @@ def _part(part: slice, rows, closed) -> tuple[dict, Tensor | None]:
     return dict(zip(_ROWS, some)), some[-1]
 
 
-def neural_memory(q, k, v, *others: Tensor | None, **kwargs) -> tuple[Tensor, NeuralMemoryState]:
+def neural_memory(*rows: Tensor | None, **memory) -> tuple[Tensor, NeuralMemoryState]:
     """Same function as the reference, for a matrix with chunk_size=1 and for the memories that `run` supports."""
-    walk = partial(exact_kernels.walk, dtype=q.dtype)
-    forms = partial(exact.run, walk=walk), partial(run, dtype=q.dtype)
-    return chunk.neural_memory(q, k, v, *others, forms=forms, **kwargs)
+    dtype = rows[0].dtype  # type: ignore[union-attr]
+    forms = partial(exact.run, walk=partial(exact_kernels.walk, dtype=dtype)), partial(run, dtype=dtype)
+    return chunk.neural_memory(*rows, forms=forms, **memory)
 
 
-def run(q, k, v, coefficients, closed: list, state, initial, norm, rule: Rule, *, dtype: torch.dtype):
+def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     """Same function as `dual.run`, for two matrices and the usual rule; products are of operands in `dtype`."""
-    W, S, A = state
+    W, S, A, initial, _, closed, rule = memory
+    q, k, v = inputs[:3]
     closed = closed if A else [True] * len(closed)
     anchor, C, (K, hidden) = any(x is not True for x in closed), q.shape[2], W[0].shape[1:]
     start = torch.stack([_flat(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
