@@ -566,6 +566,14 @@ def test_a_parquet_file_without_text_and_a_missing_file_are_explained(tmp_path):
             conversion.read_tokens([name], make_tokenizer())
 
 
+def test_a_parquet_file_that_is_damaged_inside_is_explained(tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["w4 w5"]}), file, compression="none")
+    file.write_bytes(file.read_bytes().replace(b"w4 w5", b"w4\xffw5"))
+    with pytest.raises(ValueError, match=r"a.parquet must be a parquet file, got something else or a damaged one"):
+        conversion.read_tokens([file], make_tokenizer())
+
+
 def test_a_library_that_is_not_installed_is_named(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)

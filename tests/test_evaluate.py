@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -246,6 +247,19 @@ def test_a_model_is_not_compared_with_itself_under_another_path(evaluate, folder
     code, _, err, _ = evaluate("--tasks", "recall", "--against", f"{folder}/../{folder.name}/student")
     assert code == 2
     assert "student with the same weights" in err
+
+
+def test_the_same_weights_with_another_tokenizer_have_answers_of_their_own(run, folder, tmp_path):
+    other, tokenizer = tmp_path / "other", make_tokenizer()
+    shutil.copytree(folder / "student", other)
+    tokenizer.chat_template = "the river is quiet . {{ messages[0].content }}"
+    tokenizer.save_pretrained(other)
+    for model in (folder / "student", other, folder / "student"):
+        texts = "--text", folder / "text.txt", "--prompts", folder / "prompts.txt"
+        assert run("evaluate", model, *texts, "--output", tmp_path / "out", "--tasks", "answers", *SHORT)[0] == 0
+    known = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    (plain, _), (told, _) = ([*row["found"]["answers"]["3"]["texts"]["value"]] for row in known["models"].values())
+    assert plain != told
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(evaluate, tmp_path):

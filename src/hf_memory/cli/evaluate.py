@@ -21,7 +21,7 @@ from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, reco
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.files.claims import claimed
 from hf_memory.files.documents import read_prompts
-from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
+from hf_memory.files.fingerprints import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from hf_memory.files.text import check_tokens
 
 TITLE = "figures with their 95 % intervals"
@@ -126,8 +126,8 @@ def _chosen(tasks: str) -> list[str]:
 
 
 def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:
-    """Fingerprints of the models, of which the last one has the datastore."""
-    weights = {name: model_fingerprint(loaded) for name, (loaded, _) in models.items()}
+    """Fingerprints of the models with their tokenizers; the last of them has the datastore."""
+    weights = {name: f"{model_fingerprint(x)} {tokenizer_fingerprint(words)}" for name, (x, words) in models.items()}
     *others, mine = models
     if store:
         weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"

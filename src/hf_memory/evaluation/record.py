@@ -48,7 +48,13 @@ def _read(file: Path) -> Record:
 
 
 def row_of(record: Record, name: str, weights: str) -> dict[str, Any]:
-    """The results of a model so far, also under the name of another path; empty if its weights have changed."""
+    """The results of a model so far, also under the name of another path.
+
+    Args:
+        record: the record.
+        name: the model's name.
+        weights: a fingerprint of all that results depend on besides the settings; there are none yet if it has changed.
+    """
     for row in record["models"].values():
         if row["weights"] == weights:
             return row["found"]

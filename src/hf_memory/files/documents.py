@@ -95,8 +95,8 @@ def _parquet(file: Path) -> Iterator[Document]:
                 raise ValueError(f"{file} must have a column text or messages, got {columns}")
             for batch in table.iter_batches(columns=names[:1]):
                 yield from (_text_of(row, str(file)) for row in batch.to_pylist())
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"{file} must be a parquet file, got something else or a part of one: {error}") from error
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} must be a parquet file, got something else or a damaged one: {error}") from error
 
 
 def _data_set(name: str) -> Iterator[Document]:

@@ -5,7 +5,7 @@ import json
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_memory.files.text import Text
 
@@ -17,6 +17,13 @@ def tokens_fingerprint(tokens: Text | Tensor) -> str:
     """A fingerprint of a text."""
     text = Text.of(tokens)
     return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes()).hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A fingerprint of a tokenizer: its tokens, how it splits text, and its chat template."""
+    splits = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
+    parts = [sorted(tokenizer.get_vocab().items()), splits, tokenizer.chat_template, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def model_fingerprint(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
