@@ -23,7 +23,7 @@ class OlmoHybrid(Target):
     accepts = {**DELTA, "allow_negative_eigenvalues": None}
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        return _check(config, OLMO_EPS)
+        return parts.check_output_norm(config, OLMO_EPS)
 
     def options(self, config: DeltaNetConfig) -> dict:
         return {
@@ -60,7 +60,9 @@ class Bailing(Target):
     accepts = KIMI
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        return [*_check(config, config.rms_norm_eps), *parts.check_square(config)]
+        *_, K, V = config.memory_heads
+        is_square = [] if K == V else [f"linear_value_head_dim=linear_key_head_dim={K}, got {V}"]
+        return [*parts.check_output_norm(config, config.rms_norm_eps), *is_square]
 
     def options(self, config: DeltaNetConfig) -> dict:
         return {
@@ -150,15 +152,6 @@ class Kimi(Bailing):
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
         eps = "" if config.rms_norm_eps == 1e-5 else "the eps of its output norm is 1e-5"
         return {"transformers": "", "vLLM": eps, "SGLang": "", "llama.cpp": "", "MLX": ""}
-
-
-def _check(config: DeltaNetConfig, eps: float) -> list[str]:
-    return [
-        *parts.check_shell(config),
-        *parts.check_mlp(config),
-        *parts.check_pure(config),
-        *parts.check_output_norm(config, eps),
-    ]
 
 
 def _latent_attention(config: DeltaNetConfig) -> dict:

@@ -116,7 +116,7 @@ def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
         theirs = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(target.model_type, **target.options(config), **shape)
         )
-    weights = _rename(_weights(model, target), target.names)
+    weights = _renamed(_weights(model, target), target.names)
     for name, x in theirs.state_dict().items():
         if f".layers.{layers}." in name:  # the additional attention layer, which adds zero
             weights[name] = torch.zeros(x.shape, dtype=model.dtype)
@@ -138,20 +138,16 @@ def _weights(model: MemoryForCausalLM, target: Target) -> dict[str, Tensor]:
     return weights
 
 
-def _rename(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    renamed = {}
-    for name, x in weights.items():
-        start = next((start for start in names if name.startswith(start)), "")
-        renamed[names.get(start, "") + name.removeprefix(start)] = x
-    return renamed
+def _renamed(weights: dict[str, Tensor], parts: Mapping[str, str]) -> dict[str, Tensor]:
+    for before, after in parts.items():
+        weights = {name.replace(before, after): x for name, x in weights.items()}
+    return weights
 
 
 def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryConfig) -> None:
     """Write the target's files; config.json gets additional fields that some engines need."""
     saved = {name: x for name, x in theirs.state_dict().items() if not name.endswith(target.unsaved)}
-    saved = revert_weight_conversion(theirs, saved)  # the names of published checkpoints, which engines read
-    for before, after in target.file_names.items():
-        saved = {name.replace(before, after): x for name, x in saved.items()}
+    saved = _renamed(revert_weight_conversion(theirs, saved), target.file_names)  # names of published checkpoints
     theirs.save_pretrained(folder, state_dict=saved, save_original_format=False)
     file = folder / CONFIG_NAME
     fields = json.loads(file.read_text(encoding="utf-8"))

@@ -28,12 +28,13 @@ class Granite(Target):
     model_type = "granitemoehybrid"
     family = GatedLinearAttentionConfig
     accepts = {**MAMBA, "embedding_multiplier": None}
+    has_our_attention = True
 
     def __init__(self, expand: int | None = None):
         self.expand = expand
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
-        faults = [*_check(config), *parts.check_mlp(config)]
+        faults = _check(config)
         kept, rotates = parts.kept_layers(config), config.no_rope_layers
         if rotates is not None and len({bool(rotates[i]) for i in kept}) > 1:
             faults.append(f"no_rope_layers the same in all layers that keep attention, got {rotates}")
@@ -99,14 +100,14 @@ class Granite(Target):
         }
 
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
-        n_groups, _, _ = _sizes(config)
-        return {
-            "transformers": "",
-            "vLLM": "",
-            "SGLang": "",
-            "llama.cpp": _llama_cpp(config),
-            "MLX": "" if n_groups == 1 else "its norm does not separate groups of heads",
-        }
+        (n_groups, _, _), rope = _sizes(config), config.rope_parameters["rope_type"]
+        llama_cpp = "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"
+        if config.attention_bias or config.attention_output_bias:
+            llama_cpp = "its memory layers have no biases"
+        if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
+            llama_cpp = "it needs values that are at most twice as wide as the model"
+        mlx = "" if n_groups == 1 else "its norm does not separate groups of heads"
+        return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": llama_cpp, "MLX": mlx}
 
 
 class Mamba2(Granite):
@@ -120,10 +121,10 @@ class Mamba2(Granite):
         "model.norm.": "backbone.norm_f.",
     }
     cache = "cache_params"
-    needs_attention = False
+    needs_attention = has_our_attention = has_mlp = False
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
-        return [*_check(config), *parts.check_pure(config)]
+        return _check(config)
 
     def options(self, config: GatedLinearAttentionConfig) -> dict:
         n_groups, heads, expand = _sizes(config)
@@ -170,10 +171,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
 
 def _check(config: GatedLinearAttentionConfig) -> list[str]:
     """Reasons against both targets."""
-    faults = parts.check_shell(config)
-    if not config.linear_conv_kernel_dim:
-        faults.append("linear_conv_kernel_dim above 0, got 0")
-    return faults
+    return [] if config.linear_conv_kernel_dim else ["linear_conv_kernel_dim above 0, got 0"]
 
 
 def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
@@ -203,12 +201,3 @@ def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | No
         found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")
         found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
     return found
-
-
-def _llama_cpp(config: GatedLinearAttentionConfig) -> str:
-    rope = config.rope_parameters["rope_type"]
-    if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
-        return "it needs values that are at most twice as wide as the model"
-    if config.attention_bias or config.attention_output_bias:
-        return "its memory layers have no biases"
-    return "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"

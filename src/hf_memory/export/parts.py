@@ -38,38 +38,10 @@ def kept_layers(config: MemoryConfig) -> list[int]:
     return [i for i, kind in enumerate(config.layer_types) if kind != "memory"]
 
 
-def check_shell(config: MemoryConfig) -> list[str]:
-    """Reasons against every target."""
-    faults = []
-    if config.has_memory_qk_norm:
-        faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
-    others = sorted(set(config.layer_types) - {"memory", "full_attention"})
-    if others:
-        faults.append(f"layer_types with only 'memory' and 'full_attention', got {', '.join(map(repr, others))}")
-    return faults
-
-
-def check_pure(config: MemoryConfig) -> list[str]:
-    """Reasons against targets whose attention layers differ from ours."""
-    kept = kept_layers(config)
-    return [f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}"] if kept else []
-
-
-def check_mlp(config: MemoryConfig) -> list[str]:
-    """Reasons against targets with an MLP in every layer."""
-    return [] if config.intermediate_size else ["intermediate_size above 0, got 0"]
-
-
 def check_output_norm(config, eps: float) -> list[str]:
     """Reasons against targets whose output norm has a given epsilon."""
     ours = config.output_norm_eps or config.rms_norm_eps
     return [] if ours == eps else [f"output_norm_eps={eps:g}, got {ours:g}"]
-
-
-def check_square(config) -> list[str]:
-    """Reasons against targets whose keys and values have the same width."""
-    *_, K, V = config.memory_heads
-    return [] if K == V else [f"linear_value_head_dim=linear_key_head_dim={K}, got {V}"]
 
 
 def output_heads(config) -> int:

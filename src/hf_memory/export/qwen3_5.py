@@ -46,15 +46,12 @@ class Qwen35(Target):
     model_type = "qwen3_5_text"
     family = DeltaNetConfig
     accepts = DELTA
+    has_our_attention = True
     files = FILES
     unsaved = "self_attn.o_proj.bias"
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        faults = [
-            *parts.check_shell(config),
-            *parts.check_mlp(config),
-            *parts.check_output_norm(config, config.rms_norm_eps),
-        ]
+        faults = parts.check_output_norm(config, config.rms_norm_eps)
         kept, rotates = parts.kept_layers(config), config.no_rope_layers
         if rotates is not None and not all(rotates[i] for i in kept):
             faults.append(f"no_rope_layers=1 in all layers that keep attention, got {rotates}")
@@ -100,7 +97,8 @@ class Qwen35(Target):
     def attention(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
         """The gate is sigmoid(0) = 1/2, so the output projection is doubled."""
         D = _head_dim(config)
-        heads = {part: _wider(mixer[f"{part}_proj.weight"], config.head_dim, D) for part in "qkv"}
+        heads = {part: mixer[f"{part}_proj.weight"].unflatten(0, (-1, config.head_dim)) for part in "qkv"}
+        heads = {part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()}  # zeros in new channels
         out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
         norms = (
             _pinned(config, heads)
@@ -159,11 +157,6 @@ def _head_dim(config: DeltaNetConfig) -> int:
     """Channels of an attention head in the target; a pinned norm needs two more, for a constant in two parts."""
     D = config.head_dim
     return next(size for size in (*HEAD_DIMS, 2 * D) if size >= D + 2) if _is_pinned(config) else D
-
-
-def _wider(x: Tensor, before: int, after: int) -> Tensor:
-    """[heads * before, width] -> [heads, after, width], with zeros in the new channels."""
-    return F.pad(x.unflatten(0, (-1, before)), (0, 0, 0, after - before))
 
 
 def _pinned(config: DeltaNetConfig, heads: Weights) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
 """What an export target is: an architecture of transformers that represents some of our models exactly."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_memory.export.parts import SAME, Weights
+from hf_memory.export.parts import SAME, Weights, kept_layers
 from hf_memory.modeling.configuration import MemoryConfig
 
 FIELDS_OF_ALL_MODELS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -31,7 +32,7 @@ REASONS = {  # why a target does not accept other values of a field
 }
 
 
-class Target:
+class Target(ABC):
     """An architecture: which of our models it represents, and how their weights translate.
 
     Attributes:
@@ -39,12 +40,14 @@ class Target:
         model_type: its name in transformers.
         family: the config class of the models.
         accepts: allowed values by field of the config, None: any; fields that are not named must have their defaults.
-        names: prefixes of weight names that differ.
+        names: parts of weight names that differ.
         file_names: parts of names that differ in published checkpoints.
         files: further files that some engines need, and their text.
         unsaved: ending of the names of zeros that are left out.
         cache: the name of the cache in its forward.
         needs_attention: whether a model without attention layers gets one that adds zero.
+        has_our_attention: whether its attention layers can be ours; if not, only models without attention fit.
+        has_mlp: whether it has an MLP in every layer.
     """
 
     name: ClassVar[str]
@@ -57,26 +60,28 @@ class Target:
     unsaved = "-"
     cache = "past_key_values"
     needs_attention = True
+    has_our_attention = False
+    has_mlp = True
 
+    @abstractmethod
     def check(self, config: MemoryConfig) -> list[str]:
         """Further reasons why the target does not represent a model: words that follow "it needs "."""
-        raise NotImplementedError
 
+    @abstractmethod
     def options(self, config: MemoryConfig) -> dict:
         """Arguments of the architecture's config, except the number and types of layers."""
-        raise NotImplementedError
 
     def fields(self, config: MemoryConfig, theirs: PreTrainedConfig) -> dict:
         """Further fields of config.json, which some engines need."""
         return {}
 
+    @abstractmethod
     def engines(self, config: MemoryConfig) -> dict[str, str]:
         """Engines that have the architecture; for each, the reason why it cannot run this model, or ""."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
         """The weights of a memory layer, from those of our mixer."""
-        raise NotImplementedError
 
     def attention(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
         """The weights of an attention layer, from those of our mixer."""
@@ -101,4 +106,12 @@ class Target:
             if value not in accepted:
                 reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
                 faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
+        if config.has_memory_qk_norm:
+            faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
+        if others := sorted(set(config.layer_types) - {"memory", "full_attention"}):
+            faults.append(f"layer_types with only 'memory' and 'full_attention', got {', '.join(map(repr, others))}")
+        if (kept := kept_layers(config)) and not self.has_our_attention:
+            faults.append(f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}")
+        if self.has_mlp and not config.intermediate_size:
+            faults.append("intermediate_size above 0, got 0")
         return faults + self.check(config)
