@@ -8,10 +8,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from cases import CASE, SIZES, make_model
 from comparing import assert_close
+from hf_memory.layers import unit_length
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.delta_net import DeltaProductMixer
 from hf_memory.ops import delta_rule, linear_attention
 
 T, D = 70, 8
+NOTHING = Context(None, None, None, {})  # neither padding nor past
 
 
 def random(*shape, seed=0):
@@ -117,3 +122,102 @@ def test_alike_keys_do_not_break_the_solve():
     beta = torch.full((1, 200, 1), 2.0, dtype=torch.float64)
     expected = delta_rule(q, k, v, beta, backend="reference")[0]
     assert_close(delta_rule(q, k, v, beta)[0], expected)
+
+
+MEMORIES = ("deltaproduct", "gdn2", "comba", "preconditioned")
+
+
+def memory(case, **options):
+    """The first memory layer of a case, in float64, with what its `update` is given."""
+    mixer = make_model(CASE[case], **options).double().model.layers[0].mixer
+    for parameter in mixer.parameters():
+        parameter.data += 0.3 * random(*parameter.shape)
+    x = random(2, 12, SIZES["hidden_size"])
+    q, k, v, _ = mixer.project(x, NOTHING)
+    beta = mixer.largest_beta * mixer.b_proj(x).sigmoid()
+    return mixer, x, q, k, v, mixer.decay(x)[0] if mixer.decays else None, beta
+
+
+def same_weights(one, other):
+    """Give one layer the weights of another, as far as it has weights of that name and shape."""
+    own = one.state_dict()
+    one.load_state_dict(
+        {n: y for n, y in other.state_dict().items() if n in own and own[n].shape == y.shape}, strict=False
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", MEMORIES)
+def test_a_memory_is_its_equations_one_token_at_a_time(case):
+    mixer, x, q, k, v, g, beta = memory(case)
+    found, _ = mixer.update(x, NOTHING, q, k, v, g, beta)
+    n, HV = getattr(mixer, "steps", 1), v.shape[2]
+    g = g if g.ndim == 4 else g[..., None]
+    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, unit_length(k)))
+    S, A = torch.zeros(2, HV, *k.shape[3:], v.shape[3], dtype=torch.float64), 0.0
+    for t in range(12):
+        reads, query, before, S = k[:, t * n], q[:, t], S, g[:, t, :, :, None].exp() * S
+        writes, values, strength = k[:, t * n], v[:, t * n], beta[:, t]
+        if case == "gdn2":
+            reads, strength = strength.view_as(reads) * reads, 1
+            values = mixer.w_proj(x[:, t]).sigmoid().view_as(values) * values
+        elif case == "comba":
+            p = mixer.inner_decay.sigmoid()[:, None] * mixer.project(x, NOTHING)[1][:, t]
+            query = mixer.project(x, NOTHING)[0][:, t] - mixer.D[:, None] * p
+            reads, query = unit_length(p).repeat_interleave(HV // p.shape[1], 1), query.repeat_interleave(2, 1)
+        elif case == "preconditioned":
+            f, c = mixer.key_decay(x)[0][:, t], mixer.c_proj(x[:, t]).sigmoid()
+            A = f.exp()[..., None] * A + c[..., None] * reads**2
+            r = (A + 1e-6).log() - mixer.center[:, None]
+            writes = reads * 1.5 ** (-r / (1 + r.abs()))
+        for i in range(n):
+            if case == "deltaproduct":
+                reads = writes = k[:, t * n + i]
+                values, strength = v[:, t * n + i], beta[:, t].unflatten(-1, (n, -1))[:, i]
+            asked = before if case == "comba" else S
+            error = values - torch.einsum("bhkv,bhk->bhv", asked, reads)
+            strong = strength if isinstance(strength, int) or case == "gdn2" else strength[..., None]
+            S = S + torch.einsum("bhk,bhv->bhkv", writes, strong * error)
+        expected = torch.einsum("bhkv,bhk->bhv", S, unit_length(query)) * k.shape[3] ** -0.5
+        assert_close(found[:, t], expected)
+
+
+@torch.no_grad()
+def test_one_step_of_deltaproduct_is_deltanet():
+    mixer, x, *_ = memory("deltanet")
+    one = DeltaProductMixer(mixer.config, 0).double()
+    same_weights(one, mixer)
+    assert_close(one(x)[0], mixer(x)[0])
+
+
+@torch.no_grad()
+def test_equal_gates_of_gated_deltanet_2_are_kimi_delta_attention():
+    mixer, x, *_ = memory("gdn2")
+    mixer.w_proj.weight.copy_(mixer.b_proj.weight)
+    for projection in (mixer.b_proj, mixer.w_proj):
+        projection.weight.copy_(projection.weight[:: mixer.head_dim].repeat_interleave(mixer.head_dim, 0))
+    kimi = memory("kda", output_gate_low_rank_dim=None)[0]
+    same_weights(kimi, mixer)
+    kimi.b_proj.weight.copy_(mixer.b_proj.weight[:: mixer.head_dim])
+    assert_close(mixer(x)[0], kimi(x)[0])
+
+
+@torch.no_grad()
+def test_comba_without_decay_and_correction_is_deltanet():
+    mixer, x, *_ = memory("comba")
+    mixer.D.zero_()
+    mixer.decay.A_log.fill_(-torch.inf)
+    mixer.inner_decay.fill_(50.0)  # a sigmoid of one: unit_length adds 1e-6 to the square of a length
+    options = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": mixer.value_dim}
+    delta = memory("deltanet", output_gate="sigmoid", allow_negative_eigenvalues=False, **options)[0]
+    same_weights(delta, mixer)
+    assert_close(mixer(x)[0], delta(x)[0])
+
+
+@torch.no_grad()
+def test_a_preconditioner_of_all_channels_is_a_stronger_write():
+    mixer, x, q, k, v, g, beta = memory("preconditioned")
+    mixer.center.fill_(1e30)
+    plain = memory("gated-deltanet-sliding", layer_types=["memory"] * 2)[0]
+    found, expected = mixer.update(x, NOTHING, q, k, v, g, beta), plain.update(x, NOTHING, q, k, v, g, 1.5 * beta)
+    assert_close((found[0], found[1]["memory"]), (expected[0], expected[1]["memory"]))

@@ -37,6 +37,8 @@ class LevelWeights(nn.Module):
 class LevelsMixer(MemoryMixer):
     """Base class of mixers with an additive memory or the delta rule, both of which may have levels."""
 
+    has_levels = True
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         if config.levels == "log":
@@ -61,8 +63,9 @@ class LevelsMixer(MemoryMixer):
         g: Tensor | None,
         beta: Tensor | None = None,
         scale: float | None = None,
+        **erase: Tensor,
     ) -> tuple[Tensor, States]:
-        """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops."""
+        """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops, a and b too."""
         options = {
             "scale": scale,
             "mask": context.attention_mask,
@@ -75,8 +78,11 @@ class LevelsMixer(MemoryMixer):
             past = None if memory is None else LogLinearState(memory, context.states["num_tokens"])
             (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
             weights = self.level_weights(hidden_states)[..., : levels + 1]
-            o, after = log_linear_attention(q, k, v, weights, beta, g, initial_state=past, **options)
+            o, after = log_linear_attention(q, k, v, weights, beta, g, initial_state=past, **erase, **options)
             return o, {"memory": after.levels, "num_tokens": after.num_tokens}
         options |= {"initial_state": memory, "in_place": True}
-        o, memory = linear_attention(q, k, v, g, **options) if beta is None else delta_rule(q, k, v, beta, g, **options)
+        if beta is None:
+            o, memory = linear_attention(q, k, v, g, **options)
+        else:
+            o, memory = delta_rule(q, k, v, beta, g, **erase, **options)
         return o, {"memory": memory}

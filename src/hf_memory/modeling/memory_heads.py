@@ -3,7 +3,6 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from hf_memory.mixers.levels import LevelsMixer
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -33,7 +32,7 @@ class MemoryHeadsConfig(MemoryConfig):
         **MemoryConfig.base_model_tp_plan,
         **{f"layers.*.mixer.{x}_conv1d": "local_params" for x in "qkv"},
         **{f"layers.*.mixer.{x}_conv1d.weight": "colwise" for x in "qkv"},
-        "layers.*.mixer.b_proj": "colwise",
+        **{f"layers.*.mixer.{x}_proj": "colwise" for x in "bw"},
         "layers.*.mixer.decay": "local_params",
         "layers.*.mixer.decay.A_log": "colwise",
         "layers.*.mixer.decay.dt_bias": "colwise",
@@ -99,6 +98,6 @@ class Levels(PreTrainedConfig):
         """Check that the memory can have levels, too."""
         check_word("levels", self.levels, ("one", "log"))
         super().validate_architecture()
-        can_have = not self.attention_window and issubclass(self.mixers["memory"], LevelsMixer)
-        only = "'one' beside attention_window and with gate='mamba'"
+        can_have = not self.attention_window and getattr(self.mixers["memory"], "has_levels", False)
+        only = "'one' beside attention_window and with a memory that is neither linear attention nor the delta rule"
         check(self.levels == "one" or can_have, "levels", only, self.levels)
