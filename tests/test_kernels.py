@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comparing import assert_close
 from forms import FORMS, reference, run, widened, with_strong_gates
 from hf_memory import ops
-from hf_memory.ops import OPS
+from hf_memory.ops import OPS, contract
+from hf_memory.ops.contract import choose_backend
 from hf_memory.ops.triton.launch import launcher
 
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
@@ -162,6 +163,18 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     assert [path.name for path, source in sources.items() if re.search(r"kernel\[", source)] == ["launch.py"]
 
 
+def test_auto_takes_no_kernel_on_amd_gpus_and_says_so_once(monkeypatch):
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1, 4, device="cuda")
+    assert choose_backend("auto", q, None) == "triton"
+    contract._is_amd.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.warns(UserWarning, match="AMD") as warned:
+        assert [choose_backend("auto", q, None) for _ in range(2)] == ["chunk", "chunk"]
+    assert len(warned) == 1
+    contract._is_amd.cache_clear()
+
+
 def test_kernels_compile_ahead_of_time_without_spills():
     """At a usual size for one architecture; `python benchmarks/kernel_report.py` compiles all for all.
 
@@ -173,8 +186,8 @@ def test_kernels_compile_ahead_of_time_without_spills():
         for op in OPS
         if op.kernels
     ]
-    lines = kernel_report("--only", *usual, "--arch", "90")
-    assert {line["sm"] for line in lines} == {"90"}
+    lines = kernel_report("--only", *usual, "--arch", "sm_90", "--processes", "1")
+    assert {line["sm"] for line in lines} == {"sm_90"}
     assert len(lines) == sum(map(len, of_ops))
     assert all(of_ops)
     assert {line["spilled"] for line in lines} == {"0"}

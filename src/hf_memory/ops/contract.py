@@ -10,8 +10,9 @@ Dimensions, which have these letters throughout the package:
     C   tokens of a chunk                   NC  chunks of a sequence
 """
 
+import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -143,7 +144,8 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        return "triton" if q.is_cuda and kernel_refuses is None and triton_is_installed() else "chunk"
+        has_kernels = q.is_cuda and kernel_refuses is None and triton_is_installed() and not _is_amd()
+        return "triton" if has_kernels else "chunk"
     if backend == "triton":
         if not triton_is_installed():
             raise ValueError("backend='triton' needs the triton package, which is not installed")
@@ -213,6 +215,14 @@ def triton_is_installed() -> bool:
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
+
+
+@cache
+def _is_amd() -> bool:
+    """Whether GPUs are AMD's, which have no tf32 products; says once that ops then run without kernels."""
+    if torch.version.hip is not None:
+        warnings.warn("the kernels of hf_memory need NVIDIA GPUs: backend='auto' is 'chunk' on AMD GPUs", stacklevel=2)
+    return torch.version.hip is not None
 
 
 def _triton_interprets() -> bool:
