@@ -1,31 +1,92 @@
 """All that waits for a GPU, in one call of at most ten minutes: `python benchmarks/on_gpu.py`.
 
-Correctness comes first: every kernel against the reference in float64, outputs, states and gradients, in both dtypes
-and at two head sizes; what is wrong is not timed. Then the tables of ops.py, training.py and decode.py, each
-for its part of the time. Results are in benchmarks/results/; `--check` stops after the first part.
+Every row comes from a process of its own, with an end to its time: what fails there is a row with its message, and the
+others go on. In this order: is each kernel right (against the reference in float64: outputs, states and gradients, in
+two dtypes and head sizes; all cores compile at once, the first rows come after a minute); is it right on a second GPU;
+a decode step in a CUDA graph; how fast is each op beside its floor and its peers, at two shapes, and for one token;
+whole models of 350 million parameters (a training step, a prompt, a token) beside a Llama and, where it is installed,
+flash-linear-attention's; where the time of the slowest op goes. Writes benchmarks/results/on_gpu.json after every row.
+
+    python benchmarks/on_gpu.py --only right              # one part
+    python benchmarks/on_gpu.py --device cpu              # all parts, tiny and with interpreted kernels: no measurement
 """
 
 import argparse
+import json
+import os
+import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from importlib import import_module
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS
 
-TABLES = {"ops.py": 330, "training.py": 110, "decode.py": 150}  # seconds
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest number; products of float32 are in tf32x3
-SIZES = ((64, torch.float32), (128, torch.bfloat16))  # channels of a head, and a dtype
-SHAPES = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
+RESULT = Path(__file__).parent / "results" / "on_gpu.json"
+SECONDS = 570
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of the largest number; products of float32 are in tf32x3
+SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
+LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
+SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
+WIDTH = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "vocab_size": 32000}
+MODELS = {  # options of our configs, and the name of flash-linear-attention's
+    "Llama": ("", {}, ""),
+    "GLA": ("hf_memory_gated", {"gate": "vector"}, "GLAConfig"),
+    "Gated DeltaNet": ("hf_memory_deltanet", {"gate": "scalar"}, "GatedDeltaNetConfig"),
+    "KDA": ("hf_memory_deltanet", {"gate": "vector"}, "KDAConfig"),
+    "RWKV-7": ("hf_memory_rwkv7", {}, "RWKV7Config"),
+    "Titans": ("hf_memory_titans", {}, ""),
+}
 
 
-def results_of(op, arguments: dict, backend: str) -> list[torch.Tensor]:
+class Job(NamedTuple):
+    """Rows that a process of its own makes: `run(device, *given)`."""
+
+    part: str
+    given: tuple
+    seconds: int
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        return " ".join(str(x) for x in (self.part, *self.given))
+
+
+def right(device: str, number: int, variant: int, channels: int, dtype: str) -> Iterator[dict]:
+    """The largest difference of a kernel from the reference, on the scale of the largest number of each tensor."""
+    op = OPS[number]
+    lengths = LENGTHS if device != "cpu" else ({"B": 1, "T": 20},)
+    for length in lengths:
+        example = op.example(**length, H=2, HV=4, K=channels, V=channels, **op.variants[variant])
+        if op.growth == "token":  # its kernels begin with nothing read
+            example |= {"initial_state": None, "mask": None}
+        found = difference(op.op, example, dtype, device)
+        yield {"op": op.name, **op.variants[variant], **length, "error": found, "right": found < TOLERANCE[dtype]}
+
+
+def difference(op: Callable, example: dict, dtype: str, device: str) -> float:
+    """See `right`; the reference computes in float64 with the rounded inputs."""
+
+    def to(x: Any, kind: torch.dtype) -> Any:
+        is_number = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.detach().to(device, kind).requires_grad_() if is_number else x
+
+    rounded = tree_map(lambda x: to(x, getattr(torch, dtype)), example)
+    exact = tree_map(lambda x: to(x, torch.float64), rounded)
+    both = zip(results_of(op, rounded, "triton"), results_of(op, exact, "reference"))
+    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
+
+
+def results_of(op: Callable, arguments: dict, backend: str) -> list:
     """Output, final state, and the gradients of all inputs."""
     o, state = op(**arguments, output_final_state=True, backend=backend)
     outputs = [x for x in tree_flatten((o, state))[0] if x is not None and x.is_floating_point()]
@@ -35,67 +96,243 @@ def results_of(op, arguments: dict, backend: str) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True)]
 
 
-def error(op, example: dict, dtype: torch.dtype, device: str = "cuda") -> float:
-    """The largest difference of a kernel from the reference, on the scale of the largest number of each tensor."""
-
-    def to(x, dtype):
-        is_number = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x.detach().to(device, dtype).requires_grad_() if is_number else x
-
-    rounded = tree_map(lambda x: to(x, dtype), example)
-    exact = tree_map(lambda x: to(x, torch.float64), rounded)
-    both = zip(results_of(op, rounded, "triton"), results_of(op, exact, "reference"))
-    pairs = [(a, b) for a, b in both if a is not None and b is not None]
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
+def second_gpu(device: str) -> Iterator[dict]:
+    """Kernels on a GPU that is not the current one."""
+    if torch.cuda.device_count() < 2:
+        raise RuntimeError("there is one GPU at most")
+    for row in right("cuda:1", 0, 0, 64, "float32"):
+        yield {**row, "device": "cuda:1"}
 
 
-def check() -> bool:
-    """Print a line for each form, size and dtype; whether all are right. Eight processes compile at the same time."""
-    cases = [
-        (number, {**shape, "H": 2, "HV": 4, "K": D, "V": D, **variant}, dtype)
-        for number, op in enumerate(OPS)
-        if op.kernels
-        for variant in op.variants
-        for D, dtype in SIZES
-        for shape in SHAPES
-    ]
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as processes:
-        return all(list(processes.map(_check_one, *zip(*cases))))
+def graph(device: str) -> Iterator[dict]:
+    """A decode step of a model, captured and replayed, beside the same step without a graph."""
+    model = model_of("Gated DeltaNet", "", device)
+    tokens = torch.ones(1, 1, dtype=torch.long, device=device)
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        step = lambda: model(tokens, past_key_values=cache, use_cache=True).logits  # noqa: E731
+        step()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            step()
+        yield {"ms": milliseconds(step, device), "ms_in_a_graph": milliseconds(captured.replay, device)}
 
 
-def _check_one(number: int, sizes: dict, dtype: torch.dtype) -> bool:
-    op = OPS[number]
-    about, example = f"{op.name} {sizes} {dtype}", op.example(**sizes)
-    if op.growth == "token":  # its kernels begin with nothing read
-        example |= {"initial_state": None, "mask": None}
+def fast(device: str, form: str, is_timed: bool = True) -> Iterator[dict]:
+    """An op beside its floor and its peers at each shape, as in ops.py, and for one token; or only compiled."""
+    import ops
+
+    (found,) = [x for x in ops.FORMS if x.name == form]
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    for shape in SHAPES if device != "cpu" else ((1, 32, 2, 16),):
+        if is_timed:
+            yield from attempt(lambda: ops.measure(found, shape, "triton", device, dtype, 0))  # noqa: B023
+        else:
+            yield from attempt(lambda: compile_only(found, shape, device))  # noqa: B023
+    if is_timed:
+        x = ops.make_arguments(found, (8, 1, 16, 128), device, dtype)
+        with torch.no_grad():
+            yield {"form": form, "tokens": 1, "ms": milliseconds(lambda: found.run(x, "auto"), device)}
+
+
+def compile_only(form: Any, shape: tuple, device: str) -> Iterator[dict]:
+    """Run an op forward and backward once, so that its kernels are in Triton's cache."""
+    import ops
+
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    calls = ops.directions(lambda x: form.run(x, "triton"), ops.make_arguments(form, shape, device, dtype))
+    calls["forward+backward"]()
+    yield from ()
+
+
+def attempt(rows: Callable[[], Iterator[dict]]) -> Iterator[dict]:
+    """The rows, and if there is an error, a row with its message."""
     try:
-        found = error(op.op, example, dtype)
-    except ValueError as refused:  # a form without kernels says so
-        print(f"none   {about}: {refused}")
-        return True
-    fine = found < TOLERANCE[dtype]
-    print(f"{'right' if fine else 'WRONG'} {found:.1e} {about}", flush=True)
-    return fine
+        yield from rows()
+    except Exception as error:  # whatever fails on the way, the next case goes on
+        yield {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def model(device: str, name: str, whose: str) -> Iterator[dict]:
+    """A training step of 8,192 tokens, a prompt of 8,192 and a token after it."""
+    made, length = model_of(name, whose, device), 2048 if device != "cpu" else 16
+    tokens = torch.randint(1000, (4, length), device=device)
+
+    def train() -> None:
+        made(input_ids=tokens, labels=tokens).loss.backward()
+        made.zero_grad()
+
+    row = {"model": name, "whose": whose or "ours", "parameters": sum(x.numel() for x in made.parameters())}
+    yield {**row, "what": "training step", "ms": milliseconds(train, device)}
+    with torch.no_grad():
+        prompt = tokens.view(1, -1)
+        yield {
+            **row,
+            "what": "prompt",
+            "ms": milliseconds(lambda: made(prompt, use_cache=True, logits_to_keep=1), device),
+        }
+        cache = made(prompt, use_cache=True).past_key_values
+        step = lambda: made(prompt[:, :1], past_key_values=cache, use_cache=True)  # noqa: E731
+        yield {**row, "what": "token", "ms": milliseconds(step, device)}
+
+
+def model_of(name: str, whose: str, device: str) -> Any:
+    """A model of random weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import hf_memory  # noqa: F401  (registers the families)
+
+    model_type, options, theirs = MODELS[name]
+    sizes = WIDTH if device != "cpu" else {**WIDTH, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+    if whose == "fla":
+        import fla.models
+
+        heads = {"num_heads": sizes["num_attention_heads"]}
+        config = getattr(fla.models, theirs)(**{k: x for k, x in sizes.items() if "attention" not in k}, **heads)
+    elif model_type:
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(model_type, **sizes, **options)
+    else:
+        config = LlamaConfig(**sizes, max_position_embeddings=16384)
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+
+
+def milliseconds(call: Callable[[], Any], device: str) -> float:
+    """The median; in front of a fake device, of one call."""
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    from triton.testing import do_bench
+
+    return do_bench(call, return_mode="median")
+
+
+def shares(device: str, form: str, *shape: int) -> Iterator[dict]:
+    """Where the time of an op goes, by kernel."""
+    import ops
+
+    (found,) = [x for x in ops.FORMS if x.name == form]
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    both = ops.directions(lambda x: found.run(x, "triton"), ops.make_arguments(found, shape, device, dtype))
+    both["forward+backward"]()
+    yield {"form": form, "shares": ops.shares_of(both["forward+backward"], device)}
+
+
+PARTS: dict[str, Callable[..., Iterator[dict]]] = {
+    "right": right,
+    "second GPU": second_gpu,
+    "graph": graph,
+    "compile": partial(fast, is_timed=False),
+    "fast": fast,
+    "model": model,
+    "shares": shares,
+}
+AT_ONCE = ("right", "compile")  # jobs that compile most of the time
+
+
+def jobs_of(device: str) -> list[Job]:
+    """All jobs but `shares`, in their order."""
+    from ops import FORMS
+
+    kernels = [(n, i) for n, op in enumerate(OPS) if op.kernels for i in range(len(op.variants))]
+    sizes = SIZES if device != "cpu" else ((16, "float32"),)
+    models = [(name, "") for name in MODELS]
+    if find_spec("fla") and device != "cpu":
+        models += [(name, "fla") for name, (*_, theirs) in MODELS.items() if theirs]
+    return [
+        *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
+        *(Job("compile", (form.name,), 120) for form in FORMS if device != "cpu"),
+        Job("second GPU", (), 60),
+        Job("graph", (), 60),
+        *(Job("fast", (form.name,), 60) for form in FORMS),
+        *(Job("model", x, 60) for x in models),
+    ]
+
+
+def run(job: Job, device: str, left: float) -> list[dict]:
+    """The rows of a job, or one with the reason why there are none."""
+    if left < 1:
+        return [{"part": job.part, "failed": f"no time was left for {job.name}"}]
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--job", json.dumps(job)]
+    limit = min(job.seconds, left)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return [{"part": job.part, "failed": f"{job.name} was stopped after {limit:.0f} s"}]
+    rows = [{"part": job.part, **json.loads(line)} for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        rows.append({"part": job.part, "failed": f"{job.name}: {said[-1][:300]}"})
+    return rows
+
+
+class Table:
+    """Rows that are printed and written as they come."""
+
+    def __init__(self, device: str, file: Path) -> None:
+        from ops import hardware
+
+        self.device, self.file, self.start = device, file, time.perf_counter()
+        self.made: dict = {**hardware(device), "rows": []}
+        self.rows: list[dict] = self.made["rows"]
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.perf_counter() - self.start
+
+    def run(self, job: Job) -> list[dict]:
+        """The rows of a job in the time that is left."""
+        return run(job, self.device, SECONDS - self.seconds)
+
+    def add(self, rows: list[dict]) -> None:
+        """Print rows and write the whole table."""
+        for row in rows:
+            self.rows.append(row)
+            shown = (f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items())
+            print(f"{self.seconds:5.0f} s  {', '.join(shown)}", flush=True)
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.made, indent=1) + "\n")
+        partial.rename(self.file)
+
+
+def measure(table: Table, jobs: list[Job]) -> None:
+    """Jobs that compile most of the time side by side; the others, which are timed, in turn."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in as_completed([pool.submit(table.run, job) for job in jobs if job.part in AT_ONCE]):
+            table.add(done.result())
+    for job in jobs:
+        if job.part not in AT_ONCE:
+            table.add(table.run(job))
+    timed = [row for row in table.rows if "of_floor" in row]
+    if timed:
+        slowest = max(timed, key=lambda row: row["of_floor"])
+        table.add(table.run(Job("shares", (slowest["form"], *slowest["shape"].values()), 60)))
 
 
 def main() -> None:
-    """Check, then measure for as long as each table may take."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="stop after correctness")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("on_gpu.py needs a CUDA device, got none")
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", import_module("triton").__version__)
-    start, right = time.perf_counter(), check()
-    print(f"correctness took {time.perf_counter() - start:.0f} s: {'all right' if right else 'some WRONG'}")
-    if not right:
-        sys.exit(1)
-    for script, seconds in () if arguments.check else TABLES.items():
-        print(f"\n{script}, at most {seconds} s", flush=True)
-        try:
-            subprocess.run([sys.executable, Path(__file__).with_name(script)], timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"{script} was stopped after {seconds} s")
+    """Measure everything, or run one job for a process that does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="a regular expression of jobs, such as 'fast delta'")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    given = parser.parse_args()
+    if given.job:
+        part, arguments, _ = json.loads(given.job)
+        for row in PARTS[part](given.device, *arguments):
+            print(json.dumps(row), flush=True)
+        return
+    if given.device != "cpu" and not torch.cuda.is_available():
+        sys.exit("on_gpu.py needs a CUDA device, got none; --device cpu tries every part without one")
+    table = Table(given.device, given.output)
+    measure(table, [job for job in jobs_of(given.device) if re.search(given.only, job.name)])
+    wrong = [row for row in table.rows if "failed" in row or row.get("right") is False]
+    print(f"{len(table.rows)} rows, {len(wrong)} of them wrong or failed")
 
 
 if __name__ == "__main__":
