@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 test faults processors check bench claims engines docs
+.PHONY: demo smollm2 test faults processors sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -32,6 +32,16 @@ processors: $(INSTALLED)  ## tests that compare ways of computing, with the inst
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest --numprocesses 2 $(COMPARING)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
 	MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(COMPARING)
+
+SANITIZER := .sanitizer
+KERNELS := $(patsubst %,tests/test_%.py,kernels neural_memory_kernels deltaformer)
+
+$(SANITIZER): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --target $@ triton==3.8.0 ttsem==0.1.0
+
+sanitize: $(SANITIZER)  ## kernels as they are compiled, executed on the CPU: accesses out of bounds, races, unwritten memory
+	TRITON_INTERPRET=0 PYTHONPATH=$(SANITIZER):benchmarks $(BIN)/python -m ttsem.sanitize \
+		pytest -q -p sanitizer $(KERNELS) -k "(triton or kernel) and not (compile or custom_ops or run_on or amd)"
 
 check: $(INSTALLED)  ## lint, format, dependency rule, types
 	$(BIN)/ruff check

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from comparing import assert_close
-from forms import FORMS, reference, run, widened, with_strong_gates
+from forms import FORMS, is_real, reference, run, widened, with_strong_gates
 from hf_memory import ops
 from hf_memory.ops import OPS, contract
 from hf_memory.ops.contract import choose_backend
@@ -69,12 +69,15 @@ def test_wide_heads_run_in_tiles(op, variant):
 
 @every_form
 def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
-    """float16, since the interpreter multiplies the bit patterns of bfloat16."""
-    arguments = op.example(B=1, T=70, H=1, K=32, V=32, dtype=torch.float16, **variant)
-    exact = op.op(**widened(arguments), backend="reference")[0]
-    o = op.op(**arguments, backend="triton")[0]
-    assert o.dtype == torch.float16
-    assert (o.double() - exact).norm() / exact.norm() < 1e-3  # products of operands of 11 bits, rounded once more
+    """Beside a loop in float32 with the same rounded inputs; float16, since the interpreter multiplies the bit patterns
+    of bfloat16. States and gradients of gates are wider, and lose what products of 16 bits lose."""
+    example = op.example(B=1, T=70, H=1, K=32, V=32, dtype=torch.float16, **variant)
+    arguments = tree_map(lambda x: x.detach().requires_grad_() if is_real(x) else x, example)
+    results = run(op, arguments, "triton"), run(op, widened(arguments), "reference")
+    assert results[0][0][0].dtype == torch.float16
+    for factor, found, exact in zip((3, 5), *results):  # of outputs, of gradients
+        narrow = [(x.double(), y) for x, y in zip(found, exact) if x is not None and x.dtype == torch.float16]
+        assert all((x - y).norm() <= factor * (y.half().double() - y).norm() for x, y in narrow)
 
 
 @every_kernel

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import decay_kind, launcher
+from hf_memory.ops.triton.launch import VECTOR, decay_kind, launcher
 from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
 
 BLOCK = 64  # the length of a segment is a multiple of this
@@ -200,8 +200,9 @@ def matrix_scan_kernel(
 def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of `sum_kernel`."""
     width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
     return {
-        "H": H, "HV": HV, "K": K, "V": V, "C": 32, "DECAY": decay,
+        "H": H, "HV": HV, "K": K, "V": V, "C": 16 if is_large else 32, "DECAY": decay,
         "BK": width_k, "BV": min(width_v, max(16, (8192 if dtype != torch.float32 else 4096) // width_k)),
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "num_warps": 8, "num_stages": 2,
