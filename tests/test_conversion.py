@@ -101,7 +101,7 @@ def test_names_go_back(name):
     assert rename("model.layers.0.experts.1.weight") == rename_back("model.layers.0.self_attn.q_proj.weight") == ""
 
 
-GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.GATES}
+GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.MIXERS}
 EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))]
 EVERY_STUDENT += [
     ("transformer", {"past": "memorizing", "past_window": 4, "memory_size": 8}),

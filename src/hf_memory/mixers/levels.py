@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class LevelsMixer(MemoryMixer):
         g: Tensor | None,
         beta: Tensor | None = None,
         scale: float | None = None,
-        **erase: Tensor,
+        **erase: Any,
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops, a and b too."""
         options = {
