@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import StaticCache
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 
@@ -12,6 +13,7 @@ from cases import (
     FIRST_OF_KIND,
     every_case,
     family_of,
+    generate,
     make_config,
     make_model,
     one_layer,
@@ -50,6 +52,20 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
         expected = model(tokens).logits[:, 8:]
     assert len(graphs) == compiled <= 2
     assert_close(torch.cat(warm + more, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["gla", "linear-window"])
+def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name):
+    """As it does on a GPU without being asked to."""
+    (case,) = (case for case in CASES if case.name == name)
+    model, tokens = make_model(case), random_tokens(2, 5)
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    found = generate(model, tokens, cache_implementation="static", compile_config=config)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(found, generate(model, tokens))
 
 
 def addresses(cache):
