@@ -30,28 +30,19 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
     name, folder = task_name(task), str(Path(task).parent) if task.endswith(YAML) else None
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     manager = TaskManager(include_path=folder)
-    found = simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"]
-    parts = {part: _figures(row) for part, row in found.items()}  # a group has several tasks
-    return {
-        metric if part == name else f"{part} {metric}": figure
-        for part, figures in parts.items()
-        for metric, figure in figures.items()
-    }
+    figures = {}
+    for part, row in simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"].items():
+        for key, value in row.items():  # such as {"acc,none": 0.5, "acc_stderr,none": 0.1}
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr"):
+                error = row.get(f"{metric}_stderr,{filtered}")
+                ends = [value - WIDTH * error, value + WIDTH * error] if isinstance(error, float) else [None, None]
+                label = metric if filtered == "none" else f"{metric} ({filtered})"
+                label = label if part == name else f"{part} {label}"  # a group has several tasks
+                figures[label] = {"value": value, "low": ends[0], "high": ends[1]}
+    return figures
 
 
 def task_name(task: str) -> str:
     """The name of a task in lm-eval."""
     return Path(task).stem if task.endswith(YAML) else task
-
-
-def _figures(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"acc,none": 0.5, "acc_stderr,none": 0.1} as {"acc": a figure with its interval}."""
-    figures = {}
-    for key, value in row.items():
-        metric, _, filtered = key.partition(",")
-        error = row.get(f"{metric}_stderr,{filtered}")
-        if filtered and not metric.endswith("_stderr"):
-            name = metric if filtered == "none" else f"{metric} ({filtered})"
-            ends = [value - WIDTH * error, value + WIDTH * error] if isinstance(error, float) else [None, None]
-            figures[name] = {"value": value, "low": ends[0], "high": ends[1]}
-    return figures

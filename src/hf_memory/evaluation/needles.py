@@ -103,6 +103,7 @@ def samples_of(
         yield hide(tokenizer, hay, kind, length, depth, random.Random(f"{seed} {length} {i}"))
 
 
+@torch.no_grad()
 def hunt(
     model: PreTrainedModel,
     tokenizer,
@@ -124,7 +125,17 @@ def hunt(
     """
     found = []
     for sample in samples:
-        found.append(_look(model, tokenizer, sample))
+        answer = sample.words.answer
+        read = torch.tensor([sample.prompt + answer], device=model.device)
+        logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
+        expected = read[0, -len(answer) :]
+        losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
+        digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
+        written = bool(right.all())  # then greedy decoding gives it
+        if not written:
+            after = greedy(model, tokenizer, torch.tensor([sample.prompt]), len(answer) + ROOM)
+            written = sample.words.number in after
+        found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
         progress(len(sample.prompt))
     return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
 
@@ -144,7 +155,10 @@ def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice:
     room = length - words.length - ROOM
     if room < 0:
         raise ValueError(f"length must be at least {length - room} tokens for these needles, got {length}")
-    hay = _ids(tokenizer, kind.hay * room)[:room] if kind.hay else _part(tokens, room, dice)
+    if kind.hay:
+        hay = _ids(tokenizer, kind.hay * room)[:room]
+    else:  # a part of the text, which is continued at its beginning
+        hay = tokens[(dice.randrange(len(tokens)) + torch.arange(room)) % len(tokens)].tolist()
     places = [round(depth * room), *(dice.randint(0, room) for _ in words.needles[1:])]
     for place, needle in sorted(zip(places, words.needles), reverse=True):
         hay[place:place] = needle
@@ -164,24 +178,3 @@ def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
 
 def _ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _part(tokens: Tensor, length: int, dice: random.Random) -> list[int]:
-    """Tokens from a random place of a text, which is continued at its beginning."""
-    return tokens[(dice.randrange(len(tokens)) + torch.arange(length)) % len(tokens)].tolist()
-
-
-@torch.no_grad()
-def _look(model: PreTrainedModel, tokenizer, sample: Sample) -> tuple[float, float, float]:
-    """Whether the number is generated, the fraction of its tokens that are right, and its log-probability."""
-    answer = sample.words.answer
-    read = torch.tensor([sample.prompt + answer], device=model.device)
-    logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
-    expected = read[0, -len(answer) :]
-    losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
-    digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
-    written = bool(right.all())  # then greedy decoding gives it
-    if not written:
-        after = greedy(model, tokenizer, torch.tensor([sample.prompt]), len(answer) + ROOM)
-        written = sample.words.number in after
-    return float(written), right[digits].double().mean().item(), -losses[digits].mean().item()

@@ -110,11 +110,7 @@ def _by_task(record: Record) -> dict[str, dict[str, dict]]:
     models = {name: row["found"] for name, row in record["models"].items()}
     known = {task for found in models.values() for task in found}
     tasks = [*(task for task in TASKS if task in known), *sorted(known - set(TASKS))]
-    return {task: {name: _ordered(found.get(task, {})) for name, found in models.items()} for task in tasks}
-
-
-def _ordered(places: dict[str, dict]) -> dict[str, dict]:
-    return {at: places[at] for at in sorted(places, key=_order)}
+    return {task: {name: found.get(task, {}) for name, found in models.items()} for task in tasks}
 
 
 def _order(at: str) -> int:
@@ -124,9 +120,6 @@ def _order(at: str) -> int:
 def _said(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
-    value, *ends = (_short(figure[name]) for name in ("value", "low", "high") if figure.get(name) is not None)
+    numbers = [figure[name] for name in ("value", "low", "high") if figure.get(name) is not None]
+    value, *ends = (f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in numbers)
     return f"{value} [{', '.join(ends)}]" if ends else value
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

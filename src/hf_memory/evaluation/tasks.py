@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -124,17 +123,6 @@ def _speed(subject: Subject, context: int) -> dict[int, Figures]:
     return {context: {BYTES: cost.cache_bytes, READ: cost.reading, WRITTEN: cost.writing}}
 
 
-def _haystacks(subject: Subject, *, kind: Hunt) -> list[int]:
-    """The lengths at which at least half of the context is filler text."""
-    return [x for x in subject.contexts if x >= shortest(subject.tokenizer, kind)]
-
-
-def _hunt(subject: Subject, length: int, *, kind: Hunt) -> dict[int, Figures]:
-    how = {"count": subject.samples, "seed": subject.seed}
-    samples = samples_of(subject.tokenizer, subject.tokens, kind, length, **how)
-    return {length: hunt(subject.model, subject.tokenizer, samples, subject.tell)}
-
-
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
     texts = list(answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell))
     figures: Figures = {TEXTS: texts}
@@ -145,7 +133,14 @@ def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
 
 
 def _search(says: str, kind: Hunt) -> Task:
-    return Task(says, partial(_haystacks, kind=kind), partial(_hunt, kind=kind))
+    """The task of finding needles of a kind, at lengths at which at least half of the context is filler text."""
+
+    def measure(subject: Subject, length: int) -> dict[int, Figures]:
+        how = {"count": subject.samples, "seed": subject.seed}
+        samples = samples_of(subject.tokenizer, subject.tokens, kind, length, **how)
+        return {length: hunt(subject.model, subject.tokenizer, samples, subject.tell)}
+
+    return Task(says, lambda x: [n for n in x.contexts if n >= shortest(x.tokenizer, kind)], measure)
 
 
 def _whole_window(subject: Subject) -> list[int]:
