@@ -38,11 +38,12 @@ from hf_memory.conversion import (
     report,
     resolve,
 )
-from hf_memory.conversion.stages.divergence import divergence, head, last_hidden_states
+from hf_memory.conversion.stages.divergence import divergence, last_hidden_states
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.conversion.students.weights import rename, rename_back
+from hf_memory.decoding.parts import head
 from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measure
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of

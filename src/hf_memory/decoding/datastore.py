@@ -61,8 +61,11 @@ class Datastore:
     @torch.no_grad()
     def nearest(self, queries: Tensor, k: int) -> Neighbours:
         """The k nearest keys of each query [n, D]; distances are exact also if an index is searched."""
-        find = self._search if self.index is None else self._ask_index
-        found = find(queries, min(k, len(self)))
+        k = min(k, len(self))
+        if self.index is None:
+            found = self._search(queries, k)
+        else:
+            found = torch.from_numpy(self.index.search(queries.float().cpu().numpy(), k)[1]).to(queries.device)
         places = found.clamp(min=0).cpu()
         distances = [
             (query[:, None] - self.keys[near].to(query)).square().sum(-1)
@@ -87,10 +90,6 @@ class Datastore:
     def _slices(self, width: int) -> tuple[range, tuple[Tensor, ...]]:
         rows = _rows(width)
         return range(0, len(self), rows), self.keys.split(rows)
-
-    def _ask_index(self, queries: Tensor, k: int) -> Tensor:
-        _, places = self.index.search(queries.float().cpu().numpy(), k)
-        return torch.from_numpy(places).to(queries.device)
 
     def _header(self) -> dict[str, Any]:
         try:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_memory.decoding.parts import decoder_layers, feed_forward, last_norm
+from hf_memory.decoding.parts import decoder_layers, feed_forward, head, last_norm
 from hf_memory.mixers.base import MemoryMixer
 
 CONFIDENCES = ("softmax", "cosine")
@@ -69,7 +69,7 @@ class EarlyExit:
             raise ValueError(f"confidence must be {', '.join(CONFIDENCES)} or a classifier, got {confidence!r}")
         if states not in STATES:
             raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}")
-        self.head = Head(model)
+        self.model, self.norm = model, last_norm(model)
         self.confidence, self.threshold, self.decay, self.states = confidence, threshold, decay, states
         self.depths: list[Tensor] = []
         self.decoded = 0  # number of tokens since the prompt
@@ -151,22 +151,9 @@ class EarlyExit:
         if self.confidence == "cosine":
             return F.cosine_similarity(hidden_states.float(), self.before.float(), dim=-1)
         if self.confidence == "softmax":
-            best = self.head(hidden_states).float().softmax(-1).topk(2).values
+            best = head(self.model, self.norm(hidden_states)).float().softmax(-1).topk(2).values
             return best[..., 0] - best[..., 1]
-        return self.confidence(self.head.norm(hidden_states).float()).squeeze(-1).sigmoid()
-
-
-class Head:
-    """The final norm and the output head of a model."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.norm, self.project = last_norm(model), model.get_output_embeddings()
-        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D] before the final norm."""
-        logits = self.project(self.norm(hidden_states))
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        return self.confidence(self.norm(hidden_states).float()).squeeze(-1).sigmoid()
 
 
 def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_memory.decoding.early_exit import EarlyExit, Head, exit_layers
-from hf_memory.decoding.parts import decoder_layers
+from hf_memory.decoding.early_exit import EarlyExit, exit_layers
+from hf_memory.decoding.parts import decoder_layers, head, last_norm
 
 THRESHOLDS = tuple(i / 20 for i in range(1, 20))
 
@@ -28,8 +28,8 @@ def exit_loss(model: PreTrainedModel, outputs, labels: Tensor, num_items_in_batc
         layers: the exits; see `EarlyExit`.
     """
     exits = exit_layers(len(outputs.hidden_states) - 1, layers)
-    weights, head = [*exits, len(outputs.hidden_states) - 1], Head(model)
-    logits = [*(head(outputs.hidden_states[i]) for i in exits), outputs.logits]
+    weights, norm = [*exits, len(outputs.hidden_states) - 1], last_norm(model)
+    logits = [*(head(model, norm(outputs.hidden_states[i])) for i in exits), outputs.logits]
     size, of_all = model.config.get_text_config().vocab_size, {"num_items_in_batch": num_items_in_batch}
     losses = [model.loss_function(logits=x, labels=labels, vocab_size=size, **of_all) for x in logits]
     return sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
@@ -47,13 +47,14 @@ def fit_classifier(
         layers: the exits; see `EarlyExit`.
         steps: largest number of steps of L-BFGS.
     """
-    head, features, agree = Head(model), [], []
+    norm, features, agree = last_norm(model), [], []
     exits = exit_layers(len(decoder_layers(model)), layers)
     for row in texts.to(model.device).split(1):
         outputs = model(row, output_hidden_states=True, use_cache=False)
         for i in exits:
-            features.append(head.norm(outputs.hidden_states[i])[0].float())
-            agree.append(head(outputs.hidden_states[i]).argmax(-1)[0] == outputs.logits.argmax(-1)[0])
+            last = norm(outputs.hidden_states[i])
+            features.append(last[0].float())
+            agree.append(head(model, last).argmax(-1)[0] == outputs.logits.argmax(-1)[0])
     x, y = torch.cat(features), torch.cat(agree).float()
     classifier = nn.Linear(x.shape[1], 1).to(x)
     classifier.weight.zero_(), classifier.bias.zero_()

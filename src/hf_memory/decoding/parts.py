@@ -1,6 +1,7 @@
 """Finds the layers of any causal language model of transformers, and their parts."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
@@ -36,3 +37,10 @@ def last_norm(model: PreTrainedModel) -> nn.Module:
     if not outside:
         raise ValueError(f"model must have a final norm named {', '.join(LAST_NORMS)}, got {type(model).__name__}")
     return outside[-1]
+
+
+def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Logits [..., V] of the last hidden states [..., hidden_size] of a model, after its final norm."""
+    logits = model.get_output_embeddings()(hidden_states)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

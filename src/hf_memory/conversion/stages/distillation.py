@@ -15,12 +15,12 @@ from hf_memory.conversion.stages.divergence import (
     LossOfTokens,
     cross_entropy,
     divergence,
-    head,
     last_hidden_states,
     sliced_loss,
 )
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
+from hf_memory.decoding.parts import head
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History

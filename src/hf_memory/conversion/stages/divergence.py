@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.sharding import is_sharded
+from hf_memory.decoding.parts import head
 
 SLICE, BLOCK = 2**24, 2**18  # largest number of logits in a slice, and of logits that are compared in float32 at once
 
@@ -17,21 +18,11 @@ LossOfTokens = Callable[[Tensor, slice], Tensor]
 """The sum of a loss over tokens, of their logits [n, V] and of where they stand among all B * T."""
 
 
-def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
-    """Logits [..., V] of the last hidden states [..., hidden_size] of a causal model."""
-    logits = model.get_output_embeddings()(hidden_states)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The input of `head`, [B, T, hidden_size]. The whole model is called, so that hooks on it run."""
     seen: list[Tensor] = []
-    hook = model.base_model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
-    try:
+    with model.base_model.register_forward_hook(lambda _, args, output: seen.append(output.last_hidden_state)):
         model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
-    finally:
-        hook.remove()
     return seen[0]
 
 

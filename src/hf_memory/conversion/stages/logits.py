@@ -16,9 +16,10 @@ from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import TOP_K, Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
-from hf_memory.conversion.stages.divergence import LossOfTokens, head, last_hidden_states, slices, tempered
+from hf_memory.conversion.stages.divergence import LossOfTokens, last_hidden_states, slices, tempered
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
+from hf_memory.decoding.parts import head
 from hf_memory.files.folders import written
 from hf_memory.files.replacing import replaced
 from hf_memory.files.text import Text

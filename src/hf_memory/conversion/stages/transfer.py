@@ -1,7 +1,7 @@
 """Attention transfer: each memory layer is trained to give the output of the attention layer that it replaces."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -65,17 +65,11 @@ class AttentionTransfer(nn.Module):
 def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[dict, Tensor]]:
     """Inputs and output of each attention layer of a teacher for tokens [B, T]."""
     seen: list[tuple[dict, Tensor]] = []
-    hooks = [
-        layer.self_attn.register_forward_hook(
-            lambda module, args, kwargs, output: seen.append((kwargs, output[0])), with_kwargs=True
-        )
-        for layer in teacher.model.layers
-    ]
-    try:
+    keep = lambda module, args, kwargs, output: seen.append((kwargs, output[0]))  # noqa: E731
+    with ExitStack() as hooks:
+        for layer in teacher.model.layers:
+            hooks.enter_context(layer.self_attn.register_forward_hook(keep, with_kwargs=True))
         teacher(input_ids, use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 
@@ -104,18 +98,11 @@ def attention_transfer(
     data, models = TokenWindows(tokens, schedule, seed), {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
         transfer = AttentionTransfer(student, teacher)
-        with _frozen(set(student.parameters()) - set(transfer.parameters())):
+        frozen = [x for x in set(student.parameters()) - set(transfer.parameters()) if x.requires_grad]
+        try:
+            for x in frozen:
+                x.requires_grad_(False)
             return run_trainer(StageTrainer, transfer, data, TRANSFER, run, models)
-
-
-@contextmanager
-def _frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Turn off gradients of parameters, as a context."""
-    changed = [x for x in parameters if x.requires_grad]
-    for x in changed:
-        x.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for x in changed:
-            x.requires_grad_(True)
+        finally:
+            for x in frozen:
+                x.requires_grad_(True)
