@@ -15,6 +15,8 @@ from hf_memory.ops.log_linear_attention import LogLinearState, log_linear_attent
 from hf_memory.ops.log_linear_attention import reference as _log_linear_attention
 from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
+from hf_memory.ops.ridge_regression import RidgeState, ridge_regression
+from hf_memory.ops.ridge_regression import reference as _ridge_regression
 from hf_memory.ops.selective_scan import reference as _selective_scan
 from hf_memory.ops.selective_scan import selective_scan
 
@@ -27,12 +29,14 @@ __all__ = [
     "LogLinearState",
     "NeuralMemoryState",
     "Op",
+    "RidgeState",
     "delta_rule",
     "deltaformer",
     "large_chunk_memory",
     "linear_attention",
     "log_linear_attention",
     "neural_memory",
+    "ridge_regression",
     "selective_scan",
 ]
 
@@ -123,5 +127,6 @@ OPS = (
         kernels="kernel 64 bf",
     ),
     Op("large_chunk_memory", large_chunk_memory, _large_chunk_memory.example, ({},)),
+    Op("ridge_regression", ridge_regression, _ridge_regression.example, ({}, {"ratio": 0.02}), gates=("g",)),
     Op("selective_scan", selective_scan, _selective_scan.example, ({},), gates=("g",)),
 )
