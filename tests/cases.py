@@ -258,6 +258,13 @@ CASES = (
         {**PAST, "past": ["memorizing", "compressive"], "memory_join": "softmax", "compression": "mean"},
     ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
+    Case("mesa", "hf_memory_gated", {"gate": "mesa"}, has_kernels=False),
+    Case(
+        "kalman",
+        "hf_memory_gated",
+        {"gate": "kalman", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        has_kernels=False,
+    ),
     Case("rwkv7", "hf_memory_rwkv7", {"allow_negative_eigenvalues": True}),
     Case("mamba2", "hf_memory_gated", {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
     Case(

@@ -157,6 +157,7 @@ class MemoryMixer(Projections):
 
     padding_last = False  # whether `mix` is given rows with padding at the end
     has_silu = True  # silu after the short convolutions, or after the projections if there are no convolutions
+    convolved = "qkv"  # what has convolutions and silu
 
     @property
     def new_part(self) -> nn.Module | None:
@@ -193,9 +194,9 @@ class MemoryMixer(Projections):
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
         self.has_convolutions = kernel_size > 0
         if self.has_convolutions:
-            self.q_conv1d = ShortConvolution(self.q_proj.out_features, kernel_size, bias)
-            self.k_conv1d = ShortConvolution(self.k_proj.out_features, kernel_size, bias)
-            self.v_conv1d = ShortConvolution(self.v_proj.out_features, kernel_size, bias)
+            for x in self.convolved:
+                channels = getattr(self, f"{x}_proj").out_features
+                setattr(self, f"{x}_conv1d", ShortConvolution(channels, kernel_size, bias))
 
     def forward(
         self,
@@ -254,16 +255,16 @@ class MemoryMixer(Projections):
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
-        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        new_states = {}
-        if self.has_convolutions:
-            attention_mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
-            q, new_states["q_conv"] = self.q_conv1d(q, states.get("q_conv"), attention_mask, cu_seqlens)
-            k, new_states["k_conv"] = self.k_conv1d(k, states.get("k_conv"), attention_mask, cu_seqlens)
-            v, new_states["v_conv"] = self.v_conv1d(v, states.get("v_conv"), attention_mask, cu_seqlens)
-        if self.has_silu:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k, v = self.split_heads(q, k, v)
+        parts, new_states = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}, {}
+        for x in self.convolved:
+            if self.has_convolutions:
+                state, convolution = context.states.get(f"{x}_conv"), getattr(self, f"{x}_conv1d")
+                parts[x], new_states[f"{x}_conv"] = convolution(
+                    parts[x], state, context.attention_mask, context.cu_seqlens
+                )
+            if self.has_silu:
+                parts[x] = F.silu(parts[x])
+        q, k, v = self.split_heads(*parts.values())
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
 

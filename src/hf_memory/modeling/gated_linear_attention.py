@@ -1,4 +1,4 @@
-"""Gated linear attention: retention, gated retention, GLA, Mamba and Mamba-2, by the config's `gate`."""
+"""Gated linear attention, from retention to Mamba-2 and MesaNet, by the config's `gate`."""
 
 import math
 from typing import Any
@@ -8,12 +8,19 @@ from huggingface_hub.dataclasses import strict
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
+from hf_memory.mixers.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
-GATES = ("retention", "scalar", "vector", "mamba2")  # gates whose mixers have the projections of a Transformer
-MIXERS = dict.fromkeys(GATES, GatedLinearAttentionMixer) | {"mamba": MambaMixer, "mamba2": Mamba2Mixer}
+MIXERS = {
+    **dict.fromkeys(("retention", "scalar", "vector"), GatedLinearAttentionMixer),
+    "mamba": MambaMixer,
+    "mamba2": Mamba2Mixer,
+    "mesa": MesaMixer,
+    "kalman": KalmanMixer,
+}
+GATES = tuple(gate for gate in MIXERS if gate != "mamba")  # whose mixers have the projections of a Transformer
 
 
 @strict
@@ -30,7 +37,10 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
             `intermediate_size=0`);
             `"mamba2"`: one decay for each head of 64 value channels, with a single head of 128 key channels and
             convolutions over 4 tokens. If `linear_num_value_heads` is given, the number of key heads is that of the
-            other gates.
+            other gates;
+            `"mesa"` (MesaNet) and `"kalman"` (Gated KalmaNet): one decay for each head and token, and the memory is
+            read as the linear map that fits all pairs of keys and values best, with unit keys and convolutions over 4
+            tokens.
         gate_low_rank_dim (`int`, *optional*): rank of the projection to a vector gate (default: 16) or to the step
             sizes of Mamba (default: a sixteenth of `hidden_size`).
         gate_logit_normalizer (`int`, defaults to 16): temperature of the sigmoid gates; larger: slower decay.
@@ -53,7 +63,7 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         head_dim: Any = self.head_dim
-        width, is_mamba = self.hidden_size, self.gate in ("mamba", "mamba2")
+        width, convolves = self.hidden_size, self.gate in ("mamba", "mamba2", "mesa", "kalman")
         if self.gate == "mamba":
             rank = math.ceil(width / 16)
             self.fill(linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank)
@@ -63,10 +73,10 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         self.fill(
             linear_key_head_dim={"vector": head_dim // 2, "mamba": 16, "mamba2": 128}.get(self.gate, head_dim),
             linear_value_head_dim=head_dim * (2 if self.gate == "retention" else 1),
-            linear_conv_kernel_dim=4 if is_mamba else 0,
+            linear_conv_kernel_dim=4 if convolves else 0,
             memory_rope=self.gate == "retention",
             gate_low_rank_dim=16,
-            output_gate="silu",
+            output_gate="none" if self.gate == "mesa" else "silu",
         )
 
     def validate_architecture(self):

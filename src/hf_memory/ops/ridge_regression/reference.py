@@ -14,7 +14,7 @@ EPS = 1e-6  # ridge of an empty memory
 class RidgeState(NamedTuple):
     """The state of ridge regression: decayed sums of k k^T and of k v^T."""
 
-    keys: Tensor  # [N, HV, K, K]
+    key_products: Tensor  # [N, HV, K, K]
     memory: Tensor  # [N, HV, K, V]
 
 

@@ -1,0 +1,98 @@
+"""MesaNet and Gated KalmaNet, whose memories are read by solving a linear system."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from hf_memory.cache import Spec, State
+from hf_memory.layers import unit_length, wide
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
+from hf_memory.mixers.gates import SigmoidDecay, SoftplusDecay
+from hf_memory.ops import RidgeState, ridge_regression
+
+LEAST_RIDGE = 0.25
+
+
+class MesaMixer(MemoryMixer):
+    """H <- e^g H + beta k k^T;   S <- e^g S + beta k v^T;   o = S^T (H + L)^-1 q,   L = diag(softplus(ridge) + 1/4).
+
+    https://arxiv.org/abs/2506.05233.
+    """
+
+    convolved = "qk"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.make_convolutions(config.linear_conv_kernel_dim)
+        heads = self.num_output_heads
+        self.b_proj = nn.Linear(config.hidden_size, heads)
+        self.decay: Any = SigmoidDecay(config.hidden_size, heads, None, 0, 1)
+        self.ridge = nn.Parameter(torch.empty(heads * self.head_dim))
+        rank = config.output_gate_low_rank_dim
+        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
+
+    def init_own_parameters(self) -> None:
+        """The regulariser starts at one."""
+        init.constant_(self.ridge, math.log(math.expm1(1 - LEAST_RIDGE)))
+
+    @classmethod
+    def state_spec(cls, config, layer_idx: int) -> Spec:
+        """The sums of products of keys and values and of keys, and the last inputs of the convolutions."""
+        query_heads, _, value_heads, K, _ = config.memory_heads
+        spec = super().state_spec(config, layer_idx) | {"key_products": State((max(query_heads, value_heads), K, K))}
+        return {name: state for name, state in spec.items() if not name.endswith("_conv") or name[0] in cls.convolved}
+
+    def scale_output(self, factor: Tensor) -> None:
+        """Scale the norm before the gate."""
+        self.output_gate.scale_output(factor)
+
+    def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
+        q, k, v, new_states = self.project(hidden_states, context)
+        past = context.states
+        o, state = ridge_regression(
+            unit_length(q),
+            unit_length(k),
+            v,
+            **self.gates(hidden_states),
+            mask=context.attention_mask,
+            initial_state=RidgeState(past["key_products"], past["memory"]) if past else None,
+            output_final_state=True,
+            cu_seqlens=context.cu_seqlens,
+            backend=self.config.mixer_backend,
+        )
+        return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
+
+    def gates(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Arguments of the op: write strength, decay and regulariser."""
+        ridge = F.softplus(wide(self.ridge)).unflatten(0, (-1, self.head_dim)) + LEAST_RIDGE
+        return {"beta": wide(self.b_proj(hidden_states)).sigmoid(), "g": self.decay(hidden_states), "ridge": ridge}
+
+
+class KalmanMixer(MesaMixer):
+    """The same with beta^2 and L = |H| / 50, and o = S^T (q + alpha (x - q)) for x = (H + L)^-1 q.
+
+    https://arxiv.org/abs/2511.21016.
+    """
+
+    convolved = "qkv"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        heads = self.num_output_heads
+        self.decay = SoftplusDecay(config.hidden_size, heads)
+        self.alpha_proj = nn.Linear(config.hidden_size, heads)
+        del self.ridge
+
+    def init_own_parameters(self) -> None:
+        """There is no regulariser to start."""
+
+    def gates(self, hidden_states: Tensor) -> dict[str, Any]:
+        """See `MesaMixer`; with how much of the solution reads."""
+        strength, alpha = (wide(proj(hidden_states)).sigmoid() for proj in (self.b_proj, self.alpha_proj))
+        beta, g = (strength + 1e-6).square(), self.decay(hidden_states)[0]
+        return {"beta": beta, "g": g, "alpha": alpha, "ratio": 0.02, "scale": self.head_dim**-0.5}

@@ -1,0 +1,64 @@
+"""Identities of ridge regression: each holds in float64 to rounding."""
+
+import pytest
+import torch
+
+from comparing import assert_close
+from hf_memory.ops import OPS, linear_attention, ridge_regression
+
+example = next(op.example for op in OPS if op.op is ridge_regression)
+T, K = 40, 6
+
+
+def inputs(**options):
+    return example(T=T, K=K, V=5, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_a_memory_is_the_map_that_fits_all_pairs_best(backend):
+    """The minimum over M of sum_j w_j |M^T k_j - v_j|^2 + M^T L M, with weights that decay."""
+    x = inputs(B=1, H=1)
+    del x["initial_state"]
+    o, _ = ridge_regression(**x, backend=backend)
+    for t in (0, 3, T - 1):
+        k, v, L = x["k"][0, : t + 1, 0], x["v"][0, : t + 1, 0], x["ridge"][0].diag()
+        weights = (
+            x["beta"][0, : t + 1, 0] * (x["g"][0, : t + 1, 0].flip(0).cumsum(0).flip(0) - x["g"][0, : t + 1, 0]).exp()
+        )
+        left, right = (
+            torch.cat([weights.sqrt()[:, None] * k, L.sqrt()]),
+            torch.cat([weights.sqrt()[:, None] * v, 0 * v[:1].expand(K, -1)]),
+        )
+        fit = torch.linalg.lstsq(left, right).solution
+        assert_close(o[0, t, 0], x["q"][0, t, 0] @ fit)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+@pytest.mark.parametrize("case", ["nothing is solved", "a huge ridge", "orthonormal keys"])
+def test_what_is_linear_attention(backend, case):
+    x = inputs()
+    factor = 1.0
+    del x["initial_state"]
+    if case == "nothing is solved":
+        x["alpha"] = torch.zeros_like(x["beta"])
+    elif case == "a huge ridge":
+        x["ridge"] = torch.full_like(x["ridge"], factor := 1e12)
+    else:  # each is written once, so that keys have equal shares
+        x = {name: y if name == "ridge" else y[:, :K] for name, y in x.items()}
+        x["k"] = torch.eye(K, dtype=torch.float64)[:, None].expand(2, K, 2, K)
+        x |= {
+            "beta": torch.ones_like(x["beta"]),
+            "g": torch.zeros_like(x["g"]),
+            "ridge": torch.full_like(x["ridge"], 0.5),
+        }
+        x["q"], factor = x["k"], 1.5
+    o, _ = ridge_regression(**x, backend=backend)
+    expected, _ = linear_attention(x["q"], x["k"], x["beta"][..., None] * x["v"], x["g"], scale=1.0)
+    assert_close(factor * o, expected)
+
+
+def test_a_memory_without_regulariser_is_refused():
+    x = inputs()
+    del x["ridge"]
+    with pytest.raises(ValueError, match="ratio must be positive without ridge, got 0"):
+        ridge_regression(**x)
