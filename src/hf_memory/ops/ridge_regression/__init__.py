@@ -85,7 +85,7 @@ def ridge_regression(
     is_step = dims.T == 1 and cu_seqlens is None
     op = (reference if backend == "reference" or is_step else chunk).ridge_regression
     scale = 1.0 if scale is None else scale
-    options = {"ridge": ridge, "ratio": ratio, "steps": steps, "initial_state": state, "scale": scale}
+    options: dict = {"ridge": ridge, "ratio": ratio, "steps": steps, "initial_state": state, "scale": scale}
     o, state = per_sequence(op, cu_seqlens, *inputs, **options)
     return o, state if output_final_state else None
 

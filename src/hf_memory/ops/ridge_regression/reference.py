@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
 
@@ -68,7 +69,7 @@ def example(
     wide = torch.promote_types(dtype, torch.float32)
     random = normal_numbers(seed)
     roots = random(B, HV, K, K)
-    arguments = {
+    arguments: dict = {
         "q": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
         "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
         "v": random(B, T, HV, V).to(dtype),
@@ -80,6 +81,4 @@ def example(
         arguments |= {"ratio": ratio, "steps": 48, "alpha": random(B, T, HV).sigmoid().to(wide)}
     else:
         arguments["ridge"] = (0.25 + random(HV, K).exp()).to(wide)
-    state = arguments.pop("initial_state")
-    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    return arguments | {"initial_state": RidgeState(*(x.to(device) for x in state))}
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, arguments)
