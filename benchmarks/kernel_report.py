@@ -1,7 +1,7 @@
 """Compile every shipped kernel ahead of time, on a machine without a GPU: `python benchmarks/kernel_report.py`.
 
 The table shows registers of a thread, bytes of shared memory of a block, and bytes spilled, as ptxas says them; then
-how many blocks a multiprocessor holds at once, and what part of its warps they are. A variant that does not compile, or
+how many blocks a multiprocessor holds at once, and what part of its warps they are. A launch that does not compile, or
 whose block needs more shared memory than the architecture has, gets a line with the reason, and the exit status is
 then 1. `--triton 3.6.0 3.9.0` compiles with each of these versions, which pip installs into .tritons once.
 """
@@ -14,15 +14,30 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from importlib import import_module, metadata
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from hf_memory.ops import OPS
-from hf_memory.ops.triton.variants import Variant
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
-OPS_WITH_KERNELS = tuple(op.name for op in OPS if op.kernels)
+from hf_memory.ops import OPS, Op
+
+OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
+VARIANTS = {  # further arguments of `example`
+    "neural_memory": (
+        {"depth": 2, "chunk_size": 16, "expansion": 4, "residual": True},
+        {"depth": 2, "chunk_size": 64},
+        {"depth": 2, "chunk_size": 32, "K": 16, "V": 16},
+    ),
+}
+SIZES = [(D, dtype) for D in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)]
+LENGTHS = (64, 1024)  # one segment, and two (ops/triton/segments.py)
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
 TRITONS = Path(__file__).resolve().parent.parent / ".tritons"
 
 
@@ -47,7 +62,7 @@ REGISTER_UNIT = 256  # registers are given to a warp in such pieces
 
 
 class Report(NamedTuple):
-    """What the assembler says of one variant on one architecture."""
+    """What the assembler says of one launch on one architecture."""
 
     name: str
     architecture: str
@@ -80,22 +95,96 @@ class Report(NamedTuple):
         return f"{printed} {self.spilled_bytes:>8} {self.blocks:>7} {self.occupancy:>6.0%}"
 
 
-def compile_variant(variant: Variant, architecture: str) -> Report:
+class Launch(NamedTuple):
+    """A launch of a kernel."""
+
+    name: str
+    kernel: Any
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def launches(only: tuple[str, ...]) -> list[Launch]:
+    """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
+    found: dict[str, Launch] = {}
+    for op in OPS_WITH_KERNELS.values():
+        for variant, (D, dtype) in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES):
+            about = " ".join(name if x is True else str(x) for name, x in variant.items() if x is not False)
+            name = f"{op.name} {about} {D} {str(dtype)[6:]}"
+            if any(part in name for part in only):
+                sizes = {"K": D, "V": D, "dtype": dtype, **variant}
+                for launch in (x for T in LENGTHS for x in _recorded(op, {"T": T, **sizes})):
+                    kind = f"{launch.kernel} {specialisation(launch)}"
+                    found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
+    return list(found.values())
+
+
+def _recorded(op: Op, sizes: dict) -> list[Launch]:
+    """The launches of a call and of its backward; none where the op has no kernel."""
+    from triton import knobs
+    from triton.runtime import JITFunction
+
+    import_module(f"hf_memory.ops.{op.name}.kernels")
+    found = []
+
+    def record(kernel, *args, grid, warmup, num_warps, num_stages, **options) -> None:
+        arguments = inspect.signature(kernel.fn).bind(*args, **options).arguments
+        found.append(Launch(kernel.__name__, kernel, arguments, num_warps, num_stages))
+
+    def real(x: Any) -> Any:
+        return x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    arguments = tree_map(real, op.example(B=1, H=8, **sizes)) | {"initial_state": None, "mask": None}
+    with patch.object(JITFunction, "run", record), knobs.runtime.scope():
+        knobs.runtime.interpret = True  # then ops let tensors on the CPU pass
+        try:
+            o, state = op.op(**arguments, backend="triton", output_final_state=True)
+        except ValueError as refused:
+            if "has no kernel" not in str(refused):
+                raise
+            return []
+        outputs = [x for x in tree_flatten((o, state))[0] if real(x).is_floating_point()]
+        sum(x.sum() for x in outputs).backward()
+    return found
+
+
+def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
+    """Types of the arguments; then by places the values that are compiled in, and the pointers to multiples of 16."""
+    constants: dict[tuple, Any] = {}
+    aligned: dict[tuple, list] = {}
+
+    def kind(x: Any, place: tuple, is_constant: bool = False) -> Any:
+        if x is None or is_constant:
+            constants[place] = x
+            return "constexpr"
+        if isinstance(x, tuple):
+            return type(x)(*(kind(y, (*place, i)) for i, y in enumerate(x)))
+        if isinstance(x, torch.Tensor):
+            aligned[place] = [["tt.divisibility", 16]]
+            return POINTERS[x.dtype]
+        return "fp32" if isinstance(x, float) else "i32"
+
+    parameters = enumerate(launch.kernel.params)
+    types = {p.name: kind(launch.arguments[p.name], (i,), p.is_constexpr) for i, p in parameters}
+    return types, constants, aligned
+
+
+def compile_launch(launch: Launch, architecture: str) -> Report:
     """Compile for an architecture; raises what Triton or ptxas raise."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(variant.kernel, signature, variant.constants, aligned)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    source = ASTSource(launch.kernel, *specialisation(launch))
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     number = int(architecture.removeprefix("sm_"))
     compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
     if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
-        raise ValueError(f"{variant.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
+        raise ValueError(f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
     registers, spilled = _assemble(compiled.asm["ptx"], number)
-    return Report(variant.name, architecture, registers, compiled.metadata.shared, spilled, variant.num_warps)
+    return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, launch.num_warps)
 
 
 def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
@@ -114,20 +203,14 @@ def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
     )
 
 
-def all_variants(op: str | None = None) -> list[Variant]:
-    """The shipped variants of one op or of all."""
-    ops = OPS_WITH_KERNELS if op is None else (op,)
-    return [variant for name in ops for variant in import_module(f"hf_memory.ops.{name}.kernels").variants()]
-
-
-def line_of(place: int, op: str | None, architecture: str) -> tuple[str, bool]:
-    """The table's line of one of `all_variants`, and whether it can be launched on the architecture."""
-    variant = all_variants(op)[place]
+def line_of(place: int, only: tuple[str, ...], architecture: str) -> tuple[str, bool]:
+    """The table's line of one of `launches`, and whether it can be launched on the architecture."""
+    launch = launches(only)[place]
     try:
-        report = compile_variant(variant, architecture)
+        report = compile_launch(launch, architecture)
     except Exception as failed:  # whatever a compiler raises is a line of the table
         reason = " ".join(str(failed).split())[-200:]
-        return f"{variant.name:60} {architecture:>7} FAILED: {type(failed).__name__}: {reason}", False
+        return f"{launch.name:60} {architecture:>7} FAILED: {type(failed).__name__}: {reason}", False
     return str(report), report.blocks > 0
 
 
@@ -144,25 +227,22 @@ def with_triton(version: str) -> int:
 
 
 def main() -> None:
-    """Print a line for each variant and architecture, in the order of the table."""
+    """Print a line for each launch and architecture, in the order of the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--op", choices=OPS_WITH_KERNELS)
     parser.add_argument("--arch", nargs="+", default=list(LIMITS), choices=list(LIMITS))
-    parser.add_argument("--only", nargs="+", default=[""], help="compile variants whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="ops, variants and sizes whose name contains one of these"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="compile so many at the same time")
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help="the last option: versions to compile with")
     arguments = parser.parse_args()
     if arguments.triton:
         sys.exit(max(with_triton(version) for version in arguments.triton))
     print(f"{'kernel':60} {'sm':>7} {'registers':>9} {'shared':>8} {'spilled':>8} {'blocks':>7} {'warps':>6}")
-    chosen = [
-        place
-        for place, variant in enumerate(all_variants(arguments.op))
-        if any(name in variant.name for name in arguments.only)
-    ]
+    only = tuple(arguments.only)
     failures = 0
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(line_of, place, arguments.op, x) for place in chosen for x in arguments.arch]
+        jobs = [pool.submit(line_of, n, only, x) for n in range(len(launches(only))) for x in arguments.arch]
         for job in as_completed(jobs):
             line, fits = job.result()
             failures += not fits

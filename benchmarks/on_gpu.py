@@ -237,7 +237,7 @@ def jobs_of(device: str) -> list[Job]:
     """All jobs but `shares`, in their order."""
     from ops import FORMS
 
-    kernels = [(n, i) for n, op in enumerate(OPS) if op.kernels for i in range(len(op.variants))]
+    kernels = [(n, i) for n, op in enumerate(OPS) if op.has_kernels for i in range(len(op.variants))]
     sizes = SIZES if device != "cpu" else ((16, "float32"),)
     models = [(name, "") for name in MODELS]
     if find_spec("fla") and device != "cpu":

@@ -51,7 +51,7 @@ class Op(NamedTuple):
     gates: tuple[str, ...] = ()  # arguments that are logarithms of a decay
     growth: Literal["fixed", "log", "token"] = "fixed"  # of the state; "token": no state for packed sequences
     is_linear: bool = False  # in its state: then has 16-bit products, in_place and more query heads
-    kernels: str = ""  # prefix of the names of compiled kernels; empty without kernels
+    has_kernels: bool = False
 
 
 OPS = (
@@ -62,7 +62,7 @@ OPS = (
         tuple({"decay": decay, "normalize": n} for decay in ("none", "scalar", "vector") for n in (False, True)),
         gates=("g",),
         is_linear=True,
-        kernels="scalar 64 bf",
+        has_kernels=True,
     ),
     Op(
         "delta_rule",
@@ -78,7 +78,7 @@ OPS = (
         ),
         gates=("g",),
         is_linear=True,
-        kernels="vector 64 bf",
+        has_kernels=True,
     ),
     Op(
         "log_linear_attention",
@@ -110,7 +110,7 @@ OPS = (
             )
         ),
         growth="token",
-        kernels="softmax 64 bf",
+        has_kernels=True,
     ),
     Op(
         "neural_memory",
@@ -124,7 +124,7 @@ OPS = (
             {"depth": 3, "chunk_size": 7},
         ),
         gates=("decay",),
-        kernels="kernel 64 bf",
+        has_kernels=True,
     ),
     Op("large_chunk_memory", large_chunk_memory, _large_chunk_memory.example, ({},)),
     Op("ridge_regression", ridge_regression, _ridge_regression.example, ({}, {"ratio": 0.02}), gates=("g",)),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_memory.ops.triton.launch import launcher
 from hf_memory.ops.triton.tiles import split_dot, unit_lower_inverse
-from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 BLOCK = 16  # rows of the triangular system
 
@@ -208,13 +207,3 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def corrected_values(k: Tensor, v: Tensor, a: Tensor, beta: Tensor, scale: float) -> Tensor:
     """u [B, T, H, V] in float32 with w = k, for k [B, T, H, K], v [B, T, H, V], a and beta [B, T, H]."""
     return _forward(k, v, a, beta, scale)[0]
-
-
-def variants() -> list[Variant]:
-    """The specialisations to compile ahead of time: both kernels at usual head sizes."""
-    return [
-        variant(f"{k.__name__} softmax {D} {str(dtype)[6:]}", k, _constants(8, D, D, dtype), set(), {"k", "v"}, dtype)
-        for D in (64, 128)
-        for dtype in POINTERS
-        for k in (_forward_kernel, _backward_kernel)
-    ]

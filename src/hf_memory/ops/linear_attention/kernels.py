@@ -17,17 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
-from hf_memory.ops.triton.gradients import gradient_variants, query_and_key_gradients
-from hf_memory.ops.triton.launch import NONE, SCALAR, VECTOR, contiguous, decay_kind, launcher, or_empty, walk_constants
-from hf_memory.ops.triton.segments import (
-    boundary_states,
-    cut,
-    scan_constants,
-    scan_kernel,
-    segment_length,
-    sum_constants,
-    sum_kernel,
-)
+from hf_memory.ops.triton.gradients import query_and_key_gradients
+from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher, or_empty, walk_constants
+from hf_memory.ops.triton.segments import boundary_states, cut, segment_length
 from hf_memory.ops.triton.tiles import (
     decays,
     load_rows,
@@ -39,7 +31,6 @@ from hf_memory.ops.triton.tiles import (
     store_rows,
     write,
 )
-from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 
 @triton.jit
@@ -301,28 +292,3 @@ def linear_attention(
     segment = segment_length(q.shape[0] * q.shape[1], S.shape[0], programs)
     o, ST, zT, *_ = _forward(q, k, v, g, S, z, cu_seqlens, scale if z is None else 1.0, segment)
     return o, ST if z is None else LinearState(ST, zT)
-
-
-def variants() -> list[Variant]:
-    """The specialisations to compile ahead of time: each kernel, with each kind of decay, at usual head sizes."""
-    sizes = [(D, dtype) for D in (64, 128, 256) for dtype in POINTERS]
-    cases = [(D, decay, dtype) for D, dtype in sizes for decay in (NONE, SCALAR, VECTOR)]
-    return [made for case in cases for normalize in (False, True) for made in _case(*case, normalize)]
-
-
-def _case(D: int, decay: int, dtype: torch.dtype, normalize: bool) -> list[Variant]:
-    by_value, _ = walk_constants(8, 8, D, D, decay, dtype)
-    options = {"NORMALIZE": normalize}
-    absent = {"cu_seqlens"} | (set() if decay else {"g", "decay"})
-    absent |= set() if normalize else {"z0", "zT", "den", "w", "own_z"}
-    sums, scan = sum_constants(8, 8, D, D, decay, dtype), scan_constants(8, D, D)
-    kernels = (
-        (_forward_kernel, {**by_value, **options, "EPS": EPS}),
-        (_dv_kernel, by_value),
-        (sum_kernel, {**sums, **options, "BACKWARDS": True}),
-        (scan_kernel, {**scan, "BACKWARDS": True}),
-    )
-    narrow = {"q", "k", "v", "o", "do", "dv", "x", "y"}
-    name = f"{('none', 'scalar', 'vector')[decay]} {'normalized ' if normalize else ''}{D} {str(dtype)[6:]}"
-    walks = [variant(f"{kernel.__name__} {name}", kernel, c, absent, narrow, dtype) for kernel, c in kernels]
-    return walks + gradient_variants(name, D, decay, dtype, reads=False, normalize=normalize)

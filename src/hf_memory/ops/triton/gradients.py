@@ -32,7 +32,6 @@ from hf_memory.ops.triton.tiles import (
     store_rows,
     write_transposed,
 )
-from hf_memory.ops.triton.variants import Variant, variant
 
 SHUT = tl.constexpr(-150.0)  # below it e^g is zero, and so is its gradient
 
@@ -339,20 +338,3 @@ def query_and_key_gradients(
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
     dq, dk = (x if x.dtype == q.dtype else x.to(q.dtype) for x in (dq, dk))
     return dq, dk, dg.sum(0) if dg is not None and decay == SCALAR else dg, dz0
-
-
-def gradient_variants(
-    name: str, D: int, decay: int, dtype: torch.dtype, *, reads: bool, normalize: bool
-) -> list[Variant]:
-    """The specialisations of both kernels to compile ahead of time, for heads of D channels with or without `dr`."""
-    by_key = _constants(8, 8, D, D, decay, dtype, reads)
-    absent = {"cu_seqlens"} | (set() if decay else {"g", "dg", "states"}) | (set() if reads else {"w", "dr", "dk_read"})
-    absent |= set() if normalize else {"z0", "dd", "dzT", "dz0"}
-    absent |= (set() if normalize and decay else {"normalizers"}) | (set() if decay == SCALAR else {"db"})
-    of_queries = absent | (set() if decay == SCALAR else {"q"}) | (set() if reads else {"dk"})
-    of_keys = absent | (set() if reads or decay else {"k"}) | (set() if decay == VECTOR else {"dq"})
-    narrow, constants = {"q", "k", "v", "do", "dr"}, {**by_key, "NORMALIZE": normalize}
-    return [
-        variant(f"dq_kernel {name}", dq_kernel, constants, of_queries, narrow | {"dq"}, dtype),
-        variant(f"dk_kernel {name}", dk_kernel, constants, of_keys, narrow | {"dk"}, dtype),
-    ]

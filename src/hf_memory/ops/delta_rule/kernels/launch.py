@@ -23,17 +23,9 @@ from torch import Tensor
 
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
-from hf_memory.ops.triton.gradients import gradient_variants, query_and_key_gradients
+from hf_memory.ops.triton.gradients import query_and_key_gradients
 from hf_memory.ops.triton.launch import VECTOR, contiguous, decay_kind, launcher, or_empty
-from hf_memory.ops.triton.segments import (
-    Segments,
-    boundary_states_of,
-    cut,
-    matrix_scan_constants,
-    matrix_scan_kernel,
-    segment_length,
-)
-from hf_memory.ops.triton.variants import POINTERS, Variant, variant
+from hf_memory.ops.triton.segments import Segments, boundary_states_of, cut, segment_length
 
 Walk = Callable[..., None]
 TILE = 4096  # size of the part of the state that a program holds
@@ -251,30 +243,3 @@ def delta_rule(
     programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)["BV"])
     segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
     return _forward(q, k, v, beta, g, state, cu_seqlens, scale, segment)[:2]
-
-
-def variants() -> list[Variant]:
-    """The specialisations to compile ahead of time: each kernel, with each kind of decay, at usual head sizes."""
-    sizes = [(D, dtype) for D in (64, 128, 256) for dtype in POINTERS]
-    return [case for D, dtype in sizes for decay in (0, 1, 2) for case in _case(D, decay, dtype)]
-
-
-def _case(D: int, decay: int, dtype: torch.dtype) -> list[Variant]:
-    walk, chunk = walk_constants(8, 8, D, D, decay, dtype), chunk_constants(8, 8, D, decay, dtype)
-    absent = {"cu_seqlens", "bounds"} | (set() if decay else {"g"})
-    alone = {"own": {"q", "P", "S0", "o", "e"}, "transition": {"q", "v", "P", "S0", "o", "e"}}
-    cases = (
-        ("", chunk_kernel, chunk, absent | {"W"}),
-        (" backward", chunk_kernel, chunk, absent | {"U"}),
-        ("", forward_kernel, walk, absent),
-        *((f" {name}", forward_kernel, walk, absent | less) for name, less in alone.items()),
-        ("", solve_kernel, walk, absent),
-        (" own", solve_kernel, walk, absent | {"dST", "e", "dv", "dbeta"}),
-        ("", matrix_scan_kernel, {**matrix_scan_constants(8, D, D), "BACKWARDS": True}, set()),
-    )
-    name = f"{('none', 'scalar', 'vector')[decay]} {D} {str(dtype)[6:]}"
-    narrow = {"q", "k", "v", "P", "o", "e", "do", "dv"}
-    walks = [
-        variant(f"{kernel.__name__}{part} {name}", kernel, c, less, narrow, dtype) for part, kernel, c, less in cases
-    ]
-    return walks + gradient_variants(f"delta {name}", D, decay, dtype, reads=True, normalize=False)

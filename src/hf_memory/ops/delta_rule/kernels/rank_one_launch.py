@@ -38,7 +38,6 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
 from hf_memory.ops.triton.gradients import query_and_key_gradients
 from hf_memory.ops.triton.launch import VECTOR, contiguous, launcher
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
-from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 
 def _constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
@@ -187,28 +186,3 @@ def diagonal_plus_rank_one(
     programs = HV * triton.cdiv(V, _constants(HV, q.shape[3], V, q.dtype)["BV"])
     segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
     return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]
-
-
-def variants() -> list[Variant]:
-    """The specialisations to compile ahead of time, at usual head sizes."""
-    return [case for D in (64, 128, 256) for dtype in POINTERS for case in _case(D, dtype)]
-
-
-def _case(D: int, dtype: torch.dtype) -> list[Variant]:
-    packed = {"cu_seqlens", "bounds"}
-    alone = {"own": {"q", "P", "R", "S0", "o", "e"}, "transition": {"q", "k", "v", "P", "R", "W", "S0", "o", "e"}}
-    cases = (
-        ("", rank_one_chunk_kernel, packed),
-        ("", rank_one_forward_kernel, packed),
-        *((f" {name}", rank_one_forward_kernel, packed | less) for name, less in alone.items()),
-        ("", rank_one_backward_kernel, packed),
-        (" own", rank_one_backward_kernel, packed | {"dST", "de", "dv"}),
-    )
-    narrow, name = {"q", "k", "v", "a", "b", "P", "R", "o", "do", "de", "dv"}, f"vector {D} {str(dtype)[6:]}"
-    chunk, walk = _constants(8, D, 0, dtype), _constants(8, D, D, dtype)
-    return [
-        variant(
-            f"{kernel.__name__}{part} {name}", kernel, walk if "V" in kernel.arg_names else chunk, less, narrow, dtype
-        )
-        for part, kernel, less in cases
-    ]

@@ -17,7 +17,6 @@ from torch import Tensor
 from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
 from hf_memory.ops.triton.launch import launcher
-from hf_memory.ops.triton.variants import Variant, variant
 
 TILE = 1024  # size of the part of the weights that a program holds
 
@@ -176,19 +175,3 @@ class _Pass(torch.autograd.Function):
 def walk(reads, asks, values, keys, leaves, through, back, M: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Same function as `exact._pass`; products are as exact as `dtype`."""
     return _Pass.apply(dtype, reads, asks, values, keys, leaves, through, back, M)
-
-
-def variants() -> list[Variant]:
-    """Both kernels with momentum and decay to zero, at usual head sizes."""
-    return [
-        variant(
-            f"exact{kernel.__name__} {D} {str(dtype)[6:]}",
-            kernel,
-            _constants(64, D, D, 2, dtype),
-            {"back"},
-            set(),
-            dtype,
-        )
-        for D, dtype in ((64, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16))
-        for kernel in (_forward_kernel, _backward_kernel)
-    ]

@@ -29,7 +29,6 @@ from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kerne
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule
 from hf_memory.ops.neural_memory.one_chunk import Memory
 from hf_memory.ops.triton.launch import launcher
-from hf_memory.ops.triton.variants import POINTERS, Variant, variant
 
 TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # rows that a program reads
@@ -221,20 +220,3 @@ def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
     if isinstance(closed, bool):
         return torch.full((N,), int(closed), dtype=torch.int32, device=like.device)
     return closed.flatten().to(torch.int32)
-
-
-def variants() -> list[Variant]:
-    """The specialisations to compile ahead of time: all kernels at usual sizes of a memory, and at the largest ones."""
-    both = [(16, 64, hidden, dtype) for hidden in (128, 256) for dtype in POINTERS]
-    largest = [(16, 128, 256, torch.bfloat16), (64, 64, 128, torch.bfloat16), (32, 16, 32, torch.float32)]
-    return [variant for size in both + largest for variant in _case(*size)] + exact_kernels.variants()
-
-
-def _case(b: int, D: int, hidden: int, dtype: torch.dtype) -> list[Variant]:
-    rule = Rule(b, residual=True)
-    constants = _constants(b, D, D, hidden, rule, dtype, True, True, False)
-    name = f"{b} x {D} x {hidden} {str(dtype)[6:]}"
-    return [
-        variant(f"{kernel.__name__} {name}", kernel, constants, {"closed"}, set(), dtype)
-        for kernel in (write_kernel, read_kernel, read_backward_kernel, write_backward_kernel)
-    ]
