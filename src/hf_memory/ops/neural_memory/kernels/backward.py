@@ -6,6 +6,7 @@ import triton.language as tl
 from hf_memory.ops.neural_memory.kernels.forward import read
 from hf_memory.ops.neural_memory.kernels.parts import (
     activate,
+    anchor_of,
     column,
     dot,
     load,
@@ -17,20 +18,18 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 
 
 @triton.jit
-def _back_through(
-    x, g, state, initial, at, inside, beta, c, SIZE, RETURNS: tl.constexpr, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
-):
+def _back_through(x, g, state, initial, at, inside, beta, c, meta: tl.constexpr):
     """Gradients of x, beta and c from g, the gradient of one tile of `read(x)`."""
     W = load(state + at, inside)
-    if RETURNS:
+    if meta.RETURNS:
         W -= load(initial + at, inside)
-    back = dot(g, tl.trans(W), DTYPE)
+    back = dot(g, tl.trans(W), meta.DTYPE)
     dx, dbeta = beta * back, tl.sum(x * back, axis=1)
     dc = tl.zeros_like(dbeta)
-    if RETURNS:
-        dx += dot(g, tl.trans(load(initial + at, inside)), DTYPE)
-    if MOMENTUM:
-        back = dot(g, tl.trans(load(state + SIZE + at, inside)), DTYPE)
+    if meta.RETURNS:
+        dx += dot(g, tl.trans(load(initial + at, inside)), meta.DTYPE)
+    if meta.MOMENTUM:
+        back = dot(g, tl.trans(load(state + meta.SIZE + at, inside)), meta.DTYPE)
         dx += c * back
         dc += tl.sum(x * back, axis=1)
     return dx, dbeta, dc
@@ -38,134 +37,91 @@ def _back_through(
 
 @triton.jit
 def read_backward_kernel(
-    q,  # [NC, N, C, K]
-    k,  # [NC, N, C, K]
-    P,  # [NC, N, C, C]
-    beta,  # [NC, N, C] or None
-    c,  # [NC, N, C] or None
+    given,  # Rows
     initial,  # [N, SIZE] or None
     states,  # [NC + 1, N, PARTS, SIZE]
-    z,  # [NC, N, C, HIDDEN]
-    f,  # [NC, N, C, HIDDEN]
-    e,  # [NC, N, C, V]
+    learned,  # Learned
     do,  # [NC, N, C, V]
     y,  # [NC, N, C, HIDDEN]
     du,  # [NC, N, C, HIDDEN]
     scores,  # [2, NC, N, C, C]: Q K^T and Y X^T
     G,  # [2, NC, N, C, C]: dU D^T and dO E^T, minus the gradients of P .* scores
-    dq,  # [NC, N, C, K]
-    dbeta,  # [NC, N, C] or None
-    dc,  # [NC, N, C] or None
+    grads,  # Rows, of which those of q, beta and c are computed here
     chunks,
     N,
     C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    RETURNS: tl.constexpr,
-    ANCHOR: tl.constexpr,
-    DTYPE: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """Program (n, i, r): the part of the backward of reads that needs only the r-th rows of chunk i of head n."""
-    n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    n = tl.cast(tl.program_id(0), tl.int64)
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
-    i_k, i_v, cols = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
-    rows = tl.program_id(2) * BR + tl.arange(0, BR)
-    state = states + at * (1 + MOMENTUM + ANCHOR) * SIZE
-    if RETURNS:
-        initial += n * SIZE
-    q_c, k_c, do_c = q + at * C * K, k + at * C * K, do + at * C * V
-    z_c, f_c, y_c, du_c = z + at * C * HIDDEN, f + at * C * HIDDEN, y + at * C * HIDDEN, du + at * C * HIDDEN
-    P_c = load_tile(P + at * C * C, rows, C, cols, C)
-    beta_c, c_c = column(beta, at * C, rows, C, DECAY, 1.0), column(c, at * C, rows, C, MOMENTUM, 0.0)
+    i_k, i_v, cols = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
+    rows = tl.program_id(2) * meta.BR + tl.arange(0, meta.BR)
+    state = states + at * meta.PARTS * meta.SIZE
+    if meta.RETURNS:
+        initial += n * meta.SIZE
+    q_c, k_c, do_c = given.q + at * C * K, given.k + at * C * K, do + at * C * V
+    z_c, f_c, e_c = learned.z + at * C * HIDDEN, learned.f + at * C * HIDDEN, learned.e + at * C * V
+    y_c, du_c = y + at * C * HIDDEN, du + at * C * HIDDEN
+    P_c = load_tile(given.P + at * C * C, rows, C, cols, C)
+    beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
     scores, G, SECOND = scores + at * C * C, G + at * C * C, tl.cast(chunks, tl.int64) * N * C * C
-    scores_1 = dot(load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k_c, cols, C, i_k, K)), DTYPE)
+    scores_1 = dot(load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k_c, cols, C, i_k, K)), meta.DTYPE)
     store_tile(scores, scores_1, rows, C, cols, C)
-    G_2 = dot(load_tile(do_c, rows, C, i_v, V), tl.trans(load_tile(e + at * C * V, cols, C, i_v, V)), DTYPE)
+    G_2 = dot(load_tile(do_c, rows, C, i_v, V), tl.trans(load_tile(e_c, cols, C, i_v, V)), meta.DTYPE)
     store_tile(G + SECOND, G_2, rows, C, cols, C)
     scores_1, G_2 = P_c * scores_1, P_c * G_2
-    scores_2, G_1 = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
-    dq_c, dbeta_c, dc_c = tl.zeros([BR, BK], tl.float32), tl.zeros([BR], tl.float32), tl.zeros([BR], tl.float32)
-    for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-        j = tile + tl.arange(0, BH)
-        at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-        x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
+    scores_2, G_1 = tl.zeros([meta.BR, meta.BC], tl.float32), tl.zeros([meta.BR, meta.BC], tl.float32)
+    dq_c = tl.zeros([meta.BR, meta.BK], tl.float32)
+    dbeta_c, dc_c = tl.zeros([meta.BR], tl.float32), tl.zeros([meta.BR], tl.float32)
+    for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+        j = tile + tl.arange(0, meta.BH)
+        at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+        x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), meta.ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
         q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, to save registers
-        u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
-        y_t, slope, _ = activate(u - dot(scores_1, d, DTYPE, BC // 16), ACTIVATION)
-        scores_2 += dot(y_t, tl.trans(x), DTYPE)
+        u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, meta)
+        y_t, slope, _ = activate(u - dot(scores_1, d, meta.DTYPE, meta.BC // 16), meta.ACTIVATION)
+        scores_2 += dot(y_t, tl.trans(x), meta.DTYPE)
         store_tile(y_c, y_t, rows, C, j, HIDDEN)
-        dy, dbeta_t, dc_t = _back_through(
-            y_t,
-            load_tile(do_c, rows, C, i_v, V),
-            state,
-            initial,
-            at_2,
-            in_2,
-            beta_c,
-            c_c,
-            SIZE,
-            RETURNS,
-            MOMENTUM,
-            DTYPE,
-        )
+        do_t = load_tile(do_c, rows, C, i_v, V)
+        dy, dbeta_t, dc_t = _back_through(y_t, do_t, state, initial, at_2, in_2, beta_c, c_c, meta)
         dbeta_c, dc_c = dbeta_c + dbeta_t, dc_c + dc_t
-        du_t = slope * (dy - dot(G_2, x, DTYPE, BC // 16))
-        G_1 += dot(du_t, tl.trans(d), DTYPE)
+        du_t = slope * (dy - dot(G_2, x, meta.DTYPE, meta.BC // 16))
+        G_1 += dot(du_t, tl.trans(d), meta.DTYPE)
         store_tile(du_c, du_t, rows, C, j, HIDDEN)
-        dq_t, dbeta_t, dc_t = _back_through(
-            load_tile(q_c, rows, C, i_k, K),
-            du_t,
-            state,
-            initial,
-            at_1,
-            in_1,
-            beta_c,
-            c_c,
-            SIZE,
-            RETURNS,
-            MOMENTUM,
-            DTYPE,
-        )
+        q_t = load_tile(q_c, rows, C, i_k, K)
+        dq_t, dbeta_t, dc_t = _back_through(q_t, du_t, state, initial, at_1, in_1, beta_c, c_c, meta)
         dq_c, dbeta_c, dc_c = dq_c + dq_t, dbeta_c + dbeta_t, dc_c + dc_t
     store_tile(scores + SECOND, scores_2, rows, C, cols, C)
     store_tile(G, G_1, rows, C, cols, C)
-    P_c = load_tile(P + at * C * C, rows, C, cols, C)  # loaded a second time, to save registers
-    dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), DTYPE)
-    if RESIDUAL:
+    P_c = load_tile(given.P + at * C * C, rows, C, cols, C)  # loaded a second time, to save registers
+    dq_c -= dot(P_c * G_1, load_tile(k_c, cols, C, i_k, K), meta.DTYPE)
+    if meta.RESIDUAL:
         dq_c += load_tile(do_c, rows, C, i_v, V)
-    store_tile(dq + at * C * K, dq_c, rows, C, i_k, K)
-    if DECAY:
-        tl.store(dbeta + at * C + rows, dbeta_c, mask=rows < C)
-    if MOMENTUM:
-        tl.store(dc + at * C + rows, dc_c, mask=rows < C)
+    store_tile(grads.q + at * C * K, dq_c, rows, C, i_k, K)
+    if meta.DECAY:
+        tl.store(grads.beta + at * C + rows, dbeta_c, mask=rows < C)
+    if meta.MOMENTUM:
+        tl.store(grads.c + at * C + rows, dc_c, mask=rows < C)
 
 
 @triton.jit
-def _put_back(
-    x, g, before, after, at, inside, beta, c, beta_n, c_n, H, SIZE, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
-):
+def _put_back(x, g, before, after, at, inside, beta, c, beta_n, c_n, H, meta: tl.constexpr):
     """Store a tile of the gradient of the state before, from that of the state after and g, that of `read(x)`."""
     dW = load(after + at, inside)
-    tl.store(before + at, beta_n * dW + dot(tl.trans(x), beta * g, DTYPE), mask=inside)
-    if MOMENTUM:
-        dS = c_n * dW + H * load(after + SIZE + at, inside) + dot(tl.trans(x), c * g, DTYPE)
-        tl.store(before + SIZE + at, dS, mask=inside)
+    tl.store(before + at, beta_n * dW + dot(tl.trans(x), beta * g, meta.DTYPE), mask=inside)
+    if meta.MOMENTUM:
+        dS = c_n * dW + H * load(after + meta.SIZE + at, inside) + dot(tl.trans(x), c * g, meta.DTYPE)
+        tl.store(before + meta.SIZE + at, dS, mask=inside)
 
 
 @triton.jit
 def _back_through_write(k, d, x, e, dd, dx, de, after, at_1, in_1, at_2, in_2, w, DTYPE: tl.constexpr):
-    """Add one tile of the gradients of both `_write`s, of D, X and E, from that of what they leave; and that of w."""
+    """Add one tile of the gradients of both `write`s, of D, X and E, from that of what they leave; and that of w."""
     G = load(after + at_2, in_2)
     back, out = dot(e, tl.trans(G), DTYPE), dot(k, load(after + at_1, in_1), DTYPE)
     dw = -tl.sum(x * back + out * d, axis=1)
@@ -173,10 +129,10 @@ def _back_through_write(k, d, x, e, dd, dx, de, after, at_1, in_1, at_2, in_2, w
 
 
 @triton.jit
-def _add_anchor(before, after, dA, at, inside, is_closed, OFFSET, ANCHOR: tl.constexpr):
+def _add_anchor(before, after, dA, at, inside, is_closed, meta: tl.constexpr):
     """Add the anchor's gradient to that of the weights if they became the anchor, else to that of the old anchor."""
-    G = load(before + at, inside)
-    if ANCHOR:
+    G, OFFSET = load(before + at, inside), (meta.PARTS - 1) * meta.SIZE
+    if meta.ANCHOR:
         dA += load(after + OFFSET + at, inside)
         tl.store(before + OFFSET + at, tl.where(is_closed, 0.0, dA), mask=inside)
         dA = tl.where(is_closed, dA, 0.0)
@@ -186,18 +142,10 @@ def _add_anchor(before, after, dA, at, inside, is_closed, OFFSET, ANCHOR: tl.con
 
 @triton.jit
 def write_backward_kernel(
-    q,  # [NC, N, C, K]
-    k,  # [NC, N, C, K]
-    P,  # [NC, N, C, C]
-    beta,  # [NC, N, C] or None
-    c,  # [NC, N, C] or None
-    m,  # [NC, N, C] or None
-    H,  # [NC, N] or None
+    given,  # Rows
     closed,  # [NC, N] int32 or None
     states,  # [NC + 1, N, PARTS, SIZE]
-    z,  # [NC, N, C, HIDDEN]
-    f,  # [NC, N, C, HIDDEN]
-    e,  # [NC, N, C, V]
+    learned,  # Learned
     y,  # [NC, N, C, HIDDEN]
     du,  # [NC, N, C, HIDDEN]
     do,  # [NC, N, C, V]
@@ -207,90 +155,77 @@ def write_backward_kernel(
     de,  # [NC, N, C, V]
     dz,  # [NC, N, C, HIDDEN]
     dw,  # [NC, N, C]
-    dm,  # [NC, N, C] or None
+    dm,  # [NC, N, C, 1] or None
     chunks,
     N,
     C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    ANCHOR: tl.constexpr,
-    DTYPE: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """Program n loops over the chunks of head n backwards."""
-    n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
-    PARTS, OFFSET = 1 + MOMENTUM + ANCHOR, (MOMENTUM + ANCHOR) * SIZE
-    i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    n = tl.cast(tl.program_id(0), tl.int64)
+    DTYPE: tl.constexpr = meta.DTYPE
+    STATE = meta.PARTS * meta.SIZE
+    i_k, i_v, rows = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
     for reverse in tl.range(chunks, disable_licm=True):
         at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
-        before, after = d_states + at * PARTS * SIZE, d_states + (at + N) * PARTS * SIZE
-        anchor, is_closed = states + at * PARTS * SIZE, True
-        if ANCHOR:
-            is_closed = tl.load(closed + at) != 0
-            anchor += tl.where(is_closed, 0, OFFSET)
-        q_c, k_c, e_c, do_c = q + at * C * K, k + at * C * K, e + at * C * V, do + at * C * V
-        z_c, f_c, y_c, du_c = z + at * C * HIDDEN, f + at * C * HIDDEN, y + at * C * HIDDEN, du + at * C * HIDDEN
+        before, after = d_states + at * STATE, d_states + (at + N) * STATE
+        anchor, is_closed = anchor_of(states + at * STATE, closed, at, meta)
+        q_c, k_c, do_c = given.q + at * C * K, given.k + at * C * K, do + at * C * V
+        z_c, f_c, e_c = learned.z + at * C * HIDDEN, learned.f + at * C * HIDDEN, learned.e + at * C * V
+        y_c, du_c = y + at * C * HIDDEN, du + at * C * HIDDEN
         dd_c, dx_c, de_c = dd + at * C * HIDDEN, dx + at * C * HIDDEN, de + at * C * V
-        w_c, m_c, beta_n, c_n, H_n = of_write(P, beta, c, m, H, at, rows, C, DECAY, MOMENTUM)
-        beta_c, c_c = column(beta, at * C, rows, C, DECAY, 1.0), column(c, at * C, rows, C, MOMENTUM, 0.0)
+        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
+        beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
         de_s = load_tile(de_c, rows, C, i_v, V)
-        dw_s, dm_s = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
-        for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-            j = tile + tl.arange(0, BH)
-            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-            _put_back(
-                load_tile(q_c, rows, C, i_k, K), load_tile(du_c, rows, C, j, HIDDEN),
-                before, after, at_1, in_1, beta_c, c_c, beta_n, c_n, H_n, SIZE, MOMENTUM, DTYPE,
-            )  # fmt: skip
-            _put_back(
-                load_tile(y_c, rows, C, j, HIDDEN), load_tile(do_c, rows, C, i_v, V),
-                before, after, at_2, in_2, beta_c, c_c, beta_n, c_n, H_n, SIZE, MOMENTUM, DTYPE,
-            )  # fmt: skip
-        for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-            j = tile + tl.arange(0, BH)
-            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-            x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), ACTIVATION)
+        dw_s, dm_s = tl.zeros([meta.BC], tl.float32), tl.zeros([meta.BC], tl.float32)
+        for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+            j = tile + tl.arange(0, meta.BH)
+            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+            x, g = load_tile(q_c, rows, C, i_k, K), load_tile(du_c, rows, C, j, HIDDEN)
+            _put_back(x, g, before, after, at_1, in_1, beta_c, c_c, beta_n, c_n, H_n, meta)
+            x, g = load_tile(y_c, rows, C, j, HIDDEN), load_tile(do_c, rows, C, i_v, V)
+            _put_back(x, g, before, after, at_2, in_2, beta_c, c_c, beta_n, c_n, H_n, meta)
+        for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+            j = tile + tl.arange(0, meta.BH)
+            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+            x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), meta.ACTIVATION)
             d = slope * load_tile(f_c, rows, C, j, HIDDEN)
             dd_t, dx_t = load_tile(dd_c, rows, C, j, HIDDEN), load_tile(dx_c, rows, C, j, HIDDEN)
+            k_t, e_t = load_tile(k_c, rows, C, i_k, K), load_tile(e_c, rows, C, i_v, V)
             dd_t, dx_t, de_s, dw_t = _back_through_write(
-                load_tile(k_c, rows, C, i_k, K), d, x, load_tile(e_c, rows, C, i_v, V), dd_t, dx_t, de_s,
-                after, at_1, in_1, at_2, in_2, w_c, DTYPE,
-            )  # fmt: skip
+                k_t, d, x, e_t, dd_t, dx_t, de_s, after, at_1, in_1, at_2, in_2, w_c, DTYPE
+            )
             dw_s += dw_t
-            if MOMENTUM:
+            if meta.MOMENTUM:
                 tl.debug_barrier()  # frees the registers of earlier loads
+                k_t, e_t = load_tile(k_c, rows, C, i_k, K), load_tile(e_c, rows, C, i_v, V)
                 dd_t, dx_t, de_s, dm_t = _back_through_write(
-                    load_tile(k_c, rows, C, i_k, K), d, x, load_tile(e_c, rows, C, i_v, V), dd_t, dx_t, de_s,
-                    after + SIZE, at_1, in_1, at_2, in_2, m_c, DTYPE,
-                )  # fmt: skip
+                    k_t, d, x, e_t, dd_t, dx_t, de_s, after + meta.SIZE, at_1, in_1, at_2, in_2, m_c, DTYPE
+                )
                 dm_s += dm_t
             de_s += dot(slope * dd_t, load(anchor + at_2, in_2), DTYPE)
             tl.debug_barrier()  # all threads have read before one writes
             store_tile(dd_c, dd_t, rows, C, j, HIDDEN)
             store_tile(dx_c, dx_t, rows, C, j, HIDDEN)
         tl.store(dw + at * C + rows, dw_s, mask=rows < C)
-        if MOMENTUM:
+        if meta.MOMENTUM:
             tl.store(dm + at * C + rows, dm_s, mask=rows < C)
         tl.debug_barrier()
         store_tile(de_c, de_s, rows, C, i_v, V)
         tl.debug_barrier()
-        for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-            j = tile + tl.arange(0, BH)
-            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-            x, slope, bend = activate(load_tile(z_c, rows, C, j, HIDDEN), ACTIVATION)
+        for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+            j = tile + tl.arange(0, meta.BH)
+            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+            x, slope, bend = activate(load_tile(z_c, rows, C, j, HIDDEN), meta.ACTIVATION)
             de_t, dd_t = load_tile(de_c, rows, C, i_v, V), load_tile(dd_c, rows, C, j, HIDDEN)
             dx_t = load_tile(dx_c, rows, C, j, HIDDEN) + dot(de_t, tl.trans(load(anchor + at_2, in_2)), DTYPE)
             dA_2 = dot(tl.trans(x), de_t, DTYPE) + dot(tl.trans(slope * dd_t), load_tile(e_c, rows, C, i_v, V), DTYPE)
-            _add_anchor(before, after, dA_2, at_2, in_2, is_closed, OFFSET, ANCHOR)
+            _add_anchor(before, after, dA_2, at_2, in_2, is_closed, meta)
             dz_t = slope * dx_t + bend * load_tile(f_c, rows, C, j, HIDDEN) * dd_t
             store_tile(dz + at * C * HIDDEN, dz_t, rows, C, j, HIDDEN)
             dA_1 = dot(tl.trans(load_tile(k_c, rows, C, i_k, K)), dz_t, DTYPE)
-            _add_anchor(before, after, dA_1, at_1, in_1, is_closed, OFFSET, ANCHOR)
+            _add_anchor(before, after, dA_1, at_1, in_1, is_closed, meta)
         tl.debug_barrier()

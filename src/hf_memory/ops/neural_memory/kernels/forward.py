@@ -5,6 +5,7 @@ import triton.language as tl
 
 from hf_memory.ops.neural_memory.kernels.parts import (
     activate,
+    anchor_of,
     column,
     dot,
     load,
@@ -16,170 +17,127 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 
 
 @triton.jit
-def read(
-    x, state, initial, at, inside, beta, c, SIZE, RETURNS: tl.constexpr, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr
-):
+def read(x, state, initial, at, inside, beta, c, meta: tl.constexpr):
     """x times the weights before the chunk, decayed, and times the momentum."""
     W = load(state + at, inside)
-    if RETURNS:
+    if meta.RETURNS:
         I = load(initial + at, inside)
-        y = beta * dot(x, W - I, DTYPE) + dot(x, I, DTYPE)
+        y = beta * dot(x, W - I, meta.DTYPE) + dot(x, I, meta.DTYPE)
     else:
-        y = beta * dot(x, W, DTYPE)
-    if MOMENTUM:
-        y += c * dot(x, load(state + SIZE + at, inside), DTYPE)
+        y = beta * dot(x, W, meta.DTYPE)
+    if meta.MOMENTUM:
+        y += c * dot(x, load(state + meta.SIZE + at, inside), meta.DTYPE)
     return y
 
 
 @triton.jit
-def write(
-    X, D, state, after, initial, at, inside, w, m, beta, c, H, SIZE,
-    RETURNS: tl.constexpr, MOMENTUM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def write(X, D, state, after, initial, at, inside, w, m, beta, c, H, meta: tl.constexpr):
     """Weights and momentum after the chunk."""
-    W = beta * load(state + at, inside) - dot(tl.trans(X), w * D, DTYPE)
-    if RETURNS:
+    W = beta * load(state + at, inside) - dot(tl.trans(X), w * D, meta.DTYPE)
+    if meta.RETURNS:
         W += (1 - beta) * load(initial + at, inside)
-    if MOMENTUM:
-        S = load(state + SIZE + at, inside)
+    if meta.MOMENTUM:
+        S = load(state + meta.SIZE + at, inside)
         W += c * S
-        tl.store(after + SIZE + at, H * S - dot(tl.trans(X), m * D, DTYPE), mask=inside)
+        tl.store(after + meta.SIZE + at, H * S - dot(tl.trans(X), m * D, meta.DTYPE), mask=inside)
     tl.store(after + at, W, mask=inside)
 
 
 @triton.jit
 def write_kernel(
-    k,  # [NC, N, C, K]
-    v,  # [NC, N, C, V]
-    P,  # [NC, N, C, C]
-    beta,  # [NC, N, C] or None
-    c,  # [NC, N, C] or None
-    m,  # [NC, N, C] or None
-    H,  # [NC, N] or None
+    given,  # Rows
     closed,  # [NC, N] int32, whether the anchor becomes the weights before the chunk; or None for always
     initial,  # [N, SIZE] or None
     states,  # [NC + 1, N, PARTS, SIZE]: the first is given
-    z,  # [NC, N, C, HIDDEN]
-    f,  # [NC, N, C, HIDDEN]
-    e,  # [NC, N, C, V]
+    learned,  # Learned
     chunks,
     N,
     C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    RETURNS: tl.constexpr,
-    ANCHOR: tl.constexpr,
-    DTYPE: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """Program n computes the writes of all chunks of head n: Z, F, E and the states."""
-    n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
-    PARTS, OFFSET = 1 + MOMENTUM + ANCHOR, (MOMENTUM + ANCHOR) * SIZE
-    i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
-    if RETURNS:
-        initial += n * SIZE
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    n = tl.cast(tl.program_id(0), tl.int64)
+    STATE, OFFSET = meta.PARTS * meta.SIZE, (meta.PARTS - 1) * meta.SIZE
+    i_k, i_v, rows = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
+    if meta.RETURNS:
+        initial += n * meta.SIZE
     for i in tl.range(chunks, disable_licm=True):
         at = tl.cast(i, tl.int64) * N + n
-        state, after = states + at * PARTS * SIZE, states + (at + N) * PARTS * SIZE
-        anchor = state
-        if ANCHOR:
-            anchor += tl.where(tl.load(closed + at) != 0, 0, OFFSET)
-        k_c, z_c, f_c, e_c = k + at * C * K, z + at * C * HIDDEN, f + at * C * HIDDEN, e + at * C * V
-        error = -load_tile(v + at * C * V, rows, C, i_v, V)
-        if RESIDUAL:
+        state, after = states + at * STATE, states + (at + N) * STATE
+        anchor = anchor_of(state, closed, at, meta)[0]
+        k_c, z_c = given.k + at * C * K, learned.z + at * C * HIDDEN
+        f_c, e_c = learned.f + at * C * HIDDEN, learned.e + at * C * V
+        error = -load_tile(given.v + at * C * V, rows, C, i_v, V)
+        if meta.RESIDUAL:
             error += load_tile(k_c, rows, C, i_k, K)
-        for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-            j = tile + tl.arange(0, BH)
-            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
+        for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+            j = tile + tl.arange(0, meta.BH)
+            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
             A_1, A_2 = load(anchor + at_1, in_1), load(anchor + at_2, in_2)
-            z_t = dot(load_tile(k_c, rows, C, i_k, K), A_1, DTYPE)
-            x, _, _ = activate(z_t, ACTIVATION)
-            error += dot(x, A_2, DTYPE)
+            z_t = dot(load_tile(k_c, rows, C, i_k, K), A_1, meta.DTYPE)
+            x, _, _ = activate(z_t, meta.ACTIVATION)
+            error += dot(x, A_2, meta.DTYPE)
             store_tile(z_c, z_t, rows, C, j, HIDDEN)
-            if ANCHOR:
+            if meta.ANCHOR:
                 tl.store(after + OFFSET + at_1, A_1, mask=in_1)
                 tl.store(after + OFFSET + at_2, A_2, mask=in_2)
         store_tile(e_c, error, rows, C, i_v, V)
         tl.debug_barrier()  # threads read what others have written
-        w_c, m_c, beta_n, c_n, H_n = of_write(P, beta, c, m, H, at, rows, C, DECAY, MOMENTUM)
-        for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-            j = tile + tl.arange(0, BH)
-            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-            x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), ACTIVATION)
+        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
+        for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+            j = tile + tl.arange(0, meta.BH)
+            at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+            x, slope, _ = activate(load_tile(z_c, rows, C, j, HIDDEN), meta.ACTIVATION)
             e_t = load_tile(e_c, rows, C, i_v, V)  # loaded for every tile, to save registers
-            f_t = dot(e_t, tl.trans(load(anchor + at_2, in_2)), DTYPE)
+            f_t = dot(e_t, tl.trans(load(anchor + at_2, in_2)), meta.DTYPE)
             store_tile(f_c, f_t, rows, C, j, HIDDEN)
-            write(x, e_t, state, after, initial, at_2, in_2, w_c, m_c, beta_n, c_n, H_n, SIZE, RETURNS, MOMENTUM, DTYPE)
-            write(
-                load_tile(k_c, rows, C, i_k, K), slope * f_t, state, after, initial, at_1, in_1,
-                w_c, m_c, beta_n, c_n, H_n, SIZE, RETURNS, MOMENTUM, DTYPE,
-            )  # fmt: skip
+            write(x, e_t, state, after, initial, at_2, in_2, w_c, m_c, beta_n, c_n, H_n, meta)
+            k_t = load_tile(k_c, rows, C, i_k, K)
+            write(k_t, slope * f_t, state, after, initial, at_1, in_1, w_c, m_c, beta_n, c_n, H_n, meta)
         tl.debug_barrier()
 
 
 @triton.jit
 def read_kernel(
-    q,  # [NC, N, C, K]
-    k,  # [NC, N, C, K]
-    P,  # [NC, N, C, C]
-    beta,  # [NC, N, C] or None
-    c,  # [NC, N, C] or None
+    given,  # Rows
     initial,  # [N, SIZE] or None
     states,  # [NC + 1, N, PARTS, SIZE]
-    z,  # [NC, N, C, HIDDEN]
-    f,  # [NC, N, C, HIDDEN]
-    e,  # [NC, N, C, V]
+    learned,  # Learned
     o,  # [NC, N, C, V]
     N,
     C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    RETURNS: tl.constexpr,
-    ANCHOR: tl.constexpr,
-    DTYPE: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """Program (n, i, r) reads the r-th rows of chunk i of head n."""
-    n, SIZE = tl.cast(tl.program_id(0), tl.int64), K * HIDDEN + HIDDEN * V
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    n = tl.cast(tl.program_id(0), tl.int64)
     at = tl.cast(tl.program_id(1), tl.int64) * N + n
-    i_k, i_v, cols = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
-    rows = tl.program_id(2) * BR + tl.arange(0, BR)
-    state = states + at * (1 + MOMENTUM + ANCHOR) * SIZE
-    if RETURNS:
-        initial += n * SIZE
-    q_c, z_c, f_c = q + at * C * K, z + at * C * HIDDEN, f + at * C * HIDDEN
-    P_c = load_tile(P + at * C * C, rows, C, cols, C)
-    beta_c, c_c = column(beta, at * C, rows, C, DECAY, 1.0), column(c, at * C, rows, C, MOMENTUM, 0.0)
-    scores = P_c * dot(load_tile(q_c, rows, C, i_k, K), tl.trans(load_tile(k + at * C * K, cols, C, i_k, K)), DTYPE)
-    output, scores_2 = tl.zeros([BR, BV], tl.float32), tl.zeros([BR, BC], tl.float32)
-    for tile in tl.range(0, HIDDEN, BH, disable_licm=True):
-        j = tile + tl.arange(0, BH)
-        at_1, in_1, at_2, in_2 = places(i_k, j, i_v, K, HIDDEN, V)
-        x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), ACTIVATION)
+    i_k, i_v, cols = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC)
+    rows = tl.program_id(2) * meta.BR + tl.arange(0, meta.BR)
+    state = states + at * meta.PARTS * meta.SIZE
+    if meta.RETURNS:
+        initial += n * meta.SIZE
+    q_c, z_c, f_c = given.q + at * C * K, learned.z + at * C * HIDDEN, learned.f + at * C * HIDDEN
+    P_c, k_c = load_tile(given.P + at * C * C, rows, C, cols, C), load_tile(given.k + at * C * K, cols, C, i_k, K)
+    beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+    scores = P_c * dot(load_tile(q_c, rows, C, i_k, K), tl.trans(k_c), meta.DTYPE)
+    output, scores_2 = tl.zeros([meta.BR, meta.BV], tl.float32), tl.zeros([meta.BR, meta.BC], tl.float32)
+    for tile in tl.range(0, HIDDEN, meta.BH, disable_licm=True):
+        j = tile + tl.arange(0, meta.BH)
+        at_1, in_1, at_2, in_2 = places(i_k, j, i_v, meta)
+        x, slope, _ = activate(load_tile(z_c, cols, C, j, HIDDEN), meta.ACTIVATION)
         d = slope * load_tile(f_c, cols, C, j, HIDDEN)
         q_t = load_tile(q_c, rows, C, i_k, K)  # loaded a second time, to save registers
-        u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
-        y, _, _ = activate(u - dot(scores, d, DTYPE), ACTIVATION)
-        output += read(y, state, initial, at_2, in_2, beta_c, c_c, SIZE, RETURNS, MOMENTUM, DTYPE)
-        scores_2 += dot(y, tl.trans(x), DTYPE)
-    output -= dot(P_c * scores_2, load_tile(e + at * C * V, cols, C, i_v, V), DTYPE)
-    if RESIDUAL:
+        u = read(q_t, state, initial, at_1, in_1, beta_c, c_c, meta)
+        y, _, _ = activate(u - dot(scores, d, meta.DTYPE), meta.ACTIVATION)
+        output += read(y, state, initial, at_2, in_2, beta_c, c_c, meta)
+        scores_2 += dot(y, tl.trans(x), meta.DTYPE)
+    output -= dot(P_c * scores_2, load_tile(learned.e + at * C * V, cols, C, i_v, V), meta.DTYPE)
+    if meta.RESIDUAL:
         output += load_tile(q_c, rows, C, i_k, K)
     store_tile(o + at * C * V, output, rows, C, i_v, V)

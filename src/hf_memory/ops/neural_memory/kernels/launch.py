@@ -14,7 +14,7 @@ state before each group of chunks is saved, and the group is recomputed.
 
 from functools import partial
 from math import isqrt
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,151 +26,157 @@ from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
+from hf_memory.ops.neural_memory.kernels.parts import Learned, Meta, Rows
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule
 from hf_memory.ops.neural_memory.one_chunk import Memory
-from hf_memory.ops.triton.launch import launcher
+from hf_memory.ops.triton.launch import contiguous, launcher
 
 TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # rows that a program reads
+LAUNCH = {"num_warps": 8, "num_stages": 1}
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _constants(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> dict:
-    """Compile-time arguments and launch options of all kernels."""
-    widths = {name: max(16, triton.next_power_of_2(D)) for name, D in (("BC", C), ("BK", K), ("BV", V), ("BH", hidden))}
-    return {
-        "K": K, "V": V, "HIDDEN": hidden, **widths, "BH": min(TILE, widths["BH"]), "BR": min(ROWS, widths["BC"]),
-        "ACTIVATION": rule.activation, "RESIDUAL": rule.residual,
-        "DECAY": decay, "MOMENTUM": momentum, "RETURNS": decay and rule.forget_to == "initial", "ANCHOR": anchor,
-        "DTYPE": _TYPES[dtype], "num_warps": 8, "num_stages": 1,
-    }  # fmt: skip
+def _meta(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> Meta:
+    """What kernels are compiled for."""
+    BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
+    return Meta(
+        *(K, V, hidden, (K + V) * hidden, 1 + momentum + anchor),
+        *(BC, BK, BV, min(TILE, width), min(ROWS, BC)),
+        *(rule.activation, rule.residual, decay, momentum, decay and rule.forget_to == "initial", anchor),
+        _TYPES[dtype],
+    )
 
 
-def _launch(kernel, grid: tuple, given: dict) -> None:
-    """Run a kernel with those of the given arguments that it takes."""
-    launcher(kernel, grid)(**{name: given[name] for name in (*kernel.arg_names, "num_warps", "num_stages")})
+class _Group(NamedTuple):
+    """Some chunks with the states before and after them."""
+
+    rows: Rows
+    initial: Tensor | None  # [N, SIZE]
+    states: Tensor  # [NC + 1, N, PARTS, SIZE]
+    learned: Learned
+    meta: Meta
+    closed: Tensor | None  # [NC, N] int32
+
+    @classmethod
+    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Group":
+        """Write the chunks of `rows` after the state `start`."""
+        (NC, N, C), states = rows.q.shape[:3], start.new_empty(len(rows.q) + 1, *start.shape)
+        states[0] = start
+        z, f = rows.q.new_empty(2, NC, N, C, meta.HIDDEN)
+        learned = Learned(z, f, torch.empty_like(rows.v))
+        launcher(write_kernel, (N,))(rows, closed, initial, states, learned, NC, N, C, meta, **LAUNCH)
+        return cls(rows, initial, states, learned, meta, closed)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The grid of kernels that read."""
+        NC, N, C = self.rows.q.shape[:3]
+        return N, NC, triton.cdiv(C, self.meta.BR)
+
+    def read(self, o: Tensor) -> None:
+        """Write the output [NC, N, C, V] to o."""
+        launcher(read_kernel, self.grid)(*self[:4], o, *o.shape[1:3], self.meta, **LAUNCH)
+
+    def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
+        """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
+        (NC, N, C), rows, meta = do.shape[:3], self.rows, self.meta
+        y, du, dz = do.new_empty(3, NC, N, C, meta.HIDDEN)
+        scores, G = do.new_empty(2, 2, NC, N, C, C)
+        d_states, grads = torch.empty_like(self.states), Rows(*map(_empty, rows))
+        d_states[-1] = d_after
+        launcher(read_backward_kernel, self.grid)(*self[:4], do, y, du, scores, G, grads, NC, N, C, meta, **LAUNCH)
+        used, back, dw = rows.P * scores, rows.P * G, do.new_empty(NC, N, C)
+        dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
+        launcher(write_backward_kernel, (N,))(
+            *(rows, self.closed, self.states, self.learned, y, du, do, d_states, dd, dx, de, dz, dw, grads.m),
+            *(NC, N, C, meta),
+            **LAUNCH,
+        )
+        dP = -(scores * G).sum(0)
+        dP[:, :, -1] += dw
+        dk = self._of_keys(dz, de, d_states[1:]) - back[0].mT @ rows.q
+        d_initial = self._of_initial(y, du, do, d_states[1:])
+        self._add_last(grads, d_states[1:])
+        return grads._replace(k=dk, v=-de, P=dP), d_states[0].clone(), d_initial
+
+    def _of_keys(self, dz: Tensor, de: Tensor, after: Tensor) -> Tensor:
+        """Gradient of the keys: through Z, and through the update of the first layer."""
+        meta, rows, A = self.meta, self.rows, self.states[:-1, :, 0]
+        if meta.ANCHOR:
+            A = torch.where(self.closed[..., None] != 0, A, self.states[:-1, :, -1])
+
+        def first(flat: Tensor) -> Tensor:
+            """The first layer, transposed, of weights [..., SIZE]."""
+            return flat[..., : meta.K * meta.HIDDEN].unflatten(-1, (meta.K, meta.HIDDEN)).mT
+
+        d = ACTIVATIONS[meta.ACTIVATION].backward(self.learned.f, self.learned.z)
+        dk = dz @ first(A) - (rows.P[:, :, -1, :, None] * d) @ first(after[:, :, 0])
+        if meta.MOMENTUM:
+            dk -= (rows.m * d) @ first(after[:, :, 1])
+        return dk + de if meta.RESIDUAL else dk
+
+    def _of_initial(self, y: Tensor, du: Tensor, do: Tensor, after: Tensor) -> Tensor | None:
+        """Gradient of the initial weights, None if weights do not decay to them."""
+        if not self.meta.RETURNS:
+            return None
+        rest = 1 - self.rows.beta
+        reads = ((self.rows.q, rest * du), (y, rest * do))
+        read = _flat([torch.einsum("inck,incv->nkv", x, g) for x, g in reads])
+        return read + (rest[:, :, -1] * after[:, :, 0]).sum(0)
+
+    def _add_last(self, grads: Rows, after: Tensor) -> None:
+        """Add what the states after chunks give to gradients of beta and c, and compute that of H."""
+        W, dW = self.states[:-1, :, 0], after[:, :, 0]
+        if self.meta.DECAY:
+            grads.beta[:, :, -1, 0] += (dW * (W - self.initial if self.meta.RETURNS else W)).sum(-1)
+        if self.meta.MOMENTUM:
+            S, dS = self.states[:-1, :, 1], after[:, :, 1]
+            grads.c[:, :, -1, 0] += (dW * S).sum(-1)
+            grads.H[..., 0, 0] = (dS * S).sum(-1)
 
 
-_ROWS = ("q", "k", "v", "P", "beta", "c", "m", "H")
-
-
-def _write_group(constants: dict, rows: dict, closed, initial, states: Tensor) -> dict:
-    """Compute the states of the chunks of `rows` and `closed`, and return the arguments of further kernels."""
-    chunks, N, C = rows["q"].shape[:3]
-    z, f = rows["q"].new_empty(2, chunks, N, C, constants["HIDDEN"])
-    made = {"closed": closed, "initial": initial, "states": states, "z": z, "f": f, "e": torch.empty_like(rows["v"])}
-    given = {**constants, **rows, **made, "chunks": chunks, "N": N, "C": C}
-    _launch(write_kernel, (N,), given)
-    return given
-
-
-def _grid(given: dict) -> tuple[int, int, int]:
-    """The grid of kernels that read."""
-    return given["N"], given["chunks"], triton.cdiv(given["C"], given["BR"])
-
-
-def _backward_group(given: dict, do: Tensor, d_states: Tensor) -> tuple[dict, Tensor | None]:
-    """Gradients of the rows of a group and of the initial weights.
-
-    d_states [chunks + 1, N, PARTS, SIZE] is filled; only its last entry is given.
-    """
-    chunks, N, C = do.shape[:3]
-    y, du, dz = do.new_empty(3, chunks, N, C, given["HIDDEN"])
-    scores, G = do.new_empty(2, 2, chunks, N, C, C)
-    grads: Any = {name: None if given[name] is None else torch.empty_like(given[name]) for name in _ROWS}
-    given |= {"do": do, "y": y, "du": du, "scores": scores, "G": G, **{f"d{name}": x for name, x in grads.items()}}
-    _launch(read_backward_kernel, _grid(given), given)
-    used, back = given["P"] * scores, given["P"] * G
-    read = {"dd": -used[0].mT @ du, "dx": -back[1].mT @ y, "de": -used[1].mT @ do}
-    given |= {**read, "dz": dz, "dw": do.new_empty(chunks, N, C), "d_states": d_states}
-    _launch(write_backward_kernel, (N,), given)
-    grads |= {"k": _of_keys(given) - back[0].mT @ given["q"], "v": -given["de"], "P": -(scores * G).sum(0)}
-    grads["P"][:, :, -1] += given["dw"]
-    return grads, _last(given, grads)
-
-
-def _of_keys(given: dict) -> Tensor:
-    """Gradient of the keys: through Z, and through the update of the first layer."""
-    states, after = given["states"][:-1], given["d_states"][1:]
-    A = states[:, :, 0]
-    if given["ANCHOR"]:
-        A = torch.where(given["closed"][..., None] != 0, A, states[:, :, -1])
-    d = ACTIVATIONS[given["ACTIVATION"]].backward(given["f"], given["z"])
-    dk = given["dz"] @ _first(A, given).mT - (given["P"][:, :, -1, :, None] * d) @ _first(after[:, :, 0], given).mT
-    if given["MOMENTUM"]:
-        dk -= (given["m"] * d) @ _first(after[:, :, 1], given).mT
-    return dk + given["de"] if given["RESIDUAL"] else dk
-
-
-def _first(flat: Tensor, given: dict) -> Tensor:
-    """The first layer [..., K, HIDDEN] of [..., SIZE]."""
-    K, hidden = given["K"], given["HIDDEN"]
-    return flat[..., : K * hidden].unflatten(-1, (K, hidden))
-
-
-def _last(given: dict, grads: dict) -> Tensor | None:
-    """Add what the states after chunks give to gradients of beta, c and H; return that of the initial weights."""
-    after = given["d_states"][1:]
-    W, dW, d_initial = given["states"][:-1, :, 0], after[:, :, 0], None
-    if given["RETURNS"]:
-        W, rest = W - given["initial"], 1 - given["beta"]
-        d_initial = _flat((_over_chunks(given["q"], rest * given["du"]), _over_chunks(given["y"], rest * given["do"])))
-        d_initial += (rest[:, :, -1] * dW).sum(0)
-    if given["DECAY"]:
-        grads["beta"][:, :, -1, 0] += (dW * W).sum(-1)
-    if given["MOMENTUM"]:
-        S, dS = given["states"][:-1, :, 1], after[:, :, 1]
-        grads["c"][:, :, -1, 0] += (dW * S).sum(-1)
-        grads["H"][..., 0, 0] = (dS * S).sum(-1)
-    return d_initial
-
-
-def _over_chunks(x: Tensor, g: Tensor) -> Tensor:
-    """x^T g of rows [NC, N, C, ...] of all chunks."""
-    return torch.einsum("inck,incv->nkv", x, g)
+def _empty(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.empty_like(x)
 
 
 class _Walk(torch.autograd.Function):
     """The loop over all chunks, from the state `start` [N, PARTS, SIZE]."""
 
     @staticmethod
-    def forward(ctx, constants: dict, closed, start, initial, *rows):
-        rows = tuple(x if x is None else x.contiguous() for x in rows)
-        o, size = torch.empty_like(rows[2]), max(1, isqrt(len(rows[0])))
-        kept: list[Tensor] = []
+    def forward(ctx, meta: Meta, closed, start, initial, *rows):
+        given = Rows(*contiguous(*rows))
+        o, size, kept = torch.empty_like(given.v), max(1, isqrt(len(given.q))), []
         for first in range(0, len(o), size):
-            part, kept = slice(first, first + size), [*kept, start]
-            states = start.new_empty(len(o[part]) + 1, *start.shape)
-            states[0] = start
-            given = _write_group(constants, *_part(part, rows, closed), initial, states)
-            _launch(read_kernel, _grid(given), {**given, "o": o[part]})
-            start = states[-1].clone()
-        ctx.save_for_backward(closed, initial, torch.stack(kept), *rows)
-        ctx.constants, ctx.size = constants, size
+            kept.append(start)
+            part = slice(first, first + size)
+            group = _Group.after(start, *_part(part, given, closed), initial, meta)
+            group.read(o[part])
+            start = group.states[-1].clone()
+        ctx.save_for_backward(closed, initial, torch.stack(kept), *given)
+        ctx.meta, ctx.size = meta, size
         return o, start
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, d_start):
         closed, initial, kept, *rows = ctx.saved_tensors
-        do, d_initial, d_rows = do.contiguous(), None, [None if x is None else torch.empty_like(x) for x in rows]
+        rows, do, d_initial = Rows(*rows), do.contiguous(), None
+        d_rows = Rows(*map(_empty, rows))
         for n in reversed(range(len(kept))):
             part = slice(n * ctx.size, (n + 1) * ctx.size)
-            states, d_states = kept.new_empty(2, len(do[part]) + 1, *d_start.shape)
-            states[0], d_states[-1] = kept[n], d_start
-            given = _write_group(ctx.constants, *_part(part, rows, closed), initial, states)
-            grads, added = _backward_group(given, do[part], d_states)
-            d_start, d_initial = d_states[0].clone(), added if d_initial is None else d_initial + added
-            for whole, name in zip(d_rows, _ROWS):
+            group = _Group.after(kept[n], *_part(part, rows, closed), initial, ctx.meta)
+            grads, d_start, added = group.backward(do[part], d_start)
+            d_initial = added if d_initial is None else d_initial + added
+            for whole, grad in zip(d_rows, grads):
                 if whole is not None:
-                    whole[part] = grads[name]
+                    whole[part] = grad
         return None, None, d_start, d_initial, *d_rows
 
 
-def _part(part: slice, rows, closed) -> tuple[dict, Tensor | None]:
+def _part(part: slice, rows: Rows, closed: Tensor | None) -> tuple[Rows, Tensor | None]:
     """Some of the chunks."""
-    some = [x if x is None else x[part] for x in (*rows, closed)]
-    return dict(zip(_ROWS, some)), some[-1]
+    return Rows(*(None if x is None else x[part] for x in rows)), None if closed is None else closed[part]
 
 
 def neural_memory(*rows: Tensor | None, **memory) -> tuple[Tensor, NeuralMemoryState]:
@@ -188,11 +194,9 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     anchor, C, (K, hidden) = any(x is not True for x in closed), q.shape[2], W[0].shape[1:]
     start = torch.stack([_flat(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
     decay, momentum = coefficients.beta is not None, bool(S)
-    constants = _constants(C, K, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
+    meta = _meta(C, K, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
     table = torch.stack([_row(x, q) for x in closed[:-1]]) if anchor else None
-    o, final = _Walk.apply(
-        constants, table, start, _flat(initial) if constants["RETURNS"] else None, q, k, v, *coefficients
-    )
+    o, final = _Walk.apply(meta, table, start, _flat(initial) if meta.RETURNS else None, q, k, v, *coefficients)
     after = [_layers(x, W) for x in final.unbind(1)]
     W, S = after[0], after[1] if S else ()
     if anchor:

@@ -1,9 +1,54 @@
 """Functions that the kernels of the neural memory share: loads and stores, activations, coefficients of a chunk."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import split_dot
+
+
+class Rows(NamedTuple):
+    """What the memory reads and the coefficients of chunks (`chunk.Coefficients`), or the gradients of both."""
+
+    q: Any  # [NC, N, C, K]
+    k: Any  # [NC, N, C, K]
+    v: Any  # [NC, N, C, V]
+    P: Any  # [NC, N, C, C]
+    beta: Any  # [NC, N, C, 1] or None
+    c: Any  # [NC, N, C, 1] or None
+    m: Any  # [NC, N, C, 1] or None
+    H: Any  # [NC, N, 1, 1] or None
+
+
+class Learned(NamedTuple):
+    """Rows of the inner gradients, which writes compute."""
+
+    z: Any  # [NC, N, C, HIDDEN]
+    f: Any  # [NC, N, C, HIDDEN]
+    e: Any  # [NC, N, C, V]
+
+
+class Meta(NamedTuple):
+    """What is known when the kernels are compiled."""
+
+    K: int
+    V: int
+    HIDDEN: int
+    SIZE: int  # weights of a head
+    PARTS: int  # of a state: weights, momentum and anchor
+    BC: int  # tile sizes
+    BK: int
+    BV: int
+    BH: int  # hidden channels
+    BR: int  # rows that a program reads
+    ACTIVATION: str
+    RESIDUAL: bool
+    DECAY: bool
+    MOMENTUM: bool
+    RETURNS: bool  # whether weights decay to initial weights
+    ANCHOR: bool  # whether the anchor is not always the weights
+    DTYPE: Any  # of operands of products
 
 
 @triton.jit
@@ -58,29 +103,40 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def places(i_k, j, i_v, K: tl.constexpr, HIDDEN: tl.constexpr, V: tl.constexpr):
+def places(i_k, j, i_v, meta: tl.constexpr):
     """Offsets of the tiles of both layers among a head's weights, and the masks of those that exist."""
-    in_h = j < HIDDEN
-    first, second = i_k[:, None] * HIDDEN + j[None, :], K * HIDDEN + j[:, None] * V + i_v[None, :]
-    return first, (i_k[:, None] < K) & in_h[None, :], second, in_h[:, None] & (i_v[None, :] < V)
+    in_h, first = j < meta.HIDDEN, i_k[:, None] * meta.HIDDEN + j[None, :]
+    second = meta.K * meta.HIDDEN + j[:, None] * meta.V + i_v[None, :]
+    return first, (i_k[:, None] < meta.K) & in_h[None, :], second, in_h[:, None] & (i_v[None, :] < meta.V)
 
 
 @triton.jit
-def column(x, at, rows, C, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
+def anchor_of(state, closed, at, meta: tl.constexpr):
+    """The anchor of a chunk in its state, and whether it becomes the weights before the chunk."""
+    anchor, is_closed = state, True
+    if meta.ANCHOR:
+        is_closed = tl.load(closed + at) != 0
+        anchor += tl.where(is_closed, 0, (meta.PARTS - 1) * meta.SIZE)
+    return anchor, is_closed
+
+
+@triton.jit
+def column(x, at, rows, C, DEFAULT: tl.constexpr):
     """x [C] as a column [C, 1], or the default if there is no x."""
     column = tl.full([rows.shape[0], 1], DEFAULT, tl.float32)
-    if GIVEN:
+    if x is not None:
         column = tl.load(x + at + rows, mask=rows < C, other=0.0)[:, None]
     return column
 
 
 @triton.jit
-def of_write(P, beta, c, m, H, at, rows, C, DECAY: tl.constexpr, MOMENTUM: tl.constexpr):
+def of_write(given, at, rows, C, meta: tl.constexpr):
     """The coefficients of a write: columns w and m, and the scalars beta_n, c_n and H."""
-    w_c, m_c = column(P, at * C * C + (C - 1) * C, rows, C, True, 0.0), 0.0
+    w_c, m_c = column(given.P, at * C * C + (C - 1) * C, rows, C, 0.0), 0.0
     beta_n, c_n, H_n = 1.0, 0.0, 0.0
-    if DECAY:
-        beta_n = tl.load(beta + at * C + C - 1)
-    if MOMENTUM:
-        c_n, H_n, m_c = tl.load(c + at * C + C - 1), tl.load(H + at), column(m, at * C, rows, C, True, 0.0)
+    if meta.DECAY:
+        beta_n = tl.load(given.beta + at * C + C - 1)
+    if meta.MOMENTUM:
+        c_n, H_n = tl.load(given.c + at * C + C - 1), tl.load(given.H + at)
+        m_c = column(given.m, at * C, rows, C, 0.0)
     return w_c, m_c, beta_n, c_n, H_n
