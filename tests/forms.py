@@ -59,9 +59,12 @@ def with_strong_gates(op, arguments):
 
 def tokens_of(arguments, part):
     """The same call for some of its tokens."""
-    shape = arguments["q"].shape[:2]
-    own = {name for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.shape[:2] == shape}
-    return {name: x[:, part] if name in own - {"initial_state"} else x for name, x in arguments.items()}
+    shape, whole = arguments["q"].shape[:2], ("initial_state", "weights", "norm")
+
+    def of(x):
+        return x[:, part] if isinstance(x, torch.Tensor) and x.shape[:2] == shape else x
+
+    return {name: x if name in whole else tree_map(of, x) for name, x in arguments.items()}
 
 
 def read_in_parts(op, arguments, bounds, **options):

@@ -21,9 +21,7 @@ PER_TOKEN = (
     "decay",
     "threshold",
     "muon_lr",
-    "earlier_k",
-    "earlier_v",
-    "earlier_lr",
+    "earlier",
     "mask",
 )
 TTT = {"residual": True, "norm": True, "bias": True, "momentum": False, "decay": False, "activation": "gelu_tanh"}
@@ -134,13 +132,17 @@ def test_masked_tokens_leave_no_trace(form, backend):
     arguments = make(40, B=3, **form)
     keep = torch.ones(3, 40, dtype=torch.bool)
     keep[0, :7], keep[1, 18:30], keep[2, 33:] = False, False, False
-    for name in PER_TOKEN[:-1]:
-        if arguments[name] is not None:
-            arguments[name][~keep] = torch.nan
+    for x in tree_flatten([arguments.get(name) for name in PER_TOKEN[:-1]])[0]:
+        if x is not None:
+            x[~keep] = torch.nan
     o, state = neural_memory(**{**arguments, "mask": keep}, backend=backend, output_final_state=True)
     assert not o[~keep].any()
     for n in range(3):
-        row = {x: y[n : n + 1, keep[n]] if x in PER_TOKEN and y is not None else y for x, y in arguments.items()}
+        row = tree_map(
+            lambda x, n=n: None if x is None else x[n : n + 1, keep[n]],
+            {name: x for name, x in arguments.items() if name in PER_TOKEN},
+        )
+        row = {**arguments, **row}
         row["initial_state"] = NeuralMemoryState(*(x[n : n + 1] for x in arguments["initial_state"]))
         alone, alone_state = neural_memory(**{**row, "mask": None}, backend="reference", output_final_state=True)
         assert_close((o[n, keep[n]], [x[n] for x in state]), (alone[0], [x[0] for x in alone_state]))
@@ -165,7 +167,8 @@ def test_packed_equals_apart(form, backend):
 @some_forms
 def test_later_tokens_do_not_reach_earlier_outputs(form):
     arguments = make(20, B=1, **form)
-    inputs = [arguments[n].requires_grad_() for n in PER_TOKEN[:-1] if arguments[n] is not None]
+    given = tree_flatten([arguments.get(name) for name in PER_TOKEN[:-1]])[0]
+    inputs = [x.requires_grad_() for x in given if x is not None]
     o = neural_memory(**arguments)[0]
     for g in torch.autograd.grad(o[:, 9].sum(), inputs):
         assert not g[:, 10:].any()
@@ -325,10 +328,10 @@ def test_grouped_values_equal_repeated_heads(form):
     if form.get("residual") is None:
         form = {**form, "V": 3}
     arguments = make(20, H=2, HV=4, **form)
-    repeated = {
-        **arguments,
-        **{n: arguments[n].repeat_interleave(2, 2) for n in ("q", "k", "earlier_k") if arguments[n] is not None},
-    }
+    repeated = {**arguments, **{n: arguments[n].repeat_interleave(2, 2) for n in ("q", "k")}}
+    if "earlier" in arguments:
+        k, *others = arguments["earlier"]
+        repeated["earlier"] = (k.repeat_interleave(2, 2), *others)
     assert_close(neural_memory(**arguments)[0], neural_memory(**repeated)[0])
 
 
@@ -395,8 +398,8 @@ BAD = {
     "retention must be one of all, norm, softmax, got 'some'": {"retention": "some"},
     "threshold must be given with loss='huber'": {"loss": "huber"},
     "momentum must be given with muon_lr": {"muon_lr": torch.zeros(2, 9, 2), "momentum": None, "initial_state": None},
-    "earlier_k must have shape": {"earlier_k": torch.zeros(2, 9, 2)},
-    "earlier_k, earlier_v and earlier_lr must be given together": {"earlier_k": torch.zeros(2, 9, 1, 3, 4)},
+    r"earlier.k must have shape \(2, 9, 1, 3, 4\)": {"earlier": tuple(torch.zeros(2, 9, 2, 3, 4) for _ in range(3))},
+    "earlier must be EarlierPairs": {"earlier": torch.zeros(2, 9, 1, 3, 4)},
     "max_grad_norm must be positive, or None with another loss": {"max_grad_norm": 1.0, "loss": "cubed"},
     "norm must be a pair": {"norm": torch.zeros(2, 4)},
     r"norm\[1\] must have shape": {"norm": (torch.zeros(2, 4), torch.zeros(4))},

@@ -111,7 +111,7 @@ REFUSED = {
     "weights must be 2 matrices, or 1 with chunk_size=1, got 3": {"depth": 3},
     "weights must be 2 matrices, or 1 with chunk_size=1, got 1": {"depth": 1},
     "muon_lr must be None": {"muon": True},
-    "earlier_k must be None": {"earlier": 1},
+    "earlier must be None": {"earlier": 1},
     "loss must be 'squared', got 'cubed'": {"loss": "cubed"},
     "retention must be 'all', got 'norm'": {"retention": "norm"},
     "weights must be without bias": {"bias": True},

@@ -12,6 +12,7 @@ from hf_memory.layers import last_tokens, unit_length, wide
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
 from hf_memory.ops.feature_maps import taylor
+from hf_memory.ops.neural_memory import EarlierPairs
 
 
 class AtlasMixer(NeuralMemoryMixer):
@@ -86,6 +87,6 @@ class AtlasMixer(NeuralMemoryMixer):
         keys, values = (
             x.unflatten(-1, (like.shape[2], -1)).transpose(2, 3).to(like.dtype) for x, like in ((keys, k), (values, v))
         )
-        earlier = {"earlier_k": keys, "earlier_v": values, "earlier_lr": lr.transpose(2, 3)}
-        o, states = super().learn(q, k, v, learning | earlier, context)
+        earlier = EarlierPairs(keys, values, lr.transpose(2, 3))
+        o, states = super().learn(q, k, v, learning | {"earlier": earlier}, context)
         return o, states | {"earlier": state}

@@ -13,7 +13,7 @@ from hf_memory.ops.linear_attention import LinearState, linear_attention
 from hf_memory.ops.linear_attention import reference as _linear_attention
 from hf_memory.ops.log_linear_attention import LogLinearState, log_linear_attention
 from hf_memory.ops.log_linear_attention import reference as _log_linear_attention
-from hf_memory.ops.neural_memory import Learning, NeuralMemoryState, neural_memory
+from hf_memory.ops.neural_memory import EarlierPairs, Learning, NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory import reference as _neural_memory
 from hf_memory.ops.ridge_regression import RidgeState, ridge_regression
 from hf_memory.ops.ridge_regression import reference as _ridge_regression
@@ -23,6 +23,7 @@ from hf_memory.ops.selective_scan import selective_scan
 __all__ = [
     "OPS",
     "DeltaFormerState",
+    "EarlierPairs",
     "LargeChunkState",
     "Learning",
     "LinearState",

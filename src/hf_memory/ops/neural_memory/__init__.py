@@ -7,7 +7,7 @@ weights or zero; both learn one pair a token by its squared error. They take chu
 to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
 """
 
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -26,14 +26,22 @@ from hf_memory.ops.contract import (
     without_padding,
 )
 from hf_memory.ops.neural_memory.forms import form, node
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, NeuralMemoryState, Norm, Rule
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, LOSSES, RETENTIONS, NeuralMemoryState, Norm, Rule
 
-__all__ = ["Learning", "NeuralMemoryState", "neural_memory"]
+__all__ = ["EarlierPairs", "Learning", "NeuralMemoryState", "neural_memory"]
 
 MAX_KERNEL_CHUNKS = {  # bytes of a number: {channels of a head: tokens of a chunk}; with more, registers spill
     2: {64: 64, 128: 16},
     4: {16: 32, 64: 16},
 }
+
+
+class EarlierPairs(NamedTuple):
+    """Further pairs that each token learns; in ATLAS those of the c tokens before it."""
+
+    k: Tensor  # [B, T, H, c, K]
+    v: Tensor  # [B, T, HV, c, V]
+    lr: Tensor  # [B, T, HV, c], inner learning rates
 
 
 class Learning(TypedDict, total=False):
@@ -87,9 +95,7 @@ def neural_memory(
     chunk_size: int,
     threshold: Tensor | None = None,
     muon_lr: Tensor | None = None,
-    earlier_k: Tensor | None = None,
-    earlier_v: Tensor | None = None,
-    earlier_lr: Tensor | None = None,
+    earlier: EarlierPairs | None = None,
     mask: Tensor | None = None,
     initial_state: NeuralMemoryState | None = None,
     output_final_state: bool = False,
@@ -116,9 +122,7 @@ def neural_memory(
         threshold: [B, T, HV], > 0, only with loss="huber": the error from which on the gradient is bounded.
         muon_lr: [B, T, HV], >= 0: W becomes a_t W + muon_lr_t NS(S), where NS are the five Newton-Schulz steps of Muon;
             only with momentum.
-        earlier_k: keys [B, T, H, c, K] of further pairs that a token learns; in ATLAS those of the c tokens before it.
-        earlier_v: values [B, T, HV, c, V] of these pairs.
-        earlier_lr: inner learning rates [B, T, HV, c] of these pairs.
+        earlier: further pairs that a token learns.
         mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
         initial_state: the final state of an earlier call; default: `weights`, with no momentum.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
@@ -134,8 +138,12 @@ def neural_memory(
 
     Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
-    dims = _check_rows(q, k, v, cu_seqlens, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr)
-    window = _check_earlier(dims, q, earlier_k, earlier_v, earlier_lr)
+    dims = check_inputs(q, k, v, cu_seqlens)
+    gates = {"lr": lr, "momentum": momentum, "decay": decay, "threshold": threshold, "muon_lr": muon_lr}
+    for name, gate in gates.items():
+        if gate is not None:
+            check_gate(name, gate, dims, like=q, vector=False)
+    window = 1 if earlier is None else 1 + _check_earlier(earlier, dims, q)
     rule, norm = _rule(dims, q, weights, chunk_size, muon_lr is not None, window, **learning)
     if (rule.loss == "huber") != (threshold is not None):
         raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
@@ -144,43 +152,25 @@ def neural_memory(
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # only the steps since the anchor could decay, and there are none
     state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
-    chosen = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule))
-    fresh = initial_state is None
-    op = (node if _is_one_node(dims.T, fresh) else form)(chosen, fresh=fresh)
-    rows: Any = without_padding(
-        mask, q, k, v, lr, momentum, decay, threshold, muon_lr, earlier_k, earlier_v, earlier_lr
-    )
+    chosen, fresh = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)), initial_state is None
+    is_one_node = varies(dims.T) or (torch.compiler.is_exporting() and not fresh and dims.T > 1)
+    if earlier is not None:
+        k, v, lr = (torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier))
+    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay, threshold, muon_lr)
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
+    op = (node if is_one_node else form)(chosen, fresh=fresh)
     o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
 
 
-def _is_one_node(T: int, fresh: bool) -> bool:
-    """Whether a graph is exported with a variable number of chunks."""
-    return varies(T) or (torch.compiler.is_exporting() and not fresh and T > 1)
-
-
-def _check_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **gates: Tensor | None) -> Dims:
-    dims = check_inputs(q, k, v, cu_seqlens)
-    for name, gate in gates.items():
-        if gate is not None:
-            check_gate(name, gate, dims, like=q, vector=False)
-    return dims
-
-
-def _check_earlier(dims: Dims, q: Tensor, *earlier: Tensor | None) -> int:
-    """The number of pairs that each token learns."""
-    k, *_ = earlier
-    c = 0 if k is None or k.ndim != 5 else k.shape[3]
-    shapes = {"earlier_k": (dims.H, c, dims.K), "earlier_v": (dims.HV, c, dims.V), "earlier_lr": (dims.HV, c)}
-    for (name, shape), x in zip(shapes.items(), earlier):
-        if (x is None) != (k is None):
-            raise ValueError(
-                f"earlier_k, earlier_v and earlier_lr must be given together, got {name} alone or none of it"
-            )
-        if x is not None:
-            check_tensor(name, x, (dims.B, dims.T, *shape), like=q)
-    return 1 + c
+def _check_earlier(earlier: EarlierPairs, dims: Dims, q: Tensor) -> int:
+    """The number c of earlier pairs."""
+    if not isinstance(earlier, tuple) or len(earlier) != 3 or earlier[0].ndim != 5:
+        raise ValueError(f"earlier must be EarlierPairs with k [B, T, H, c, K], got {type(earlier).__name__}")
+    c = earlier[0].shape[3]
+    for name, x, shape in zip(EarlierPairs._fields, earlier, ((dims.H, c, dims.K), (dims.HV, c, dims.V), (dims.HV, c))):
+        check_tensor(f"earlier.{name}", x, (dims.B, dims.T, *shape), like=q)
+    return c
 
 
 def _rule(
@@ -204,8 +194,8 @@ def _rule(
     _check_options(dims, q, chunk_size, residual, norm)
     _check_choice("activation", activation, tuple(ACTIVATIONS))
     _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
-    _check_choice("loss", loss, ("squared", "cubed", "huber"))
-    _check_choice("retention", retention, ("all", "norm", "softmax"))
+    _check_choice("loss", loss, tuple(LOSSES))
+    _check_choice("retention", retention, tuple(RETENTIONS))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
     rule = Rule(
         chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, muon=muon, window=window
@@ -228,7 +218,7 @@ def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: No
         (norm is not None, "norm must be None"),
         (rule.max_grad_norm is not None, f"max_grad_norm must be None, got {rule.max_grad_norm}"),
         (rule.muon, "muon_lr must be None"),
-        (rule.window > 1, "earlier_k must be None"),
+        (rule.window > 1, "earlier must be None"),
         (rule.loss != "squared", f"loss must be 'squared', got {rule.loss!r}"),
         (rule.retention != "all", f"retention must be 'all', got {rule.retention!r}"),
         (network and len(weights) != 2, f"weights must be 2 matrices, or 1 with chunk_size=1, got {len(weights)}"),

@@ -87,7 +87,7 @@ def _coefficients(lr: Tensor, momentum: Tensor | None, decay: Tensor | None, rea
 
 def _of_each_token(inputs: Inputs, real: Tensor | None) -> tuple[Coefficients, Coefficients | None]:
     """Coefficients of the weights for rates of one; with Muon, those of the momentum and then those of the weights."""
-    ones, momentum, decay, muon_lr = torch.ones_like(inputs.lr), inputs.momentum, inputs.decay, inputs.muon_lr
+    ones, (momentum, decay, _, muon_lr) = torch.ones_like(inputs.q[..., 0]), inputs[4:]
     if muon_lr is None:
         return _coefficients(ones, momentum, decay, real), None
     return _coefficients(ones, None, momentum, real), _coefficients(muon_lr, None, decay, real)

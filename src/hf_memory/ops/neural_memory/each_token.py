@@ -89,11 +89,7 @@ def _sums(coefficients, start: Layers, S: Layers, returns: Layers | None, steps:
 
 def _gradients(weights: Layers, inputs: Inputs, norm: Norm | None, rule: Rule) -> Layers:
     """The gradient of each token, [N, C, d_in, d_out] for each layer."""
-    pairs: Any = [x[:, :, None] for x in (inputs.k, inputs.v, inputs.lr)]  # [N, C, pairs, ...]
-    if inputs.earlier_k is not None:
-        earlier: Any = inputs[-3:]
-        pairs = [torch.cat(both, 2) for both in zip(pairs, earlier)]
-    k, v, lr = pairs
+    k, v, lr = inputs.pairs
     threshold = None if inputs.threshold is None else inputs.threshold[:, :, None]
     weights = tuple(W[:, None] for W in weights)
     activation, X, Z = ACTIVATIONS[rule.activation], [lift(k, rule)], []

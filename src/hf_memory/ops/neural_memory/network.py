@@ -19,7 +19,8 @@ Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
 
 
 class Inputs(NamedTuple):
-    """What a memory reads: arguments of `neural_memory` for each token, or None."""
+    """What a memory reads: arguments of `neural_memory` for each token, or None. With earlier pairs, these stand after
+    the token's own: k [B, T, H, pairs, K], v [B, T, HV, pairs, V] and lr [B, T, HV, pairs]."""
 
     q: Tensor
     k: Tensor
@@ -29,9 +30,12 @@ class Inputs(NamedTuple):
     decay: Tensor | None
     threshold: Tensor | None
     muon_lr: Tensor | None
-    earlier_k: Tensor | None
-    earlier_v: Tensor | None
-    earlier_lr: Tensor | None
+
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v and lr with a dimension of pairs after that of `q` before its channels."""
+        k, v, lr = self[1:4]
+        return (k, v, lr) if k.ndim > self.q.ndim else (k.unsqueeze(-2), v.unsqueeze(-2), lr.unsqueeze(-1))
 
 
 class Rule(NamedTuple):

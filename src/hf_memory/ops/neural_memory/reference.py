@@ -35,12 +35,9 @@ def neural_memory(
 ) -> tuple[Tensor, NeuralMemoryState]:
     """The recurrence in the op's docstring; `rows` are `Inputs` and a mask."""
     *given, mask = rows
-    earlier: Any
-    q, k, v, lr, momentum, decay, threshold, muon_lr, *earlier = Inputs(*given)
-    HV = v.shape[2]
-    q, k, v, lr = (x[:, :, :, None] for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr))  # [B, T, H, 1, D]
-    if earlier[0] is not None:
-        k, v, lr = (torch.cat([x, repeat_heads(y, HV)], 3) for x, y in zip((k, v, lr), earlier))
+    inputs, HV = Inputs(*given), given[2].shape[2]
+    momentum, decay, threshold, muon_lr = inputs[4:]
+    q, k, v, lr = (repeat_heads(x, HV) for x in (inputs.q[:, :, :, None], *inputs.pairs))  # [B, T, H, n, D]
     norm = None if norm is None else (norm[0][:, None], norm[1][:, None])
     W, S, A = enter(initial_state, weights)
     phase, outputs = initial_state.phase, []
@@ -135,11 +132,12 @@ def example(
         "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
         "threshold": random(B, T, HV).exp().to(wide) if options.get("loss") == "huber" else None,
         "muon_lr": (random(B, T, HV).sigmoid() / chunk_size).to(wide) if muon else None,
-        "earlier_k": F.normalize(random(B, T, H, earlier, K), dim=-1).to(dtype) if earlier else None,
-        "earlier_v": random(B, T, HV, earlier, V).to(dtype) if earlier else None,
-        "earlier_lr": (random(B, T, HV, earlier).sigmoid() * rate / chunk_size).to(wide) if earlier else None,
         "mask": torch.ones(B, T, dtype=torch.bool),
     }
+    if earlier:
+        keys, values = F.normalize(random(B, T, H, earlier, K), dim=-1), random(B, T, HV, earlier, V)
+        rates = (random(B, T, HV, earlier).sigmoid() * rate / chunk_size).to(wide)
+        arguments["earlier"] = (keys.to(dtype), values.to(dtype), rates)
     if norm:
         arguments["norm"] = tuple((random(HV, V) * 0.1 + one).to(wide) for one in (1, 0))
     phase = torch.arange(1, B + 1) % chunk_size

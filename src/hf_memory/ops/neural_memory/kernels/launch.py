@@ -65,7 +65,7 @@ class _Group(NamedTuple):
         states[0] = start
         z, f = rows.q.new_empty(2, NC, N, C, meta.HIDDEN)
         learned = Learned(z, f, torch.empty_like(rows.v))
-        launcher(write_kernel, (N,))(rows, closed, initial, states, learned, NC, N, C, meta, **LAUNCH)
+        launcher(write_kernel, (N,))(rows, closed, initial, states, learned, NC, N, C, meta.compiled, **LAUNCH)
         return cls(rows, initial, states, learned, meta, closed)
 
     @property
@@ -76,7 +76,7 @@ class _Group(NamedTuple):
 
     def read(self, o: Tensor) -> None:
         """Write the output [NC, N, C, V] to o."""
-        launcher(read_kernel, self.grid)(*self[:4], o, *o.shape[1:3], self.meta, **LAUNCH)
+        launcher(read_kernel, self.grid)(*self[:4], o, *o.shape[1:3], self.meta.compiled, **LAUNCH)
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
@@ -85,12 +85,12 @@ class _Group(NamedTuple):
         scores, G = do.new_empty(2, 2, NC, N, C, C)
         d_states, grads = torch.empty_like(self.states), Rows(*map(_empty, rows))
         d_states[-1] = d_after
-        launcher(read_backward_kernel, self.grid)(*self[:4], do, y, du, scores, G, grads, NC, N, C, meta, **LAUNCH)
+        launcher(read_backward_kernel, self.grid)(*self[:4], do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH)
         used, back, dw = rows.P * scores, rows.P * G, do.new_empty(NC, N, C)
         dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
         launcher(write_backward_kernel, (N,))(
             *(rows, self.closed, self.states, self.learned, y, du, do, d_states, dd, dx, de, dz, dw, grads.m),
-            *(NC, N, C, meta),
+            *(NC, N, C, meta.compiled),
             **LAUNCH,
         )
         dP = -(scores * G).sum(0)

@@ -50,6 +50,11 @@ class Meta(NamedTuple):
     ANCHOR: bool  # whether the anchor is not always the weights
     DTYPE: Any  # of operands of products
 
+    @property
+    def compiled(self) -> "Meta":
+        """The same as Triton before 3.6 needs it, which takes numbers of a tuple for those of a program."""
+        return Meta(*map(tl.constexpr, self))
+
 
 @triton.jit
 def load(x, inside):
