@@ -85,7 +85,9 @@ class _Group(NamedTuple):
         scores, G = do.new_empty(2, 2, NC, N, C, C)
         d_states, grads = torch.empty_like(self.states), Rows(*map(_empty, rows))
         d_states[-1] = d_after
-        launcher(read_backward_kernel, self.grid)(*self[:4], do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH)
+        launcher(read_backward_kernel, self.grid)(
+            *self[:4], do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH
+        )
         used, back, dw = rows.P * scores, rows.P * G, do.new_empty(NC, N, C)
         dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
         launcher(write_backward_kernel, (N,))(
