@@ -15,7 +15,7 @@ from hf_memory.cli.options import read_pairs
 from hf_memory.conversion import Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import measure, tasks
-from hf_memory.files.claims import claimed
+from hf_memory.files.folders import claimed
 from teachers import FAST, SHORT
 
 

@@ -20,7 +20,7 @@ from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import Subject, measure, record, tasks
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, ROOM, SINGLE, hide, hunt, samples_of
 from hf_memory.evaluation.writing import greedy, words_alike
-from hf_memory.files.claims import claimed
+from hf_memory.files.folders import claimed
 
 TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
 WORDS = ["?", *"0123456789", *TEXT]

@@ -12,8 +12,7 @@ from hf_memory.cli.terminal import console
 from hf_memory.cli.work import how_to_load, print_results
 from hf_memory.cli.writing import write
 from hf_memory.demo import PROMPTS, run_demo
-from hf_memory.files.claims import claimed
-from hf_memory.files.folders import RESULTS
+from hf_memory.files.folders import RESULTS, claimed
 
 
 def demo(

@@ -19,9 +19,9 @@ from hf_memory.cli.writing import Device, Dtype, load
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
-from hf_memory.files.claims import claimed
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
+from hf_memory.files.folders import claimed
 from hf_memory.files.text import check_tokens
 
 TITLE = "figures with their 95 % intervals"

@@ -22,8 +22,7 @@ from hf_memory.conversion.report import HEADER, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
 from hf_memory.export import find_target
-from hf_memory.files.claims import claimed
-from hf_memory.files.folders import written
+from hf_memory.files.folders import claimed, written
 from hf_memory.files.text import Text
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on

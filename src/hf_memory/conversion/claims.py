@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memory.files.fingerprints import model_fingerprint, tokens_fingerprint
-from hf_memory.files.replacing import replaced
+from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
 
 FINGERPRINT = "fingerprint.json"
@@ -22,7 +23,8 @@ WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # files and folders of a 
 def last_whole_checkpoint(folder: Path) -> str | None:
     """The newest complete checkpoint in a folder; incomplete ones of a killed run are removed."""
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))):
-        if _is_whole(Path(last)):
+        with suppress(OSError, ValueError):
+            json.loads(Path(last, STATE).read_text(encoding="utf-8"))
             return last
         shutil.rmtree(last)
     return None
@@ -79,11 +81,3 @@ def _words(value: Any) -> str:
     if isinstance(value, PreTrainedModel):
         return model_fingerprint(value)
     return value if isinstance(value, str) else repr(list(value) if isinstance(value, Collection) else value)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True

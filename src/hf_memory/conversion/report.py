@@ -110,12 +110,8 @@ def model_card(results: Results) -> ModelCard:
         model_name=results.model_type,
         eval_results=eval_results(results),
     )
-    fields: dict = {"header": HEADER, "table": table(results)}
-    fields |= {
-        "speed_header": SPEED_HEADER,
-        "speeds": speed_table(results),
-        "longest": results.longest,
-    }
+    fields: dict = {"header": HEADER, "table": table(results), "longest": results.longest}
+    fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.replacing import replaced
+from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 

@@ -9,8 +9,8 @@ from typing import Any
 from hf_memory.evaluation.plots import plot_task
 from hf_memory.evaluation.tasks import TASKS
 from hf_memory.evaluation.writing import TEXTS
+from hf_memory.files.folders import replaced
 from hf_memory.files.names import visible
-from hf_memory.files.replacing import replaced
 
 FILE = "evaluation.json"
 HEADER = ("task", "at", "figure")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")  # of a data set on the Hub, with its config
 SPLITS = re.compile("train|test|valid|dev|eval")  # in names of files, as `datasets` finds them
 ABOUT = ("readme", "license", "licence")  # files that describe a data set
 SURROGATES = re.compile("[\ud800-\udfff]")  # which JSON can write, but which are no characters
@@ -25,7 +26,7 @@ def documents(source: Path | str) -> Iterator[Document]:
         return _folder(path)
     if path.exists():
         raise ValueError(f"text must be a file, a folder or the name of a data set, got the device {source}")
-    if _may_be_on_the_hub(str(source)):
+    if NAME.fullmatch(str(source)) and path.suffix not in SUFFIXES:
         return _data_set(str(source))
     raise FileNotFoundError(f"No such file or directory, and no name of a data set: {source}")
 
@@ -41,12 +42,6 @@ def read_prompts(file: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"prompts must be a file with a prompt in each line, got {file}, which is empty")
     return prompts
-
-
-def _may_be_on_the_hub(name: str) -> bool:
-    return (
-        re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?", name) is not None and Path(name).suffix not in SUFFIXES
-    )
 
 
 def _folder(folder: Path) -> Iterator[Document]:

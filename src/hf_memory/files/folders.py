@@ -1,16 +1,60 @@
-"""Folders for results, which are written completely or not at all, and for which free space is checked first."""
+"""Files and folders that one process at a time writes, completely or not at all, after a check of the free space."""
 
 import os
 import shutil
-import tempfile
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 RESULTS = "results.json"  # marks a folder that may be replaced
 LONGEST_NAME = 230  # file systems allow 255 bytes, and a folder is first written under a longer, temporary name
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """A context in which no other process can claim the folder; the claim ends with the process, also if it is killed.
+
+    Args:
+        folder: the folder, which need not exist; the claim is a file beside it.
+
+    Raises:
+        ValueError: if another process has claimed it, or it cannot be created or written to.
+    """
+    check_folder("output", folder)
+    owner = folder.absolute().with_name(f".{folder.absolute().name}.lock")
+    owner.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(owner)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        by = owner.read_text(encoding="utf-8") or "another process"
+        raise ValueError(f"output must not be in use, got {folder}, to which {by} writes: wait for it") from None
+    try:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):  # Windows keeps open files
+            owner.unlink()
+        lock.release()
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A context with a path beside `path` to write to; it takes the place of `path` if no exception was raised."""
+    partial, old = (path.with_name(f".{path.name}.{os.getpid()}{end}") for end in ("", "-old"))
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        yield partial
+        if path.is_dir():
+            path.rename(old)
+        partial.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -24,19 +68,9 @@ def new_folder(path: Path, *, overwrite: bool = False, mark: str = RESULTS) -> I
     """
     check_output(path, overwrite=overwrite, mark=mark)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
+    with replaced(path) as partial:
+        partial.mkdir()
         yield partial
-        partial.chmod(0o755)
-        if path.exists():
-            old = partial.with_name(f"{partial.name}-old")
-            path.rename(old)
-            partial.rename(path)
-            shutil.rmtree(old)
-        else:
-            partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_output(

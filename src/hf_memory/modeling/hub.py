@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
-from hf_memory.files.replacing import replaced
+from hf_memory.files.folders import replaced
 from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
 
 SHIM_MODULE = "modeling_hf_memory"

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_memory.cache import MemoryLayer, Spec, State, memory_layer
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.replacing import replaced
+from hf_memory.files.folders import replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 from hf_memory.serving.rows import check_layers

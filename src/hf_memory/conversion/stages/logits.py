@@ -20,8 +20,7 @@ from hf_memory.conversion.stages.divergence import LossOfTokens, last_hidden_sta
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.decoding.parts import head
-from hf_memory.files.folders import written
-from hf_memory.files.replacing import replaced
+from hf_memory.files.folders import replaced, written
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History, Progress, silent
@@ -81,7 +80,10 @@ def save_logits(
             rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
             ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)
             found = [_predict(teacher, x, k, temperature) for x in ids.split(schedule.batch_size)]
-            _write(file, dict(zip(SAVED, map(torch.cat, zip(*found)))))
+            tensors = {name: torch.cat(x).cpu().contiguous() for name, x in zip(SAVED, zip(*found))}
+            otherwise = "those before it stay, and the same call goes on"
+            with written(file.name, folder, otherwise), replaced(file) as unfinished:
+                save_file(tensors, unfinished)
     report(Progress("saving logits", len(shards), len(shards)))
     state.wait_for_everyone()
 
@@ -202,8 +204,3 @@ def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
 def _rest(log_p: Tensor, ids: Tensor) -> Tensor:
     """The logarithm of the probability of all tokens except `ids` [.., k] together, from log-probabilities [.., V]."""
     return log_p.scatter(-1, ids, -torch.inf).logsumexp(-1)
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    with written(file.name, file.parent, "those before it stay, and the same call goes on"), replaced(file) as partial:
-        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, partial)

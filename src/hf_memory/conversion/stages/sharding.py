@@ -41,8 +41,15 @@ def sharded_teacher(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if not is_sharded() or getattr(teacher, "is_quantized", False):
         yield teacher
         return
+    state = processes()
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
+    mesh = init_device_mesh(state.device.type, (state.num_processes,))
     with _on_cpu(teacher):
-        yield _shard(_twin(teacher))
+        twin = _twin(teacher)
+        for part in (*twin.model.layers, twin):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        yield twin
 
 
 @contextmanager
@@ -71,14 +78,3 @@ def _twin(model: Model) -> Model:
     """A second model with the same weights; the first stays whole when the second is sharded."""
     same = {id(x): nn.Parameter(x.data, requires_grad=x.requires_grad) for x in model.parameters()}
     return copy.deepcopy(model, same)
-
-
-def _shard(teacher: PreTrainedModel) -> PreTrainedModel:
-    state = processes()
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
-    mesh = init_device_mesh(state.device.type, (state.num_processes,))
-    for layer in teacher.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(teacher, mesh=mesh, mp_policy=policy)
-    return teacher

@@ -1,7 +1,6 @@
 """Which key-value heads of a teacher retrieve what it has read before, and so should keep all keys and values."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ class HeadScore(NamedTuple):
     score: float  # part of the attention, 0 to 1
 
 
+@torch.no_grad()
 def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
     """Rank all key-value heads of a teacher; the head that retrieves most comes first.
 
@@ -38,9 +38,26 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int
         passages: number of passages over which scores are averaged.
     """
     passage, text = min(PASSAGE, len(tokens) // 8), Text.of(tokens)
-    rows = _rows(text, passage, min(BETWEEN, 2 * passage), passages)
-    scores = torch.stack([_induction(teacher, row, len(text.start), passage) for row in rows]).mean(0)  # [layers, HQ]
-    groups = scores.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1)
+    first = slice(len(text.start) + 1, len(text.start) + passage + 1)  # what followed the tokens of the first reading
+    scores: list[Tensor] = []  # [HQ] of each layer, passage after passage
+
+    def observed(module, query, key, value, attention_mask, **kwargs):
+        output, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        followed = weights[0, :, -passage:, first].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
+        scores.append(followed.float().mean(-1).cpu())
+        return output, None
+
+    before = teacher.config._attn_implementation
+    AttentionInterface.register(OBSERVED, observed)
+    AttentionMaskInterface.register(OBSERVED, eager_mask)
+    try:
+        teacher.set_attn_implementation(OBSERVED)
+        for row in _rows(text, passage, min(BETWEEN, 2 * passage), passages):
+            teacher(row.to(teacher.device), use_cache=False, logits_to_keep=1)
+    finally:
+        teacher.set_attn_implementation(before)
+    of_layers = torch.stack(scores).unflatten(0, (passages, -1)).mean(0)  # [layers, HQ]
+    groups = of_layers.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1)
     found = [HeadScore(i, h, x) for i, layer in enumerate(groups.tolist()) for h, x in enumerate(layer)]
     return sorted(found, key=lambda head: -head.score)
 
@@ -57,32 +74,3 @@ def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int
     """Pairs of a layer and a head as `full_attention_heads` of a config."""
     pairs = sorted(heads)
     return [[head for layer, head in pairs if layer == i] for i in range(num_layers)]
-
-
-@torch.no_grad()
-def _induction(teacher: PreTrainedModel, row: Tensor, start: int, passage: int) -> Tensor:
-    """[layers, HQ]: mean attention of the second reading to what followed in the first, which begins at `start`."""
-    scores: list[Tensor] = []
-
-    def observed(module, query, key, value, attention_mask, **kwargs):
-        output, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        followed = weights[0, :, -passage:, start + 1 : start + passage + 1].diagonal(dim1=-2, dim2=-1)  # [HQ, passage]
-        scores.append(followed.float().mean(-1).cpu())
-        return output, None
-
-    with _attention(teacher, observed):
-        teacher(row.to(teacher.device), use_cache=False, logits_to_keep=1)
-    return torch.stack(scores)
-
-
-@contextmanager
-def _attention(model: PreTrainedModel, function) -> Iterator[None]:
-    """Replace a model's attention function, as a context."""
-    before = model.config._attn_implementation
-    AttentionInterface.register(OBSERVED, function)
-    AttentionMaskInterface.register(OBSERVED, eager_mask)
-    try:
-        model.set_attn_implementation(OBSERVED)
-        yield
-    finally:
-        model.set_attn_implementation(before)

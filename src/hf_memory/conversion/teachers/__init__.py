@@ -29,10 +29,6 @@ SHARED = (
 )
 
 
-def _as_they_are(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
-    return {name: x}
-
-
 def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
     queries, keys = (n * head_dim(config) for n in (config.num_attention_heads, config.num_key_value_heads))
     if ".qkv_proj." in name:
@@ -68,7 +64,7 @@ class Teacher(NamedTuple):
     same: tuple[str, ...] = ()
     always: Mapping[str, Any] = {}
     others: Callable[[PreTrainedConfig], dict] = lambda config: {}
-    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = _as_they_are
+    parts: Callable[[PreTrainedConfig, str, Tensor], Mapping[str, Tensor]] = lambda config, name, x: {name: x}
 
 
 QK_NORMS = {"use_qk_norm": True}
