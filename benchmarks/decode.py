@@ -61,7 +61,7 @@ STUDENTS = {
     "hybrid": {"to": "deltanet", "gate": "scalar", "keep": tuple(range(3, SHAPE["num_hidden_layers"], 4))},
     "window, heads": {  # as convert --keep-attention heads:1/10 makes it
         "to": "deltanet",
-        "attention_window": 64,
+        "sliding_window": 64,
         "num_sink_tokens": 4,
         "full_attention_heads": [[0] if i % 10 < 3 else [] for i in range(SHAPE["num_hidden_layers"])],
     },

@@ -93,6 +93,7 @@ class Small(NamedTuple):
     target: str = "auto"
 
 
+WINDOW = {"layer_types": ["sliding_memory"] * 4, "sliding_window": 32, "num_sink_tokens": 4}
 KINDS = {
     "Gated DeltaNet": Small("deltanet", {**GATED_DELTANET, **SQUARE}),
     "Gated DeltaNet, attention": Small("deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID}),
@@ -117,7 +118,7 @@ KINDS = {
     "Titans MAG": Small("titans", {"variant": "mag", "sliding_window": 64}),
     "Titans MAL": Small("titans", {"variant": "mal", "sliding_window": 64}),
     "Titans MAC": Small("titans", {"variant": "mac", "segment_length": 64}),
-    "a memory beside a window": Small("deltanet", {"gate": "scalar", "attention_window": 32, "num_sink_tokens": 4}),
+    "a memory beside a window": Small("deltanet", {"gate": "scalar", **WINDOW}),
 }
 
 

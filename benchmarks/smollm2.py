@@ -81,7 +81,7 @@ def without_memory(recipe: Recipe) -> Recipe:
     steps = read(recipe) // (recipe.distillation.batch_size * recipe.distillation.length)
     return replace(
         recipe,
-        options={**recipe.options, "window_memory": False},
+        to="attention",
         transfer=recipe.transfer._replace(steps=0),
         distillation=recipe.distillation._replace(steps=steps),
     )
@@ -89,7 +89,7 @@ def without_memory(recipe: Recipe) -> Recipe:
 
 def with_window(tokens: int, recipe: Recipe) -> Recipe:
     """The same with another window."""
-    return replace(recipe, options={**recipe.options, "attention_window": tokens})
+    return replace(recipe, options={**recipe.options, "sliding_window": tokens})
 
 
 def times(factor: float, recipe: Recipe) -> Recipe:

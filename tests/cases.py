@@ -25,6 +25,7 @@ SIZES = {
 }
 PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim": 8, "product_key_top_k": 3}
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
+WINDOW = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 4}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
 PAST = {"past_window": 4, "num_global_tokens": 2, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
@@ -48,11 +49,21 @@ CASES = (
     Case(
         "linear-identity-norm", "hf_memory_linear", {"feature_map": "identity", "normalize": False, "output_norm": True}
     ),
-    Case("linear-window", "hf_memory_linear", {"attention_window": 4, "num_sink_tokens": 2, "num_memory_slots": 6}),
+    Case("linear-window", "hf_memory_linear", {**WINDOW, "num_sink_tokens": 2, "num_memory_slots": 6}),
     Case(
         "linear-window-heads",
         "hf_memory_linear",
-        {"attention_window": 3, "full_attention_heads": [[1], [0, 1]], "num_memory_slots": 6},
+        {**WINDOW, "sliding_window": 3, "full_attention_heads": [[1], [0, 1]], "num_memory_slots": 6},
+    ),
+    Case(
+        "attention-heads",
+        "hf_memory_transformer",
+        {
+            "layer_types": ["sliding_heads", "full_attention"],
+            "sliding_window": 3,
+            "num_sink_tokens": 2,
+            "full_attention_heads": [[1], []],
+        },
     ),
     Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
@@ -164,13 +175,14 @@ CASES = (
     Case(
         "gated-window",
         "hf_memory_gated",
-        {"attention_window": 4, "num_memory_slots": 5, "use_qk_norm": True, "attn_logit_softcapping": 5.0},
+        {**WINDOW, "num_memory_slots": 5, "use_qk_norm": True, "attn_logit_softcapping": 5.0},
     ),
     Case(
         "deltanet-window",
         "hf_memory_deltanet",
         {
-            "attention_window": 3,
+            **WINDOW,
+            "sliding_window": 3,
             "num_sink_tokens": 1,
             "num_memory_slots": 6,
             "full_attention_heads": [[], [0]],
@@ -326,7 +338,7 @@ def _make(case: Case, options: dict):
 def kinds_of_layers(case: Case) -> list:
     """What tells layers apart: memories of a family that keep other states, and kinds of attention."""
     config = make_config(case)
-    layers = zip(config.mixer_types, config.state_specs)
+    layers = zip(config.layer_types, config.state_specs)
     return [kind if "attention" in kind else (case.model_type, kind, *sorted(spec)) for kind, spec in layers]
 
 

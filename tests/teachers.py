@@ -96,7 +96,7 @@ def text(length=200):
 def convert(teacher, tokens, *, run=Run(), quantized=None, **recipe):
     """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
     options = {name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__}
-    plan = resolve(Recipe(options=options, **recipe), teacher.config, tokens)
+    plan = resolve(Recipe(**{"to": "linear", **recipe}, options=options), teacher.config, tokens)
     return conversion.convert(teacher, tokens, plan, run, quantized=quantized)
 
 

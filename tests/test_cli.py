@@ -81,8 +81,8 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
 
 
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
-    student, window = tmp_path / "student", ["-o", "attention_window=32", "-o", "window_memory=false"]
-    code, out, _ = run("convert", teacher, "--to", "deltanet", *window, "--text", text, "--output", student, *FAST)
+    student, window = tmp_path / "student", ["-o", "sliding_window=32"]
+    code, out, _ = run("convert", teacher, *window, "--text", text, "--output", student, *FAST)
     assert code == 0
     models = ["teacher", "before training", "student"]
     lines = [" ".join(line.split()) for line in out.splitlines()]

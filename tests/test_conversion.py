@@ -54,7 +54,7 @@ from teachers import BOTH_STAGES, SCHEDULE, TEACHERS, convert, every_teacher, ma
 @every_teacher
 def test_a_student_that_keeps_all_layers_is_its_teacher(name):
     teacher, tokens = make_teacher(name), random_tokens(2, 24)
-    student = make_student(teacher, keep=(0, 1))
+    student = make_student(teacher, "linear", keep=(0, 1))
     weights = carry_over(student, teacher)
     assert weights.new == weights.dropped == []
     assert set(weights.used) == set(teacher.state_dict())
@@ -135,14 +135,15 @@ def test_every_memory_takes_a_teacher_over_and_learns(to, options):
     carry_over(start, teacher)
     schedule = Schedule(steps=20, learning_rate=2e-3, batch_size=4, length=16)
     made = convert(teacher, text(), to=to, keep=(1,), transfer=schedule, distillation=schedule, **options)
-    assert made.student.config.mixer_types == ["memory", "full_attention"]
-    assert made.student.config.model_type == f"hf_memory_{to}"
+    new = "sliding_heads" if to == "attention" else "memory"
+    assert made.student.config.layer_types == [new, "full_attention"]
+    assert made.student.config.model_type == STUDENTS[to].config.model_type
     assert made.weights.used["model.layers.0.self_attn.q_norm.weight"] == ("model.layers.0.mixer.q_norm.weight",)
     assert all(name.startswith("model.layers.0.mixer.") for name in made.weights.new)
     before, after = (agreement(student, teacher, text(), length=16).kl for student in (start, made.student))
     if made.plan.is_exact:  # nothing to learn from the teacher: it learns the text, and opens where it was closed
         opened = [made.student.get_parameter(x) for x in made.weights.new if x.endswith(("gate", "b_proj.weight"))]
-        assert [bool(x.abs().max() > 0) for x in opened] == [True] * (to != "transformer")
+        assert [bool(x.abs().max() > 0) for x in opened] == [True] * (to not in ("transformer", "attention"))
     else:
         assert after < 0.8 * before
 
@@ -153,7 +154,7 @@ def test_the_first_output_is_as_large_as_the_teachers(to, options):
     student = make_student(teacher, to, **options)
     carry_over(student, teacher)
     start_open(student, half_life=16)
-    if to not in ("linear", "deltaformer", "titans", "transformer"):  # which keep the scale
+    if to not in ("linear", "deltaformer", "titans", "transformer", "attention"):  # which keep the scale
         match_scale(student, teacher, text()[None])
         for mixer, output, target in AttentionTransfer(student, teacher).outputs(text()[None]):
             mine, theirs = ((x - mixer.o_proj.bias).square().mean().item() for x in (output, target))
@@ -222,7 +223,7 @@ def test_open_convolutions_pass_the_present_token():
 def test_a_weight_without_a_place_is_an_error():
     teacher = make_teacher()
     teacher.model.layers[1].self_attn.sinks = nn.Parameter(torch.ones(4))
-    student = make_student(teacher)
+    student = make_student(teacher, "linear")
     with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no counterpart"):
         carry_over(student, teacher)
     assert carry_over(student, teacher, drop=(r".*\.sinks",)).dropped == ["model.layers.1.self_attn.sinks"]
@@ -237,7 +238,7 @@ def test_a_weight_of_another_shape_is_an_error():
 def test_a_start_does_not_depend_on_names_of_attributes():
     starts = []
     for names in ({}, {"gate": 1.0, "start_steady": None}):
-        student = make_student(make_teacher())
+        student = make_student(make_teacher(), "linear")
         for mixer in (layer.mixer for layer in student.model.layers):
             vars(mixer).update(names)
         start_near(student, make_teacher(), text(), 16)
@@ -247,7 +248,7 @@ def test_a_start_does_not_depend_on_names_of_attributes():
 
 def test_a_new_weight_outside_the_mixers_is_an_error():
     teacher = make_teacher()
-    student = make_student(teacher)
+    student = make_student(teacher, "linear")
     student.model.layers[0].mlp.gate = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"student's model.layers.0.mlp.gate.weight has no counterpart"):
         carry_over(student, teacher)
@@ -256,7 +257,7 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"to": "lstm"}, "to must be one of linear, .*, got 'lstm'"),
+        ({"to": "lstm"}, "to must be one of attention, .*, got 'lstm'"),
         ({"to": None}, "steps of fine-tuning must be at least 1, got 0"),
         ({"keep": (2,)}, r"keep must name layers from 0 to 1, got \[2\]"),
         (
@@ -265,18 +266,18 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
         ),
         ({"options": {"model_type": "llama"}}, "options must be fields of LinearTransformerConfig, got model_type"),
         (
-            {"options": {"attention_window": 8, "num_sink_tokens": 256}},
+            {"options": {"sliding_window": 8, "num_sink_tokens": 256}},
             "must be fewer than the 16 tokens of a training window",
         ),
         (
             {"to": "transformer", "keep": "heads:1/2"},
-            "keep must be layers for a student of this kind, got 'heads:1/2': attention_window must be None for",
+            "keep must be layers for a student of this kind, got 'heads:1/2': layer_types must be 'sliding_heads' or",
         ),
     ],
 )
 def test_wrong_arguments_are_explained(wrong, message):
     with pytest.raises(ValueError, match=message):
-        resolve(Recipe(**BOTH_STAGES, **wrong), make_teacher().config, text())
+        resolve(Recipe(**{"to": "linear"} | BOTH_STAGES | wrong), make_teacher().config, text())
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,8 @@ def test_a_plan_counts_what_a_conversion_makes(name, to):
     teacher = make_teacher(name)
     plan = resolve(Recipe(to, keep=(0,), **BOTH_STAGES), teacher.config, text())
     rows, student = conversion.plan_rows(plan), make_student(teacher, to, keep=(0,))
-    assert ("student", f"hf_memory_{to}, {student.num_parameters():,} parameters") in rows
+    kind = STUDENTS[to].config.model_type
+    assert ("student", f"{kind}, {student.num_parameters():,} parameters") in rows
     assert ("attention kept", "0") in rows
     assert ("attention transfer" in dict(rows)) != plan.is_exact
     assert ("", "256 tokens, 1.3 times the text") in rows
@@ -308,7 +310,7 @@ def test_a_head_on_the_last_hidden_states_is_the_whole_model(name):
 @every_teacher
 def test_attention_seen_is_what_attention_did(name):
     teacher, tokens = make_teacher(name), random_tokens(2, 4)  # no longer than the windows, so that no mask is needed
-    student = make_student(teacher, keep=(0, 1))
+    student = make_student(teacher, "linear", keep=(0, 1))
     carry_over(student, teacher)
     seen = attention_seen(teacher, tokens)
     for (inputs, output), layer in zip(seen, student.model.layers, strict=True):
@@ -320,7 +322,7 @@ def test_attention_seen_is_what_attention_did(name):
 
 def test_the_transfer_loss_is_relative_and_summed_over_memory_layers():
     teacher, tokens = make_teacher(), random_tokens(2, 16)
-    student = make_student(teacher, keep=(0,))
+    student = make_student(teacher, "linear", keep=(0,))
     with torch.no_grad():
         student.model.layers[1].mixer.o_proj.weight.zero_()
         student.model.layers[1].mixer.o_proj.bias.zero_()
@@ -330,7 +332,7 @@ def test_the_transfer_loss_is_relative_and_summed_over_memory_layers():
 
 def test_attention_transfer_changes_the_memory_layers_and_nothing_else():
     teacher = make_teacher()
-    before, student = make_student(teacher, keep=(1,)), make_student(teacher, keep=(1,))
+    before, student = make_student(teacher, "linear", keep=(1,)), make_student(teacher, "linear", keep=(1,))
     carry_over(before, teacher)
     carry_over(student, teacher)
     attention_transfer(student, teacher, text(), SCHEDULE)
@@ -342,7 +344,7 @@ def test_attention_transfer_changes_the_memory_layers_and_nothing_else():
 
 def test_distillation_of_a_copy_has_nothing_to_learn():
     teacher = make_teacher()
-    student = make_student(teacher, keep=(0, 1))
+    student = make_student(teacher, "linear", keep=(0, 1))
     carry_over(student, teacher)
     losses = distill(student, teacher, text(), SCHEDULE)
     assert abs(losses[0]["loss"]) < 1e-5  # later ones are Adam's, which makes steps of rounding errors
@@ -351,7 +353,7 @@ def test_distillation_of_a_copy_has_nothing_to_learn():
 @pytest.mark.parametrize("part", [0.0, 0.25, 1.0])
 def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
     teacher, schedule = make_teacher(), SCHEDULE._replace(steps=1)
-    student = make_student(teacher)
+    student = make_student(teacher, "linear")
     carry_over(student, teacher)
     data = conversion.TokenWindows(text(), schedule, 0)
     tokens = torch.stack([data[i]["input_ids"] for i in range(len(data))])
@@ -373,23 +375,23 @@ def with_dropout():
 
 
 def test_a_teacher_reads_without_dropout():
-    student, schedule = make_student(make_teacher(), keep=(0, 1)), SCHEDULE._replace(steps=1)
+    student, schedule = make_student(make_teacher(), "linear", keep=(0, 1)), SCHEDULE._replace(steps=1)
     carry_over(student, make_teacher())
     assert abs(distill(student, with_dropout(), text(), schedule)[0]["loss"]) < 1e-5
-    pairs = [(make_student(make_teacher()), teacher) for teacher in (make_teacher(), with_dropout())]
+    pairs = [(make_student(make_teacher(), "linear"), teacher) for teacher in (make_teacher(), with_dropout())]
     losses = [attention_transfer(student, teacher, text(), schedule) for student, teacher in pairs]
     assert losses[0] == losses[1]
 
 
 def test_distillation_moves_every_weight():
     teacher = make_teacher("llama-tied")
-    before, student = make_student(teacher), make_student(teacher)
+    before, student = make_student(teacher, "linear"), make_student(teacher, "linear")
     distill(student, teacher, text(), SCHEDULE)
     for name, parameter in student.named_parameters():
         assert not torch.equal(parameter, before.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("window", [{}, {"attention_window": 4}])
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 4}])
 def test_memories_have_a_learning_rate_of_their_own(window):
     """Adam's first step moves each weight by its learning rate."""
     start, student = (make_student(make_teacher(), "deltanet", keep=(1,), **window) for _ in range(2))
@@ -660,7 +662,7 @@ def test_a_folder_of_someone_else_is_never_replaced(tmp_path):
 
 def test_mse_of_the_transfer_is_that_of_the_definition():
     teacher, tokens = make_teacher().double(), random_tokens(2, 16)
-    student = make_student(teacher).double()
+    student = make_student(teacher, "linear").double()
     carry_over(student, teacher)
     expected = 0
     for (inputs, output), layer in zip(attention_seen(teacher, tokens), student.model.layers, strict=True):

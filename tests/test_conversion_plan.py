@@ -25,7 +25,7 @@ TRANSFER, KL = "attention transfer", "KL divergence of the logits"
 
 
 def planned(**recipe):
-    return resolve(Recipe(**STAGES | recipe), make_teacher().config, text())
+    return resolve(Recipe(**{"to": "linear"} | STAGES | recipe), make_teacher().config, text())
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,11 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
 @pytest.mark.parametrize(
     ("teacher", "to", "options", "exact"),
     [
-        ("llama", "linear", {"attention_window": 12}, True),  # and four tokens at the beginning
-        ("llama", "linear", {"attention_window": 11}, False),
-        ("mistral-window", "linear", {"attention_window": 4}, False),  # and a memory of what left it
+        ("llama", "linear", {"sliding_window": 12}, True),  # and four tokens at the beginning
+        ("llama", "linear", {"sliding_window": 11}, False),
+        ("llama", "attention", {"sliding_window": 12}, True),
+        ("llama", "attention", {"sliding_window": 11}, False),
+        ("mistral-window", "linear", {"sliding_window": 4}, False),  # and a memory of what left it
         ("mistral-window", "titans", {}, True),
         ("mistral-window", "titans", {"sliding_window": 8}, False),  # more than the teacher
         ("gemma2", "titans", {"sliding_window": 16}, False),  # more than every second layer of the teacher

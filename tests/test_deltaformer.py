@@ -6,7 +6,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch.nn import functional as F
 from transformers import DynamicCache, StaticCache
 
-from cases import CASE, make_config, make_model, random_tokens
+from cases import CASE, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.ops import delta_rule, deltaformer
 from hf_memory.ops.deltaformer import KERNELS, corrected_values
@@ -122,23 +122,9 @@ def test_padding_is_never_read_not_even_as_nan_and_takes_no_room_of_a_window(nam
     assert_close(more[1:], model(tokens[1:, mask[1].bool()]).logits[:, -2:])
 
 
-def test_a_window_beside_a_memory_is_refused():
-    for window_memory in (True, False):
-        with pytest.raises(
-            StrictDataclassClassValidationError, match=r"attention_window must be None .*, whose layers .* got 4"
-        ):
-            make_model(CASE["deltaformer"], attention_window=4, window_memory=window_memory)
-
-
 def test_a_window_without_a_size_is_refused():
     with pytest.raises(StrictDataclassClassValidationError, match=r"sliding_window must be set with .'sliding_memory'"):
         make_model(CASE["deltaformer"], layer_types=["memory", "sliding_memory"])
-
-
-def test_configs_saved_when_its_caches_were_those_of_attention_are_read():
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "mixer_types": ["sliding_memory", "memory"]}
-    config = make_config(CASE["deltaformer"], sliding_window=4, **kinds)
-    assert (config.mixer_types, config.layer_types) == (kinds["mixer_types"], ["memory", "memory"])
 
 
 def swapped(write_kernel, n=256, swaps=1024, d=128):

@@ -22,6 +22,7 @@ import hf_memory
 from cases import (
     CASE,
     CASES,
+    WINDOW,
     every_case,
     every_family,
     every_kind_of_layer,
@@ -484,7 +485,7 @@ def test_a_trained_model_becomes_log_linear_without_change(case, tmp_path):
     assert_close(torch.cat(parts, 1), full)
 
 
-@pytest.mark.parametrize("options", [{"attention_window": 4}, {"gate": "mamba"}], ids=str)
+@pytest.mark.parametrize("options", [WINDOW, {"gate": "mamba"}], ids=str)
 def test_levels_are_refused_where_a_memory_has_none(options):
     with pytest.raises(Exception, match="levels must be 'one'"):
         make_config(CASE["gla"], levels="log", **options)

@@ -143,15 +143,23 @@ def test_heads_that_retrieve_most_are_found():
     assert teacher.config._attn_implementation == make_teacher().config._attn_implementation
 
 
-@pytest.mark.parametrize(("to", "longest"), [("linear", None), ("gated", 9), ("deltanet", None)])
-def test_a_fraction_of_the_heads_keeps_everything(to, longest):
+@pytest.mark.parametrize(
+    ("to", "longest", "expected"),
+    [
+        ("attention", None, ("hf_memory_transformer", {"sliding_heads"})),
+        ("gated", 9, ("hf_memory_gated", {"sliding_memory"})),
+        ("deltanet", None, ("hf_memory_deltanet", {"sliding_memory"})),
+    ],
+)
+def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    kept = {"attention_window": 6, "full_attention_window": longest}
+    kept = {"sliding_window": 6, "full_attention_window": longest}
     made = convert(teacher, tokens, to=to, keep="heads:1/4", **BOTH_STAGES, **kept)
     config = made.student.config
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert sum(map(len, config.full_attention_heads)) == heads // 4
-    assert (config.attention_window, config.num_sink_tokens, config.window_memory) == (6, 4, False)
+    assert (config.model_type, {*config.layer_types}) == expected
+    assert (config.sliding_window, config.num_sink_tokens) == (6, 4)
     assert (bytes_per_token(config) == 0) is (longest is not None)
     best = rank_heads(teacher, tokens)[0]
     assert best.head in config.full_attention_heads[best.layer]
@@ -159,7 +167,7 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest):
 
 def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    beside = {"attention_window": 6, "num_memory_slots": 4}
+    beside = {"sliding_window": 6, "num_memory_slots": 4}
     none = Schedule(steps=0, learning_rate=1e-3, length=16)
     before, after = (
         convert(teacher, tokens, to="deltanet", transfer=schedule, distillation=none, **beside).student.state_dict()

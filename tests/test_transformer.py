@@ -386,7 +386,7 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"pattern": "routing_by_head", "num_key_value_heads": 1}, "num_key_value_heads"),
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
-        ({"attention_window": 4}, "attention_window"),
+        ({"layer_types": ["sliding_memory"], "num_hidden_layers": 1}, "layer_types"),
         ({"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2}, "layer_types"),
     ],
 )

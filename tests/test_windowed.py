@@ -23,7 +23,7 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.relations import RELATIONS
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
-WINDOWS = {"attention_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
+WINDOWS = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
 
 
 def heads(T: int, HQ: int = 4, H: int = 2, D: int = 8):
@@ -100,7 +100,7 @@ def make_config(**options):
 
 def test_a_slot_for_each_key_is_attention():
     """Sharp slots at the keys themselves: window and memory together are softmax over everything."""
-    config = make_config(num_memory_slots=20, head_dim=8, attention_window=3, num_sink_tokens=1)
+    config = make_config(num_memory_slots=20, head_dim=8, sliding_window=3, num_sink_tokens=1)
     mixer = config.mixer_class(0)(config, 0).double()
     hidden = torch.randn(1, 20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q, k, v = mixer.projected(hidden)
@@ -129,7 +129,7 @@ def test_keys_are_turned_back_whatever_turned_them():
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @torch.no_grad()
 def test_keys_enter_the_memory_as_they_were_before_rotation(partial):
-    """A token leaves the window when the one that is `attention_window` later is read, in this or in a later call."""
+    """A token leaves the window when the one that is `sliding_window` later is read, in this or in a later call."""
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": partial}
     config = make_config(num_sink_tokens=1, rope_parameters=rope)
     model = hf_memory.LinearTransformerModel(config)
@@ -145,7 +145,7 @@ def test_keys_enter_the_memory_as_they_were_before_rotation(partial):
 
 
 def test_without_its_memory_a_layer_is_attention_over_the_window():
-    config = make_config(window_memory=False)
+    config = make_config(layer_types=["sliding_heads"] * 2, num_sink_tokens=0)
     mixer = config.mixer_class(0)(config, 0)
     hidden = torch.randn(1, 12, 32)
     changed = hidden.clone()
@@ -182,8 +182,10 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"attention_window": 0}, "attention_window"),
-        ({"attention_window": None}, "attention_window"),
+        ({"sliding_window": 1}, "sliding_window"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": ["memory", "sliding_attention"]}, "layer_types"),
+        ({"attention_window": 5}, "attention_window is no longer a field of the config; use sliding_window"),
         ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
         ({"full_attention_heads": [[0]]}, "full_attention_heads"),
         ({"full_attention_heads": [[0], []], "full_attention_window": 2}, "full_attention_window"),

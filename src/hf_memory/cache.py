@@ -1,7 +1,7 @@
 """The recurrent part of a transformers cache: named states of fixed size instead of growing keys and values.
 
-Where a config's `layer_types` has "memory", `DynamicCache(config=...)` and `StaticCache(config=...)` have a
-`MemoryLayer`. `generate` creates these caches itself.
+Where a config's `layer_types` has a name in LAYER_TYPES, `DynamicCache(config=...)` and `StaticCache(config=...)` have
+a `MemoryLayer`. `generate` creates these caches itself.
 """
 
 import copy
@@ -21,8 +21,9 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-__all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
+__all__ = ["LAYER_TYPES", "MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
+LAYER_TYPES = ("memory", "sliding_memory", "sliding_heads")  # names in configs of layers with named states
 Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
 States = dict[str, Any]  # states of a mixer by name, each [B, ...], or those of a part of it
 Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
@@ -89,7 +90,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     window = 256
 
-    _layer_type = "memory"  # registers the class with DynamicCache
     is_compileable = False
     is_croppable = True
     is_sliding = False
@@ -329,7 +329,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 class StaticMemoryLayer(MemoryLayer):
     """A `MemoryLayer` for a StaticCache, for torch.compile and CUDA graphs: its number of tokens is a tensor."""
 
-    _layer_type = None
     is_compileable = True
 
     def __init__(self, max_cache_len: int = -1, **kwargs):

@@ -26,7 +26,9 @@ RANKING = "with attention in one layer only, before distillation; ranked by reca
 Words = list[str] | None
 TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
 Output = Annotated[Path, typer.Option(help="Folder for the student.")]
-Family = Annotated[str, typer.Option(help=f"The student's family: {', '.join(conversion.STUDENTS)}.")]
+Memory = Annotated[
+    str, typer.Option(help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.")
+]
 Keep = Annotated[
     str,
     typer.Option(
@@ -63,7 +65,7 @@ def convert(
     teacher: TeacherName,
     text: options.Texts,
     output: Output,
-    to: Family = "linear",
+    to: Memory = "attention",
     keep: Keep = "none",
     option: options.Option = None,
     servable: Servable = False,

@@ -18,7 +18,7 @@ from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import is_exact, student_config
+from hf_memory.conversion.students import WINDOW, is_exact, student_config
 from hf_memory.conversion.students.heads import by_layer
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
@@ -29,7 +29,6 @@ from hf_memory.files.text import Text, check_tokens
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
-BESIDE = {"attention_window": 128, "window_memory": False}  # defaults for the heads beside full heads
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
 
 def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
     """A student's config whose layers keep these heads, and a window in the others."""
-    options = {**BESIDE, **recipe.options}
+    options = {"sliding_window": WINDOW, **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     try:
         return student_config(teacher, str(recipe.to), (), options)

@@ -59,13 +59,14 @@ class Recipe:
     """Everything that determines a student, together with its teacher and the text.
 
     Args:
-        to: the student's family, a name in STUDENTS; None to fine-tune a model and leave its architecture as it is.
+        to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
+            attention over a window; None to fine-tune a model and leave its architecture as it is.
         keep: what keeps the teacher's attention. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
             keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`); to find them, a
             student without attention is trained by attention transfer first, see `rank_layers`. `"heads:1/10"` keeps
             no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
-            most in the teacher, and the other heads have a window of 128 tokens. `options` may set another window,
-            and with `window_memory=True` add a memory of what has left it.
+            most in the teacher. The other heads have a window of 128 tokens, or `sliding_window` of the options, and
+            the memory, if there is one, has what left it.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         transfer: schedule of attention transfer. A stage with 0 steps is left out. Attention transfer is also left out
             if the student equals its teacher before any training.
@@ -81,7 +82,7 @@ class Recipe:
         seed: seed for new weights and for the order of the text.
     """
 
-    to: str | None = "linear"
+    to: str | None = "attention"
     keep: Keep = "none"
     options: Mapping[str, Any] = field(default_factory=dict)
     transfer: Schedule = TRANSFER_SCHEDULE

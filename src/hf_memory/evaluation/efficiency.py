@@ -115,7 +115,7 @@ def bytes_per_token(config: PreTrainedConfig) -> int:
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of each layer; if the config has no layer types, all layers have the same attention."""
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    given = getattr(config, "mixer_types", None) or getattr(config, "layer_types", None)
+    given = getattr(config, "layer_types", None)
     return list(given or [kind] * config.num_hidden_layers)
 
 

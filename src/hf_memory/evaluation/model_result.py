@@ -11,7 +11,7 @@ from hf_memory.evaluation.tasks import BYTES, LENGTHS, READ, WRITTEN, Found, Sub
 from hf_memory.progress import Progress, silent
 
 OF_CARD = ("agreement", "perplexity", "recall", "speed")
-WINDOWS = ("attention_window", "full_attention_window", "sliding_window")  # fields of configs
+WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
 FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 
 

@@ -19,14 +19,14 @@ class AttentionMixer(Projections):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        is_sliding = config.mixer_types[layer_idx].startswith("sliding")
+        is_sliding = config.layer_types[layer_idx].startswith("sliding")
         self.sliding_window = config.sliding_window if is_sliding else None
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Keys and values of all tokens, or of those within the window."""
         _, heads, _, K, V = config.attention_heads
-        window = config.sliding_window if config.mixer_types[layer_idx].startswith("sliding") else None
+        window = config.sliding_window if config.layer_types[layer_idx].startswith("sliding") else None
         at_most = None if window is None else window - 1
         return {name: State((heads, D), None, "token", at_most) for name, D in (("keys", K), ("values", V))}
 

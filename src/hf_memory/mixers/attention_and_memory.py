@@ -57,21 +57,19 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        window = Window(config.near(config.sliding_window), config.sliding_window)
-        attention = window.spec(heads, D) | {"count": State((), torch.long)}
+        attention = Window.of_last(config.sliding_window).spec(heads, D) | {"count": State((), torch.long)}
         return {"attention": attention, "memory": config.neural_memory.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.normalize_and_rotate(q, k, context.positions)
-        window = self.config.sliding_window
         return window_attention(
             q,
             k,
             v,
             context.part("attention"),
-            Window(self.config.near(window), window),
+            Window.of_last(self.config.sliding_window),
             self.scores,
             always=self.always(hidden_states.dtype),
         )

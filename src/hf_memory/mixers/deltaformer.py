@@ -107,4 +107,4 @@ class DeltaFormerMixer(MemoryMixer):
 
 def window_of(config, layer_idx: int) -> int | None:
     """Number of tokens that a layer sees; None: all."""
-    return config.sliding_window if config.mixer_types[layer_idx] == "sliding_memory" else None
+    return config.sliding_window if config.layer_types[layer_idx] == "sliding_memory" else None

@@ -10,7 +10,7 @@ from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import BLOCK, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
 from hf_memory.ops.contract import varies
-from hf_memory.ops.masks import Mask, Tokens, older
+from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
 
 class Past(NamedTuple):
@@ -52,6 +52,11 @@ class Window(NamedTuple):
     spare: int = 0  # number of tokens that are kept before the window
     has_gaps: bool = False  # whether some tokens within reach are not seen
     kinds: int = 1  # number of heads with different masks; further heads repeat these
+
+    @classmethod
+    def of_last(cls, tokens: int, first: int = 0, **more) -> "Window":
+        """The last tokens, and the first ones."""
+        return cls(causal & window(tokens), tokens, first, **more)
 
     @property
     def kept(self) -> int:

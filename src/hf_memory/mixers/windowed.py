@@ -30,7 +30,7 @@ class WindowedMixer(MemoryMixer):
         self.near_heads = [h for h in range(config.num_key_value_heads) if h not in kept]
         order = self.near_heads + self.full_heads
         self.places = [order.index(h) for h in range(len(order))]  # place of each head among the outputs
-        has_memory = config.window_memory and self.near_heads
+        has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
 
     @property
@@ -44,11 +44,11 @@ class WindowedMixer(MemoryMixer):
         full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
         heads, D, spec = config.num_key_value_heads - full, config.head_dim, {"count": State((), torch.long)}
         if heads:
-            spec |= _window(config, config.attention_window).spec(heads, D)
-            if config.window_memory:
+            spec |= _window(config, config.sliding_window).spec(heads, D)
+            if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
-                spec["slot_gates"] = State((config.attention_window, heads, config.far_memory.num_gates))
-                spec["slot_angles"] = State((config.attention_window, config.rotating_channels(layer_idx)), None)
+                spec["slot_gates"] = State((config.sliding_window, heads, config.far_memory.num_gates))
+                spec["slot_angles"] = State((config.sliding_window, config.rotating_channels(layer_idx)), None)
         if full and config.full_attention_window is not None:
             spec |= _window(config, config.full_attention_window, "full_").spec(full, D)
         elif full:
@@ -71,9 +71,9 @@ class WindowedMixer(MemoryMixer):
         return self.config.use_qk_norm
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `count` [B], the number of tokens read; `keys` and `values` [B, attention_window, H, D] of the
+        """The states are `count` [B], the number of tokens read; `keys` and `values` [B, sliding_window, H, D] of the
         last tokens; `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, with
-        `slot_gates` [B, attention_window, H, gates] and `slot_angles` [B, attention_window, channels] for the writes of
+        `slot_gates` [B, sliding_window, H, gates] and `slot_angles` [B, sliding_window, channels] for the writes of
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or, if they have a window, states like those of the other heads."""
         q, k, v = self.projected(hidden_states)
@@ -111,7 +111,7 @@ class WindowedMixer(MemoryMixer):
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
-        past = _window(self.config, self.config.attention_window).read(k, v, tokens, context)
+        past = _window(self.config, self.config.sliding_window).read(k, v, tokens, context)
         groups = near_blocks(rotated, tokens, past.near, past.first)
         o, logsumexp = attended_rows(map(self.scores.attend_with_mass, groups), q)
         if self.far is None:
@@ -133,7 +133,7 @@ class WindowedMixer(MemoryMixer):
 
         Their slots are computed only then: stored for each token of the window, they would be as large as the memory.
         """
-        W, T, new = self.config.attention_window, gates.shape[1], {"slot_gates": gates}
+        W, T, new = self.config.sliding_window, gates.shape[1], {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
         (gates, *angles), states = kept(context.states, new, W, context.lengths)
@@ -146,7 +146,7 @@ class WindowedMixer(MemoryMixer):
 
 def _window(config, tokens: int, prefix: str = "") -> Window:
     """The first tokens, the last ones, and the one that leaves the window next."""
-    return Window(config.near(tokens), tokens, config.num_sink_tokens, prefix, spare=1)
+    return Window.of_last(tokens, config.num_sink_tokens, prefix=prefix, spare=1)
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:

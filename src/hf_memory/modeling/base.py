@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_memory.cache import padding_mask
+from hf_memory.cache import LAYER_TYPES, padding_mask
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
@@ -32,7 +32,7 @@ from hf_memory.modeling.packing import are_finite, default_positions, packed_bou
 from hf_memory.ops.contract import blank
 
 MASKS = {
-    "memory": padding_mask,
+    **dict.fromkeys(LAYER_TYPES, padding_mask),
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from hf_memory.cache import Spec, flat
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
+from hf_memory.modeling.checks import check, check_each, check_names, check_numbers, check_word
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
@@ -27,9 +27,10 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
         num_key_value_heads (`int`, defaults to `num_attention_heads`): number of key-value heads, each shared by a
             group of query heads.
         head_dim (`int`, defaults to `hidden_size // num_attention_heads`): channels of each head.
-        layer_types (`list[str]`, defaults to all `"memory"`): the mixer of each layer: `"memory"`, `"full_attention"`
-            or `"sliding_attention"`.
-        sliding_window (`int`): tokens that a sliding attention layer sees, the present one included.
+        layer_types (`list[str]`, defaults to all `"memory"`): the mixer of each layer: `"memory"`: that of the family;
+            `"full_attention"`; `"sliding_attention"`: attention over the last `sliding_window` tokens;
+            `"sliding_heads"`: the same with the options of `AttentionWindow`; `"sliding_memory"`: in the first three
+            families such attention in one softmax with a memory of what has left the window.
         attention_bias (`bool`, defaults to `False`): biases of the q, k and v projections.
         use_qk_norm (`bool`, defaults to `False`): apply an RMS norm to each head's queries and keys, before rotation.
         rope_parameters (`dict`, *optional*): as in transformers; its `partial_rotary_factor` is the fraction of a
@@ -41,7 +42,11 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
 
     model_type = "hf_memory"
     keys_to_ignore_at_inference = ["past_key_values"]
-    mixers = {"full_attention": AttentionMixer, "sliding_attention": AttentionMixer}  # families add "memory"
+    mixers = {  # by layer type; families add "memory"
+        "full_attention": AttentionMixer,
+        "sliding_attention": AttentionMixer,
+        "sliding_heads": WindowedMixer,
+    }
 
     base_model_tp_plan = {
         "layers.*.mixer.q_proj": "colwise",
@@ -77,8 +82,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
     use_qk_norm: bool = False
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
+    layer_types: list[str] | None = None  # type: ignore[assignment]
     memory_rope: bool = False
     mixer_backend: str = "auto"
     pad_token_id: int | None = None
@@ -86,6 +90,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        check_names(kwargs)
         check_numbers(self.numbers)
         self.set_defaults()
         super().__post_init__(**kwargs)
@@ -142,18 +147,12 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
-        sees_all = self.attention_window is not None and length <= self.attention_window + self.num_sink_tokens
-        return length if sees_all else None
-
-    @property
-    def mixer_types(self) -> list[str]:
-        """The mixer of each layer: `layer_types`, except in families where several mixers have one type of cache."""
-        return self.layer_types
+        has_window = self.mixer_class(layer_idx) is WindowedMixer
+        return length if has_window and length <= self.sliding_window + self.num_sink_tokens else None
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer class of a layer."""
-        kind = self.mixer_types[layer_idx]
-        return WindowedMixer if kind == "memory" and self.attention_window else self.mixers[kind]
+        return self.mixers[self.layer_types[layer_idx]]
 
     @property
     def state_specs(self) -> list[Spec]:
@@ -165,10 +164,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
         check_numbers(self.numbers)
         check_word("mixer_backend", self.mixer_backend, BACKENDS)
         check_word("hidden_act", self.hidden_act, tuple(ACT2FN))
-        check_each(self, "layer_types", self.layer_types)
-        check_each(self, "layer_types", self.mixer_types, tuple(self.mixers))
-        sliding = [kind for kind in self.mixer_types if kind.startswith("sliding")]
-        check(not sliding or self.sliding_window, "sliding_window", f"set with {sliding[:1]} in layer_types", None)
+        check_each(self, "layer_types", self.layer_types, tuple(self.mixers))
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
         check(heads % groups == 0, "num_attention_heads", f"a multiple of num_key_value_heads={groups}", heads)
         is_divided = self.head_dim * heads == width or width % heads == 0

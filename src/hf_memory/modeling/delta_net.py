@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.delta_net import MIXERS, DeltaProductMixer
 from hf_memory.mixers.far_memory import DeltaSlots
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
@@ -42,7 +43,7 @@ class DeltaNetConfig(Levels, MemoryHeadsConfig):
     def mixers(self) -> dict:
         """The mixer class of each layer type."""
         memory = MIXERS[self.gate] if self.num_householder == 1 else DeltaProductMixer
-        return {**MemoryHeadsConfig.mixers, "memory": memory}
+        return {**MemoryHeadsConfig.mixers, "memory": memory, "sliding_memory": WindowedMixer}
 
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.deltaformer import DeltaFormerMixer, window_of
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.checks import check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
 
@@ -16,8 +16,7 @@ class DeltaFormerConfig(MemoryConfig):
     """Config of DeltaFormer; its other options are those of `MemoryConfig`.
 
     In `layer_types`, `"memory"` means a DeltaFormer layer, and `"sliding_memory"` one that sees the last
-    `sliding_window` tokens only. The config stores these names as `mixer_types`; its `layer_types` have `"memory"` for
-    both.
+    `sliding_window` tokens only.
 
     Args:
         write_kernel (`str`, defaults to `"softmax"`): kernel that compares a new key with earlier keys: `"softmax"`,
@@ -29,7 +28,6 @@ class DeltaFormerConfig(MemoryConfig):
             `"identity"` beta starts at zero, and with `beta_mode="erase"` the model then starts as a Transformer.
         write_rope (`bool`, defaults to `True`): whether the keys that a write compares are rotated. If not, the cache
             keeps keys twice.
-        mixer_types (`list[str]`, *optional*): derived from `layer_types`.
     """
 
     model_type = "hf_memory_deltaformer"
@@ -41,13 +39,6 @@ class DeltaFormerConfig(MemoryConfig):
     beta_mode: str = "erase"
     beta_activation: str = "sigmoid"
     write_rope: bool = True
-    mixer_types: list[str] | None = None
-
-    def set_defaults(self) -> None:
-        """See `MemoryConfig.set_defaults`."""
-        super().set_defaults()
-        self.fill(mixer_types=self.layer_types)
-        self.layer_types = ["memory" if kind == "sliding_memory" else kind for kind in self.mixer_types]
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: it starts as attention if beta starts at zero and the read kernel is softmax."""
@@ -57,9 +48,7 @@ class DeltaFormerConfig(MemoryConfig):
         return min(length, window_of(self, layer_idx) or length)
 
     def validate_architecture(self):
-        """Check kernels and the write strength, too, and refuse the window that other memories stand beside."""
-        only = f"None for {self.model_type}, whose layers with a window are 'sliding_memory' in layer_types"
-        check(self.attention_window is None, "attention_window", only, self.attention_window)
+        """Check kernels and the write strength, too."""
         super().validate_architecture()
         check_word("write_kernel", self.write_kernel, KERNELS)
         check_word("read_kernel", self.read_kernel, KERNELS)

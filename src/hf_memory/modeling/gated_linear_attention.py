@@ -9,6 +9,7 @@ from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
 from hf_memory.mixers.ridge_regression import KalmanMixer, MesaMixer
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
@@ -57,7 +58,7 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
     @property
     def mixers(self) -> dict:
         """The mixer class of each layer type."""
-        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate]}
+        return {**MemoryHeadsConfig.mixers, "memory": MIXERS[self.gate], "sliding_memory": WindowedMixer}
 
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""

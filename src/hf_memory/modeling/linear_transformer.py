@@ -4,6 +4,7 @@ from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.far_memory import SlotMemory
 from hf_memory.mixers.linear_attention import LinearAttentionMixer
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.configuration import MemoryConfig
@@ -24,7 +25,7 @@ class LinearTransformerConfig(MemoryConfig):
     """
 
     model_type = "hf_memory_linear"
-    mixers = {**MemoryConfig.mixers, "memory": LinearAttentionMixer}
+    mixers = {**MemoryConfig.mixers, "memory": LinearAttentionMixer, "sliding_memory": WindowedMixer}
     far_memory = SlotMemory
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,

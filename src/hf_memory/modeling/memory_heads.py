@@ -98,6 +98,6 @@ class Levels(PreTrainedConfig):
         """Check that the memory can have levels, too."""
         check_word("levels", self.levels, ("one", "log"))
         super().validate_architecture()
-        can_have = not self.attention_window and getattr(self.mixers["memory"], "has_levels", False)
-        only = "'one' beside attention_window and with a memory that is neither linear attention nor the delta rule"
+        can_have = "sliding_memory" not in self.layer_types and getattr(self.mixers["memory"], "has_levels", False)
+        only = "'one' with 'sliding_memory' in layer_types and with a memory that is neither linear attention nor the delta rule"
         check(self.levels == "one" or can_have, "levels", only, self.levels)

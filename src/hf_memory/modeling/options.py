@@ -4,7 +4,6 @@ from transformers import PreTrainedConfig
 
 from hf_memory.feed_forward import FEED_FORWARDS
 from hf_memory.modeling.checks import check, check_each, check_word
-from hf_memory.ops.masks import Mask, causal, window
 
 NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -59,46 +58,41 @@ class TeacherShape(PreTrainedConfig):
 
 
 class AttentionWindow(PreTrainedConfig):
-    """A window of softmax attention beside a memory, which then holds what has left the window.
+    """A window of softmax attention, with first tokens and with heads that see more.
 
     Args:
-        attention_window (`int`, *optional*): size of a window of softmax attention in memory layers, the present token
-            included; what has left the window is in the memory. Default: no window, only the memory.
-        num_sink_tokens (`int`, defaults to 0): number of first tokens of the sequence that this attention sees too.
-        full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads that attend to all
-            tokens instead of a window, and keep all their keys and values.
+        sliding_window (`int`, *optional*): tokens that attention with a window sees, the present one included.
+        num_sink_tokens (`int`, defaults to 0): number of first tokens of the sequence that it sees too, in
+            `"sliding_heads"` and `"sliding_memory"` layers.
+        full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
+            attend to all tokens instead of a window, and keep all their keys and values.
         full_attention_window (`int`, *optional*): window of these heads, so that the cache stops growing; they see the
             first tokens too. Default: all tokens.
-        window_memory (`bool`, defaults to `True`): whether there is a memory of what has left the window. Most options
-            of the family's own memory are not used beside a window.
-        num_memory_slots (`int`, defaults to 64): number of slots that this memory has for each key-value head.
+        num_memory_slots (`int`, defaults to 64): number of slots for each key-value head of the memory of
+            `"sliding_memory"` layers. Most options of the family's own memory are not used there.
     """
 
-    far_memory = None  # class of the memory beside attention over a window
+    far_memory = None  # class of the memory of "sliding_memory" layers
 
-    attention_window: int | None = None
+    sliding_window: int | None = None
     num_sink_tokens: int = 0
     full_attention_heads: list[list[int]] | None = None
     full_attention_window: int | None = None
-    window_memory: bool = True
     num_memory_slots: int = 64
-
-    def near(self, tokens: int) -> Mask:
-        """The mask of attention over the last tokens, beside a memory or in heads with a window."""
-        return causal & window(tokens)
 
     def validate_architecture(self):
         """Check the window, too."""
         super().validate_architecture()
-        near, longer, heads = self.attention_window, self.full_attention_window, self.full_attention_heads
-        if near is None:
-            is_alone = not (self.num_sink_tokens or heads)
-            check(is_alone, "attention_window", "set with num_sink_tokens or full_attention_heads", None)
+        near, longer, heads = self.sliding_window, self.full_attention_window, self.full_attention_heads
+        sliding = [kind for kind in self.layer_types if kind.startswith("sliding")]
+        check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
+        if not {"sliding_heads", "sliding_memory"} & {*sliding}:
+            given = {"num_sink_tokens": self.num_sink_tokens, "full_attention_heads": heads}
+            needing = [name for name, value in given.items() if value]
+            check(not needing, "layer_types", f"'sliding_heads' or 'sliding_memory' with {needing}", self.layer_types)
             return
-        has_memory = not self.window_memory or self.far_memory is not None
-        check(has_memory, "window_memory", f"False for {self.model_type}, which has no such memory", True)
         is_longer = longer is None or longer >= near
-        check(is_longer, "full_attention_window", f"at least attention_window={near}", longer)
+        check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         if heads is not None:
             check_each(self, "full_attention_heads", heads)
             last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}

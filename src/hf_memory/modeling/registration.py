@@ -19,17 +19,19 @@ from transformers import (
     PreTrainedModel,
     configuration_utils,
 )
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
-from hf_memory.cache import StaticMemoryLayer
+from hf_memory.cache import LAYER_TYPES, MemoryLayer, StaticMemoryLayer
 
 # The Trainer reads the config of a checkpoint with transformers' base class, which refuses unknown names of layers. A
 # version in which the Trainer uses AutoConfig, or the base class allows names of others, makes this unnecessary.
-configuration_utils.ALLOWED_ATTN_LAYER_TYPES += ("memory",)
+configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES
 
-# Cache layers register themselves by `_layer_type`, but with StaticCache only if they are a StaticLayer, whose keys and
-# values a memory does not have. A version in which any layer can register with StaticCache makes this unnecessary.
-STATIC_LAYER_TYPE_MAPPING["memory"] = StaticMemoryLayer
+# Cache layers register themselves by `_layer_type`, but for one type only, and with StaticCache only if they are a
+# StaticLayer, whose keys and values a memory does not have. A version in which any layer can register with both caches
+# for several types makes this unnecessary.
+DYNAMIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(LAYER_TYPES, MemoryLayer))
+STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(LAYER_TYPES, StaticMemoryLayer))
 
 AUTO_CLASSES = {
     "config": AutoConfig,

@@ -168,7 +168,7 @@ class TitansConfig(MemoryHeadsConfig):
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`: students with MAL, or with MAG and an added memory, start with closed gates."""
         is_closed = self.variant == "mal" or (self.variant == "mag" and self.memory_gate == "add")
-        if not is_closed or self.num_persistent_tokens or self.attention_window is not None:
+        if not is_closed or self.num_persistent_tokens:
             return super().attends(layer_idx, length)
         return min(length, self.sliding_window or length)
 

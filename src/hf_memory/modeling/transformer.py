@@ -147,7 +147,7 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
-        if self.mixer_types[layer_idx] != "memory":
+        if self.layer_types[layer_idx] != "memory":
             return super().mixer_class(layer_idx)
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
         if past == "compressive" and self.compression == "most_used":
@@ -162,6 +162,8 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`; None unless position and depth are the teacher's and the pattern has no gaps."""
+        if self.layer_types[layer_idx] != "memory":
+            return super().attends(layer_idx, length)
         past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
         if (
             self.patterns[layer_idx] in BUCKETS
@@ -184,8 +186,7 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def validate_architecture(self):
         """Check positions, patterns, pasts and depth, too."""
-        window, position = self.attention_window, self.position
-        check(window is None, "attention_window", f"None for {self.model_type}", window)
+        position = self.position
         super().validate_architecture()
         check_word("position", self.position, POSITIONS)
         check_word("depth", self.depth, DEPTHS)
@@ -195,7 +196,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check_each(self, "past", self.pasts, tuple(PASTS))
         check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
-        is_alone = position not in RELATIONS or {*self.mixer_types} == {"memory"}
+        is_alone = position not in RELATIONS or {*self.layer_types} == {"memory"}
         check(is_alone, "layer_types", f"all 'memory' with position={position!r}", self.layer_types)
         for past, pattern in zip(self.pasts, self.patterns):
             check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
@@ -236,7 +237,7 @@ class MemoryTransformerConfig(MemoryConfig):
             for name in ("layer_types", "mlp_types", "no_rope_layers", "patterns", "pasts"):
                 is_one = len({*(getattr(self, name) or "-")}) == 1
                 check(is_one, name, "the same for all layers with depth='universal'", getattr(self, name))
-            kind = self.mixer_types[0]
+            kind = self.layer_types[0]
             check(kind == "memory", "layer_types", "'memory' with depth='universal'", kind)
             return
         here = "with depth='reversible'"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_memory.cache import LAYER_TYPES
 from hf_memory.conversion.recipe import Keep
 from hf_memory.conversion.students.placement import kept_layers
 from hf_memory.conversion.teachers import attention_types, shared_options
@@ -15,11 +16,14 @@ from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 
 PREFIX = "hf_memory_"
-STUDENTS = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES if family.is_student}
+MEMORIES = {family.config.model_type.removeprefix(PREFIX): family for family in FAMILIES if family.is_student}
+STUDENTS = {"attention": MEMORIES["transformer"], **MEMORIES}  # the first has attention over windows, and no memory
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # the teacher's head size, so that its projections fit
 OPEN = ("sliding_window", "attention_dropout", "initializer_range")  # options that may differ from the teacher's
+WINDOW = 128  # tokens that heads beside full heads see
 SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
 PRESETS: dict[str, dict] = {
+    "attention": {"sliding_window": WINDOW, "num_sink_tokens": SINKS},
     "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
     "gated": {"output_gate": "sigmoid"},  # starts half open; silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
@@ -47,7 +51,7 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         length: tokens of the texts that they read.
     """
     seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in attention_types(teacher)]
-    replaced = [i for i, kind in enumerate(config.mixer_types) if "memory" in kind]
+    replaced = [i for i, kind in enumerate(config.layer_types) if kind in LAYER_TYPES]
     return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
 
@@ -69,20 +73,27 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family, shared = find_student(to), shared_options(teacher)
-    memory = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
-    kinds = enumerate(attention_types(teacher))
-    shared["layer_types"] = [kind if i in kept else memory.get(kind, "memory") for i, kind in kinds]
+    kinds, has_window = attention_types(teacher), "sliding_window" in options and family.config.far_memory is not None
+    new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
+    in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
+    shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
-    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if "attention_window" in options else 0}
-    presets |= PRESETS.get(to, {})
+    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if has_window else 0} | PRESETS.get(to, {})
     if options.get("gate") == "mamba2":
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]
     _check_options(family, shared, options)
-    return family.config(**{**shared, **presets, **options})  # type: ignore[return-value]
+    config = family.config(**{**shared, **presets, **options})
+    sliding = [i for i in kept if kinds[i] == "sliding_attention"]
+    if sliding and config.sliding_window != teacher.sliding_window:
+        raise ValueError(
+            f"keep must not have layers with a window of sliding_window={teacher.sliding_window} in the teacher beside "
+            f"layers with one of {config.sliding_window}, got {sliding}"
+        )
+    return config  # type: ignore[return-value]
 
 
 def make_student(
-    teacher: PreTrainedModel, to: str = "linear", *, keep: Keep = (), seed: int = 0, **options
+    teacher: PreTrainedModel, to: str = "attention", *, keep: Keep = (), seed: int = 0, **options
 ) -> MemoryForCausalLM:
     """A student with the sizes of its teacher and random weights; `carry_over` then copies the teacher's weights.
 

@@ -66,7 +66,7 @@ def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: T
     if not any(mixer.far for mixer in mixers.values()):
         return
     seen = attention_seen(teacher, windows)
-    window = student.config.attention_window or 0
+    window = student.config.sliding_window or 0
     distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
     for i, mixer in mixers.items():
         hidden_states = seen[i][0]["hidden_states"]

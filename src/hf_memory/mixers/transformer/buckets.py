@@ -23,7 +23,7 @@ from hf_memory.mixers.base import Context, repeat_heads
 from hf_memory.mixers.pasts import Everything, Window, window_attention
 from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
-from hf_memory.ops.masks import Tokens, causal, earlier, window
+from hf_memory.ops.masks import Tokens, earlier
 
 ITSELF = -5e4  # score of a token with itself, which matters only if it sees no other token
 
@@ -197,7 +197,7 @@ def _share(config, layer_idx: int) -> int:
 
 
 def _near(config) -> Window:
-    return Window(causal & window(config.pattern_size), config.pattern_size, prefix="near_")
+    return Window.of_last(config.pattern_size, prefix="near_")
 
 
 def _in_turn(x: Tensor, H: int) -> tuple[Tensor, ...]:

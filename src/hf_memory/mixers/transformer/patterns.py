@@ -63,7 +63,7 @@ def pattern_of(config, layer_idx: int) -> Any:
     name = config.patterns[layer_idx]
     if name == "adaptive_span":
         reach = config.span_limits[layer_idx] if config.span_limits else config.max_span + config.span_ramp
-        return Window(causal & window(reach), reach)
+        return Window.of_last(reach)
     if name not in LOCAL | SPARSE:
         return None
     pattern = (LOCAL | SPARSE)[name](config)

@@ -20,7 +20,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
 from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
-from hf_memory.ops.masks import Tokens, causal, older, window
+from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")
 LEAST = torch.finfo(torch.float32).tiny  # changes no score but zero
@@ -53,7 +53,7 @@ class TopTokensMixer(TransformerMixer):
 
 
 def _store(config, prefix: str = "") -> Window:
-    return Window(causal & window(config.past_window), config.past_window, prefix=prefix, spare=config.memory_size)
+    return Window.of_last(config.past_window, prefix=prefix, spare=config.memory_size)
 
 
 def best_of_store(

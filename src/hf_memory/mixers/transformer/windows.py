@@ -23,7 +23,7 @@ from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
-from hf_memory.ops.masks import Tokens, causal, own_block, segments, window
+from hf_memory.ops.masks import Tokens, causal, own_block, segments
 
 
 class LocalMixer(TransformerMixer):
@@ -117,7 +117,7 @@ class InfiniteMixer(TransformerMixer):
 
 
 def _first_and_last(config) -> Window:
-    return Window(causal & window(config.past_window), config.past_window, config.num_global_tokens)
+    return Window.of_last(config.past_window, config.num_global_tokens)
 
 
 def _last_turn(q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
