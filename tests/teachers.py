@@ -31,7 +31,7 @@ from hf_memory import conversion
 from hf_memory.conversion import Recipe, Run, Schedule, resolve
 
 SHORT = "steps=2,batch_size=2,length=32"
-FAST = ["--transfer", SHORT, "--distillation", SHORT]  # flags of the command convert
+FAST = ["--to", "linear", "--transfer", SHORT, "--distillation", SHORT]  # flags of the command convert
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 LONG_ROPE = {
     "original_max_position_embeddings": 16,  # test texts are longer

@@ -82,7 +82,7 @@ def test_an_output_is_claimed_before_any_work(run, teacher, text, tmp_path, monk
 
 def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text, tmp_path):
     student, window = tmp_path / "student", ["-o", "sliding_window=32"]
-    code, out, _ = run("convert", teacher, *window, "--text", text, "--output", student, *FAST)
+    code, out, _ = run("convert", teacher, "--text", text, "--output", student, *FAST, "--to", "attention", *window)
     assert code == 0
     models = ["teacher", "before training", "student"]
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -178,7 +178,7 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
     code, _, err = run("convert", teacher, *servable, "-o", "memory_rope=true", "--text", text, "--output", student)
     assert (code, student.exists()) == (2, False)
     assert "granite needs memory_rope=False" in err
-    assert run("convert", teacher, *servable, "--text", text, "--output", student, *FAST)[0] == 0
+    assert run("convert", teacher, "--text", text, "--output", student, *FAST, *servable)[0] == 0
     code, _, err = run("export", student, "--output", folder, "--to", "qwen3_5")
     assert (code, folder.exists()) == (2, False)
     assert "target qwen3_5 is for models of type hf_memory_deltanet" in err
@@ -191,7 +191,7 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
 def test_options_reach_the_config(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     options = ["--to", "gated", "-o", "gate=scalar", "-o", "gate_logit_normalizer=8"]
-    code, _, err = run("convert", teacher, "--text", text, "--output", student, *options, *FAST)
+    code, _, err = run("convert", teacher, "--text", text, "--output", student, *FAST, *options)
     assert (code, err) == (0, "")
     config = AutoConfig.from_pretrained(student)
     assert (config.gate, config.gate_logit_normalizer) == ("scalar", 8)
@@ -217,9 +217,12 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
     [
         (["generate", "no/such/model", "--prompt", "a"], "Error: "),
         (["info", "/no/such/folder"], "model must be a folder that exists"),
-        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "lstm"], "to must be one of linear,"),
+        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "lstm"], "to must be one of attention,"),
         (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "gate"], "option must look like name=value"),
-        (["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "-o", "feature_map=x"], "feature_map must be one"),
+        (
+            ["convert", "TEACHER", "--text", "TEXT", "--output", "OUT", "--to", "linear", "-o", "feature_map=x"],
+            "feature_map must be one",
+        ),
         (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
         (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must be a plain file"),
         (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),

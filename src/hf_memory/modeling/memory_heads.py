@@ -99,5 +99,5 @@ class Levels(PreTrainedConfig):
         check_word("levels", self.levels, ("one", "log"))
         super().validate_architecture()
         can_have = "sliding_memory" not in self.layer_types and getattr(self.mixers["memory"], "has_levels", False)
-        only = "'one' with 'sliding_memory' in layer_types and with a memory that is neither linear attention nor the delta rule"
+        only = "'one' with 'sliding_memory' layers or a memory that is neither linear attention nor the delta rule"
         check(self.levels == "one" or can_have, "levels", only, self.levels)
