@@ -8,6 +8,7 @@ import torch
 from transformers import set_seed
 
 import hf_memory
+from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 
@@ -54,16 +55,6 @@ CASES = (
         "linear-window-heads",
         "hf_memory_linear",
         {**WINDOW, "sliding_window": 3, "full_attention_heads": [[1], [0, 1]], "num_memory_slots": 6},
-    ),
-    Case(
-        "attention-heads",
-        "hf_memory_transformer",
-        {
-            "layer_types": ["sliding_heads", "full_attention"],
-            "sliding_window": 3,
-            "num_sink_tokens": 2,
-            "full_attention_heads": [[1], []],
-        },
     ),
     Case("linear-full", "hf_memory_linear", {**FULL_HYBRID, "attention_bias": True, "use_qk_norm": True}),
     Case("linear-sliding", "hf_memory_linear", {**SLIDING_HYBRID, "tie_word_embeddings": True}),
@@ -291,6 +282,16 @@ CASES = (
         {"gate": "scalar", "levels": "log", "max_position_embeddings": 8},
         has_kernels=False,
     ),
+    Case(
+        "attention-heads",
+        "hf_memory_transformer",
+        {
+            "layer_types": ["sliding_heads", "full_attention"],
+            "sliding_window": 3,
+            "num_sink_tokens": 2,
+            "full_attention_heads": [[1], []],
+        },
+    ),
 )
 
 CASE = {case.name: case for case in CASES}
@@ -333,6 +334,12 @@ def _make(case: Case, options: dict):
         if isinstance(module, AdaptiveSpan):  # where all are empty, a head that sees too far would not show
             torch.nn.init.uniform_(module.span)
     return model
+
+
+def without_plain_attention(case: Case) -> dict:
+    """Options of `make_model` with another layer of the case in place of attention with a cache of transformers."""
+    kinds = make_config(case).layer_types
+    return {"layer_types": [kind for kind in kinds if kind in LAYER_TYPES][:1] * len(kinds)}
 
 
 def kinds_of_layers(case: Case) -> list:

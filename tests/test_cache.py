@@ -6,7 +6,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cases import CASES, every_case, every_recurrent_family, make_config, make_model, random_tokens
+from cases import (
+    CASES,
+    every_case,
+    every_recurrent_family,
+    make_config,
+    make_model,
+    random_tokens,
+    without_plain_attention,
+)
 from comparing import assert_close
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 from hf_memory.evaluation import cache_bytes
@@ -49,7 +57,7 @@ def test_states_keep_their_address(case):
 
 @every_case
 def test_reset_forgets_everything(case):
-    model, tokens = make_model(case, layer_types=["memory"] * 2).double(), random_tokens(1, 6)
+    model, tokens = make_model(case, **without_plain_attention(case)).double(), random_tokens(1, 6)
     cache = read(model, random_tokens(1, 9, seed=1))
     cache.reset()
     assert_close(next_logits(model, cache, tokens), model(tokens).logits)
