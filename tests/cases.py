@@ -261,6 +261,7 @@ CASES = (
         {**PAST, "past": ["memorizing", "compressive"], "memory_join": "softmax", "compression": "mean"},
     ),
     Case("mamba", "hf_memory_gated", {"gate": "mamba", "intermediate_size": 0}, has_kernels=False),
+    Case("mamba3", "hf_memory_gated", {"gate": "mamba3", "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
     Case("mesa", "hf_memory_gated", {"gate": "mesa"}, has_kernels=False),
     Case(
         "kalman",

@@ -101,6 +101,32 @@ class SoftplusDecay(Convertible, nn.Module):
         return -A * steps, steps
 
 
+class StepDecay(Convertible, nn.Module):
+    """Mamba-3's decay: a step softplus(W x + dt_bias) times a rate softplus(V x), of at least 1e-4, for each head.
+
+    https://arxiv.org/abs/2603.15569.
+    """
+
+    def __init__(self, hidden_size: int, heads: int):
+        super().__init__()
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.proj = nn.Linear(hidden_size, heads, bias=False)
+        self.rate_proj = nn.Linear(hidden_size, heads, bias=False)
+
+    def init_own_parameters(self) -> None:
+        """Steps as in `SoftplusDecay`."""
+        _start_steps(self.dt_bias)
+
+    def start_open(self, half_life: int) -> None:
+        """Let the memory decay by half in `half_life` tokens."""
+        self.dt_bias.fill_(math.log(math.expm1(1 / half_life)))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, hidden_size] -> g [B, T, H], and the positive steps of the same shape."""
+        steps = F.softplus(wide(self.proj(hidden_states)) + wide(self.dt_bias))
+        return -F.softplus(wide(self.rate_proj(hidden_states))).clamp(min=1e-4) * steps, steps
+
+
 class ChannelDecay(nn.Module):
     """Mamba's decay: a step softplus(W x + dt_bias) for each value channel, with a low-rank W, times a rate exp(A_log)
     for each number of the state. https://arxiv.org/abs/2312.00752, section 3.6.

@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from hf_memory.mixers.far_memory import DecayedSlots
 from hf_memory.mixers.gated_linear_attention import GatedLinearAttentionMixer, Mamba2Mixer
 from hf_memory.mixers.mamba import MambaMixer
+from hf_memory.mixers.mamba3 import Mamba3Mixer
 from hf_memory.mixers.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
@@ -18,6 +19,7 @@ MIXERS = {
     **dict.fromkeys(("retention", "scalar", "vector"), GatedLinearAttentionMixer),
     "mamba": MambaMixer,
     "mamba2": Mamba2Mixer,
+    "mamba3": Mamba3Mixer,
     "mesa": MesaMixer,
     "kalman": KalmanMixer,
 }
@@ -39,6 +41,8 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
             `"mamba2"`: one decay for each head of 64 value channels, with a single head of 128 key channels and
             convolutions over 4 tokens. If `linear_num_value_heads` is given, the number of key heads is that of the
             other gates;
+            `"mamba3"`: as `"mamba2"`, with RMS norms and biases of queries and keys, of which half of the channels turn
+            by angles that depend on the tokens, and writes by the trapezoid rule in place of convolutions;
             `"mesa"` (MesaNet) and `"kalman"` (Gated KalmaNet): one decay for each head and token, and the memory is
             read as the linear map that fits all pairs of keys and values best, with unit keys and convolutions over 4
             tokens.
@@ -68,15 +72,18 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         if self.gate == "mamba":
             rank = math.ceil(width / 16)
             self.fill(linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank)
-        if self.gate == "mamba2" and self.linear_num_value_heads is None:
+        if self.gate in ("mamba2", "mamba3") and self.linear_num_value_heads is None:
             self.fill(linear_num_key_heads=1, linear_value_head_dim=64)
             self.linear_num_value_heads = 2 * width // self.linear_value_head_dim
         self.fill(
-            linear_key_head_dim={"vector": head_dim // 2, "mamba": 16, "mamba2": 128}.get(self.gate, head_dim),
+            linear_key_head_dim={"vector": head_dim // 2, "mamba": 16, "mamba2": 128, "mamba3": 128}.get(
+                self.gate, head_dim
+            ),
             linear_value_head_dim=head_dim * (2 if self.gate == "retention" else 1),
             linear_conv_kernel_dim=4 if convolves else 0,
             memory_rope=self.gate == "retention",
             gate_low_rank_dim=16,
+            memory_qk_norm=True if self.gate == "mamba3" else None,
             output_gate="none" if self.gate == "mesa" else "silu",
         )
 
