@@ -254,6 +254,16 @@ CASES = (
         "hf_memory_transformer",
         {**PATTERN, "position": "none", "pattern": ["strided", "routing"], "num_buckets": 4},
     ),
+    Case(
+        "transformer-forget",
+        "hf_memory_transformer",
+        {**PATTERN, **PAST, "position": "forget", "past": ["infinite", "cache"]},
+    ),
+    Case(
+        "transformer-forget-longformer",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "forget", "pattern": ["longformer", "full"]},
+    ),
     Case("transformer-longformer", "hf_memory_transformer", {**PATTERN, "pattern": ["longformer", "fixed"]}),
     Case(
         "transformer-pooled",
