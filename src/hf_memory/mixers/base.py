@@ -260,9 +260,9 @@ class MemoryMixer(Projections):
             if self.has_convolutions:
                 state, convolution = context.states.get(f"{x}_conv"), getattr(self, f"{x}_conv1d")
                 parts[x], new_states[f"{x}_conv"] = convolution(
-                    parts[x], state, context.attention_mask, context.cu_seqlens
+                    parts[x], state, context.attention_mask, context.cu_seqlens, silu=self.has_silu
                 )
-            if self.has_silu:
+            elif self.has_silu:
                 parts[x] = F.silu(parts[x])
         q, k, v = self.split_heads(*parts.values())
         q, k = self.normalize_and_rotate(q, k, context.positions)
