@@ -286,13 +286,13 @@ class OutputGate(Convertible, nn.Module):
 
     can_be_steady = True
 
-    def __init__(self, hidden_size: int, heads: int, value_dim: int, config, rank: int | None = None):
+    def __init__(self, heads: int, value_dim: int, config):
         super().__init__()
         self.norm = RMSNorm(value_dim, eps=config.output_norm_eps or config.rms_norm_eps)
         self.activation = config.output_gate
         if self.activation != "none":
-            self.down, width = low_rank(hidden_size, rank)
-            self.proj = nn.Linear(width, heads * value_dim, bias=False)
+            self.down, width = low_rank(config.hidden_size, getattr(config, "output_gate_low_rank_dim", None))
+            self.proj = nn.Linear(width, heads * value_dim, bias=getattr(config, "output_gate_bias", False))
 
     def start_open(self, half_life: int) -> None:
         """Start a sigmoid gate half open."""

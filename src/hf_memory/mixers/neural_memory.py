@@ -95,7 +95,7 @@ class NeuralMemoryMixer(MemoryMixer):
         self.initial_weights = InitialWeights(heads, self.layer_shapes(config), self.has_bias)
         if self.num_persistent:
             self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
-        self.output_gate = OutputGate(width, heads, self.value_dim, config)
+        self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def make_gates(self, width: int, heads: int) -> None:
         """Create the gates for learning rate, momentum and decay."""
