@@ -62,12 +62,8 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k = self.normalize_and_rotate(q, k, context.positions)
         return window_attention(
-            q,
-            k,
-            v,
+            *self.project_heads(hidden_states, context.positions),
             context.part("attention"),
             Window.of_last(self.config.sliding_window),
             self.scores,
@@ -78,9 +74,8 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """Keys and values of the persistent tokens, which have no positions."""
         if not self.config.num_persistent_tokens:
             return None
-        tokens = self.persistent.to(dtype)[None]
-        q, k, v = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
-        return Columns(all_tokens(k.shape[1], k), self.normalize_and_rotate(q, k, None)[1], v, everything)
+        _, k, v = self.project_heads(self.persistent.to(dtype)[None], None)
+        return Columns(all_tokens(k.shape[1], k), k, v, everything)
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the memory [B, T, hidden_size], and its states."""

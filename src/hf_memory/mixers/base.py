@@ -16,7 +16,7 @@ from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_to
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import blank
+from hf_memory.ops.contract import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
 
 
@@ -59,6 +59,16 @@ class Context(NamedTuple):
         """[B], the number of tokens that are not padding; None if there is no padding."""
         return None if self.attention_mask is None else self.attention_mask.sum(1)
 
+    def options(self, backend: str, state: str = "memory") -> dict[str, Any]:
+        """Arguments of an op that reads these tokens after the state of this name, and returns the state after them."""
+        return {
+            "mask": self.attention_mask,
+            "initial_state": self.states.get(state),
+            "output_final_state": True,
+            "cu_seqlens": self.cu_seqlens,
+            "backend": backend,
+        }
+
     @property
     def is_whole(self) -> bool:
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
@@ -91,7 +101,7 @@ class Context(NamedTuple):
         return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)
 
 
-class Projections(Convertible, nn.Module, ABC):
+class Projections(nn.Module, ABC):
     """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
     def __init__(self, config, layer_idx: int):
@@ -138,6 +148,11 @@ class Projections(Convertible, nn.Module, ABC):
             v.unflatten(-1, (-1, self.value_dim)),
         )
 
+    def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return *self.normalize_and_rotate(q, k, positions), v
+
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norms, if the config has them, and rotary positions, if they are given, to q and k [B, T, H, D]."""
         dtype = q.dtype  # norms return float32 under autocast
@@ -152,7 +167,7 @@ class Projections(Convertible, nn.Module, ABC):
         return (q, k) if positions is None or not self.rotates else positions.rotate(q, k)
 
 
-class MemoryMixer(Projections):
+class MemoryMixer(Convertible, Projections):
     """A mixer whose past is a set of states. Subclasses implement `mix`, which reads and updates the states."""
 
     padding_last = False  # whether `mix` is given rows with padding at the end
@@ -312,8 +327,3 @@ class OutputGate(Convertible, nn.Module):
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)
         return o if self.activation == "none" else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H, D] -> [B, T, heads, D]: repeat heads that a group shares; no change if there are already as many."""
-    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)

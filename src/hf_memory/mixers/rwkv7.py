@@ -120,12 +120,8 @@ class Rwkv7Mixer(MemoryMixer):
             -asked,
             self.largest_erasure * a * asked,
             scale=1.0,
-            mask=context.attention_mask,
-            initial_state=context.states.get("memory"),
-            output_final_state=True,
             in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **context.options(self.config.mixer_backend),
         )
         now = (r * self._by_head(self.r_k) * k).sum(-1, keepdim=True)
         o = torch.addcmul(self._by_head(self.o_norm(o)), now, v).flatten(-2)

@@ -95,10 +95,9 @@ class TransformerMixer(MemoryMixer):
 
     def projected(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D], rotated if the context has positions; for `kept_heads` channels."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        q, k, v = self.project_heads(hidden_states, context.positions)
         pattern = pattern_of(self.config, self.layer_idx)
         self.check_split(q, 1 if pattern is None else pattern.kinds)
-        q, k = self.normalize_and_rotate(q, k, context.positions)
         return (q, k, v) if self.forget is None else self._with_gates(q, k, v, self._forgotten(hidden_states, context))
 
     def _forgotten(self, hidden_states: Tensor, context: Context) -> Tensor:
