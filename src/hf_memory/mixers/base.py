@@ -74,6 +74,10 @@ class Context(NamedTuple):
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
         return not self.states and self.attention_mask is None and self.cu_seqlens is None
 
+    def is_step(self, x: Tensor) -> bool:
+        """Whether x [B, 1, ...] is one new token of each row, which follows others."""
+        return bool(self.states) and x.shape[1] == 1 and self.attention_mask is None and self.cu_seqlens is None
+
     def grown(self, new: States) -> tuple[States, States]:
         """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
 
@@ -89,16 +93,22 @@ class Context(NamedTuple):
             return new
         return {name: torch.cat([self.states[name].to(x.dtype), x], 1) for name, x in new.items()}
 
+    def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 1] each: the number of tokens of a row that were read before x [B, T, ...], and with these."""
+        before = self.states["count"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
+        return before, before + (x.shape[1] if self.lengths is None else self.lengths[:, None])
+
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `count` [B]: tokens read including these."""
-        (B, T), mask = x.shape[:2], self.attention_mask
-        before = self.states["count"] if self.states else torch.zeros(B, dtype=torch.long, device=x.device)
+        T, mask = x.shape[1], self.attention_mask
+        before, after = self.counts(x)
         if self.cu_seqlens is not None:
-            return packed(self.cu_seqlens, T), before
+            return packed(self.cu_seqlens, T), before.flatten()
+        after = after.flatten()
         if mask is None:
-            return Tokens(before[:, None] + torch.arange(T, device=x.device)), before + T
+            return Tokens(before if T == 1 else before + torch.arange(T, device=x.device)), after
         place = count(mask)
-        return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)
+        return Tokens(torch.where(place < 0, -1, before + place)), after
 
 
 class Projections(nn.Module, ABC):
