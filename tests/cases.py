@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import set_seed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, PreTrainedTokenizerFast, set_seed
 
 import hf_memory
 from hf_memory.cache import LAYER_TYPES
@@ -13,6 +14,7 @@ from hf_memory.mixers.levels import LevelWeights
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 
 NEW = 6  # tokens that `generate` writes
+WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -382,6 +384,26 @@ def one_layer(case: Case) -> dict:
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Tokens that are neither padding nor the beginning of a text."""
     return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(model, tokens) -> DynamicCache:
+    """A cache that has read tokens."""
+    cache = DynamicCache(config=model.config)
+    go_on(model, cache, tokens)
+    return cache
+
+
+@torch.no_grad()
+def go_on(model, cache, tokens) -> torch.Tensor:
+    """The logits of tokens after those that a cache has read."""
+    return model(tokens, past_key_values=cache).logits
+
+
+def word_tokenizer(words, *, unk_token: str, **special) -> PreTrainedTokenizerFast:
+    """A tokenizer of words; each is the token of its place."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unk_token))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unk_token, **special)
 
 
 def generate(model, tokens=None, **kwargs):

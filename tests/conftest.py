@@ -12,14 +12,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_memory_cli
+from cases import WORDS, word_tokenizer
 from hf_memory.cli.terminal import console
 
 torch.set_num_threads(1)
-WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 
 
 def pytest_collection_finish():
@@ -87,9 +86,7 @@ def teacher(tmp_path_factory):
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end").save_pretrained(folder)
+    word_tokenizer(WORDS, eos_token="end", unk_token="end").save_pretrained(folder)
     return folder
 
 
@@ -104,9 +101,5 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer():
     """The tokenizer of the models in `cases.py`, whose tokens it calls w3 to w63."""
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
-    )
+    words = "<pad>", "<s>", "<unk>", *(f"w{i}" for i in range(3, 64))
+    return word_tokenizer(words, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left")

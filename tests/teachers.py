@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
     Gemma2Config,
@@ -17,7 +16,6 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,7 +24,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from cases import SIZES, random_tokens
+from cases import SIZES, random_tokens, word_tokenizer
 from hf_memory import conversion
 from hf_memory.conversion import Recipe, Run, Schedule, resolve
 
@@ -107,9 +105,8 @@ def same(a, b):
 
 def make_tokenizer():
     """A tokenizer of the words w0, w1, ..., each of which is the token of its number."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w3")
+    words = [f"w{i}" for i in range(SIZES["vocab_size"])]
+    return word_tokenizer(words, eos_token="w2", pad_token="w0", unk_token="w3")
 
 
 def llama():

@@ -10,9 +10,11 @@ from cases import (
     CASES,
     every_case,
     every_recurrent_family,
+    go_on,
     make_config,
     make_model,
     random_tokens,
+    read,
     without_plain_attention,
 )
 from comparing import assert_close
@@ -21,18 +23,6 @@ from hf_memory.evaluation import cache_bytes
 from hf_memory.serving.rows import join, take
 
 CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_kernel_dim")]
-
-
-def read(model, tokens):
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens, past_key_values=cache)
-    return cache
-
-
-def next_logits(model, cache, tokens):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache).logits
 
 
 def addresses(cache):
@@ -48,10 +38,10 @@ def test_states_keep_their_address(case):
     before = addresses(cache)
     assert before
     for t in range(3, 6):
-        next_logits(model, cache, tokens[:, t : t + 1])
+        go_on(model, cache, tokens[:, t : t + 1])
     cache.reset()
     assert cache.get_seq_length() == 0
-    next_logits(model, cache, tokens)
+    go_on(model, cache, tokens)
     assert addresses(cache) == before
 
 
@@ -60,7 +50,7 @@ def test_reset_forgets_everything(case):
     model, tokens = make_model(case, **without_plain_attention(case)).double(), random_tokens(1, 6)
     cache = read(model, random_tokens(1, 9, seed=1))
     cache.reset()
-    assert_close(next_logits(model, cache, tokens), model(tokens).logits)
+    assert_close(go_on(model, cache, tokens), model(tokens).logits)
 
 
 @every_case
@@ -77,8 +67,8 @@ def test_rows_move_with_their_past(case, change, rows):
     model, tokens, word = make_model(case).double(), random_tokens(3, 6), random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     change(cache)
-    moved = next_logits(model, cache, word.expand(len(rows), 1))
-    expected = next_logits(model, read(model, tokens[rows]), word.expand(len(rows), 1))
+    moved = go_on(model, cache, word.expand(len(rows), 1))
+    expected = go_on(model, read(model, tokens[rows]), word.expand(len(rows), 1))
     assert_close(moved, expected)
     assert cache.layers[0].get_seq_length() == 7
 
@@ -88,20 +78,20 @@ def test_a_copied_cache_leads_its_own_life(case):
     model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
     cache = read(model, tokens)
     other = copy.deepcopy(cache)
-    expected = next_logits(model, cache, word)
-    next_logits(model, cache, word)
-    assert_close(next_logits(model, other, word), expected)
+    expected = go_on(model, cache, word)
+    go_on(model, cache, word)
+    assert_close(go_on(model, other, word), expected)
 
 
 @every_recurrent_family
 def test_offloaded_states_come_back(case):
     model, tokens, word = make_model(case).double(), random_tokens(1, 6), random_tokens(1, 1, seed=1)
-    cache, expected = read(model, tokens), next_logits(model, read(model, tokens), word)
+    cache, expected = read(model, tokens), go_on(model, read(model, tokens), word)
     for layer in cache.layers:
         layer.offload()
         assert all(state.device.type == "cpu" for state in layer.states.values())
         layer.prefetch()
-    assert_close(next_logits(model, cache, word), expected)
+    assert_close(go_on(model, cache, word), expected)
 
 
 @every_recurrent_family
@@ -116,7 +106,7 @@ def recorded(model, tokens, lengths):
     cache = read(model, first)
     cache.activate_past_recording()
     for part in more:
-        next_logits(model, cache, part)
+        go_on(model, cache, part)
     return cache
 
 
@@ -133,11 +123,11 @@ def test_cropped_tokens_were_never_read(case, lengths, n):
     cache.crop(-n)
     assert addresses(cache) == before
     assert cache.get_seq_length() == 13 - n
-    expected = next_logits(model, read(model, tokens[:, : 13 - n]), word)
-    assert_close(next_logits(model, cache, word), expected)
+    expected = go_on(model, read(model, tokens[:, : 13 - n]), word)
+    assert_close(go_on(model, cache, word), expected)
     cache.crop(-2)
-    expected = next_logits(model, read(model, torch.cat([tokens[:, : 13 - n], word[:, :1]], 1)), word)
-    assert_close(next_logits(model, cache, word), expected)
+    expected = go_on(model, read(model, torch.cat([tokens[:, : 13 - n], word[:, :1]], 1)), word)
+    assert_close(go_on(model, cache, word), expected)
 
 
 @every_case
@@ -177,14 +167,14 @@ def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
     with torch.no_grad():
         model(tokens, attention_mask=mask[:, :6], past_key_values=cache)
         together = model(words, attention_mask=mask, past_key_values=cache).logits
-    assert_close(together[1:], next_logits(model, read(model, tokens[1:, :3]), words[1:]))
+    assert_close(together[1:], go_on(model, read(model, tokens[1:, :3]), words[1:]))
 
 
 def test_a_reset_ends_the_recording():
     model, tokens = make_model(CASES[0]), random_tokens(1, 9)
     cache = recorded(model, tokens, [4, 5])
     cache.reset()
-    next_logits(model, cache, tokens)
+    go_on(model, cache, tokens)
     with pytest.raises(RuntimeError, match="cannot undo 1 tokens: 0 were recorded"):
         cache.crop(-1)
 
@@ -219,8 +209,8 @@ def test_a_copied_recording_needs_no_model(case, copied):
     if copied == "recording":
         other.crop(-4)
     model, rows = make_model(case).double(), [1, 0, 0]
-    expected = next_logits(model, read(model, tokens[rows, :5]), word[rows])
-    assert_close(next_logits(model, other, word[rows]), expected)
+    expected = go_on(model, read(model, tokens[rows, :5]), word[rows])
+    assert_close(go_on(model, other, word[rows]), expected)
 
 
 @every_recurrent_family
@@ -228,9 +218,9 @@ def test_everything_can_be_undone(case):
     model, tokens, word = make_model(case).double(), random_tokens(1, 5), random_tokens(1, 2, seed=1)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
-    next_logits(model, cache, tokens)
+    go_on(model, cache, tokens)
     cache.crop(-5)
-    assert_close(next_logits(model, cache, word), model(word).logits)
+    assert_close(go_on(model, cache, word), model(word).logits)
 
 
 @every_recurrent_family
@@ -243,17 +233,17 @@ def test_the_recording_does_not_grow_beyond_its_window(case, monkeypatch):
     )
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
-    next_logits(model, cache, tokens[:, :10])  # a prefill, of which the last four can be undone
+    go_on(model, cache, tokens[:, :10])  # a prefill, of which the last four can be undone
     for x in cache.layers[0].recorded[0].inputs[0].values():
         assert x.untyped_storage().nbytes() == 4 * x[:, :1].nbytes
     for t in range(10, 20):
-        next_logits(model, cache, tokens[:, t : t + 1])
+        go_on(model, cache, tokens[:, t : t + 1])
         assert 4 <= sum(stretch.length for stretch in cache.layers[0].recorded) < 8
     with pytest.raises(RuntimeError, match="6 were recorded"):
         copy.deepcopy(cache).crop(-7)
     cache.crop(-4)
-    expected = next_logits(model, read(model, tokens[:, :16]), word)
-    assert_close(next_logits(model, cache, word), expected)
+    expected = go_on(model, read(model, tokens[:, :16]), word)
+    assert_close(go_on(model, cache, word), expected)
 
 
 def test_keys_and_values_are_refused():
@@ -293,6 +283,6 @@ def test_a_cache_holds_the_memory_that_its_states_declare(case):
     model = make_model(case)
     cache = read(model, random_tokens(1, 20))
     assert state_bytes(cache) == cache_bytes(model.config, 20)
-    next_logits(model, cache, random_tokens(1, 1, seed=1))
+    go_on(model, cache, random_tokens(1, 1, seed=1))
     assert state_bytes(cache) == cache_bytes(model.config, 21)
     assert state_bytes(take(join(read(model, random_tokens(1, 25)), cache), 1, 21)) == cache_bytes(model.config, 21)

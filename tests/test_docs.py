@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_memory
+from cases import word_tokenizer
 from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
 
@@ -100,11 +100,8 @@ def tiny_teacher(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0)).save_pretrained(tmp_path)
-    words = Tokenizer(models.WordLevel({"end": 0, "the": 1}, unk_token="the"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="end", unk_token="the", chat_template="{{ messages }}"
-    ).save_pretrained(tmp_path)
+    words = word_tokenizer(["end", "the"], eos_token="end", unk_token="the", chat_template="{{ messages }}")
+    words.save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.table import Table
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cases import CASE, SIZES, make_model
+from cases import CASE, SIZES, make_model, word_tokenizer
 from hf_memory.cli import terminal
 from hf_memory.conversion import read_tokens
 from hf_memory.evaluation import Subject, measure, record, tasks
@@ -29,11 +29,9 @@ SHORT = ["--lengths", 256, "--samples", 2, "--max-new-tokens", 3, "--measure-tok
 
 
 def make_tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    tokenizer, digits = word_tokenizer(WORDS, unk_token="?"), pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), digits])
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_memory
-from cases import SIZES, Case, make_config, random_tokens
+from cases import SIZES, Case, make_config, random_tokens, word_tokenizer
 from comparing import assert_close, in_float64
 from hf_memory.conversion import SERVABLE, carry_over, import_model, make_student
 from hf_memory.export import TARGETS, NotExportable, export_model, exporting, find_target
@@ -277,9 +277,8 @@ def test_servable_students_are_exported(teacher, to, tmp_path):
 
 
 def test_tokenizer_and_generation_config_go_along(tmp_path):
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["end", "a", "b", "c"])}, unk_token="end"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", chat_template="{{ messages }}")
+    words = {"eos_token": "end", "unk_token": "end", "chat_template": "{{ messages }}"}
+    tokenizer = word_tokenizer(["end", "a", "b", "c"], **words)
     model = make_model(Case("", DELTANET, {**GDN, **QWEN3}))
     model.generation_config.max_new_tokens = 7
     for saved in (model, tokenizer):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memory
 import hub_server
-from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens
+from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens, word_tokenizer
 from hf_memory.modeling import AUTO_CLASSES
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -77,12 +77,7 @@ def logits(model):
 
 
 def save_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    word_tokenizer([f"w{i}" for i in range(64)], unk_token="w2").save_pretrained(folder)
 
 
 @every_family

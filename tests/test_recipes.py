@@ -7,32 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import hf_memory_cli
+from cases import WORDS, word_tokenizer
 from hf_memory.conversion import make_student
 from hf_memory.conversion.stages.transfer import AttentionTransfer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / "fsdp2.yaml"]
 SCRIPT = Path(__file__).with_name("distributed_conversion.py")
-WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
 SMALL = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="end"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="end")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(" ".join(WORDS[1 + i * i % 15] for i in range(4000)))
-    return file
+    """That of the words of `text`."""
+    return word_tokenizer(WORDS, eos_token="end", unk_token="end")
 
 
 def published(**sizes):

@@ -14,23 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from cases import CASE, every_case, every_family, generate, make_model, random_tokens
+from cases import CASE, every_case, every_family, generate, go_on, make_model, random_tokens, read
 from hf_memory import Request, generate_stream, load_memory, save_memory
 from hf_memory.serving import memory_file
 
 NEW = 6
-
-
-def read(model, tokens):
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens, past_key_values=cache)
-    return cache
-
-
-def go_on(model, cache, tokens):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache).logits
 
 
 @every_case

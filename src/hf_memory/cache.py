@@ -126,7 +126,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.tokens_read += T
         self.is_initialized = True
         if self.record_past:
-            self._record(inputs)
+            last, B = self.recorded[-1], len(next(iter(inputs.values())))
+            last.inputs.append({name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()})
+            if last.length >= self.window:  # what came before is too old to be undone
+                self.recorded = [last, Stretch(self._copied())]
         return output
 
     def read(self, more: int = 0) -> States:
@@ -135,13 +138,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         Without an entry, which is so before the first write and after a reset, a memory is empty.
         """
         return self._with_room(self.states, self.tokens_read + more) if self.is_initialized else {}
-
-    def _record(self, inputs: Inputs) -> None:
-        """Record the inputs that led to these states, and drop those that are too old to be undone."""
-        last, B = self.recorded[-1], len(next(iter(inputs.values())))
-        last.inputs.append({name: owned(x.detach().expand(B, *x.shape[1:])) for name, x in inputs.items()})
-        if last.length >= self.window:
-            self.recorded = [last, Stretch(self._copied())]
 
     def _store(self, states: States) -> None:
         for name, state in states.items():
@@ -271,17 +267,15 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 f"a memory layer cannot undo {-tokens_to_remove} tokens: {recorded} were recorded since "
                 "activate_past_recording() or the last crop()"
             )
-        if tokens_to_remove:
-            self._go_back(-tokens_to_remove)
-            self.tokens_read += tokens_to_remove
-        elif self.record_past:
-            self.activate_past_recording()
-
-    def _go_back(self, tokens: int) -> None:
-        while self.recorded[-1].length < tokens:
-            tokens -= self.recorded.pop().length
+        if not tokens_to_remove:
+            if self.record_past:
+                self.activate_past_recording()
+            return
+        self.tokens_read += tokens_to_remove
+        while self.recorded[-1].length < -tokens_to_remove:
+            tokens_to_remove += self.recorded.pop().length
         last = self.recorded[-1]
-        kept, last.inputs, inputs = last.length - tokens, [], last.inputs
+        kept, last.inputs, inputs = last.length + tokens_to_remove, [], last.inputs
         for part in inputs:
             if kept > last.length:
                 last.inputs.append(_tokens(part, slice(kept - last.length)))

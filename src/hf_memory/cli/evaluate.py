@@ -91,12 +91,11 @@ def evaluate(
     with claimed(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: load(source, device, dtype) for name, source in sources.items()}
-        _check_vocabularies(models)
+        weights = _weights(models, store)
         tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
         for loaded, _ in models.values():
             check_tokens(tokens, loaded.config, min(sizes))
-        weights = _weights(models, store)
         how: dict = {"samples": samples, "seed": seed, "prompts": asked}
         settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": max_new_tokens}
         settings |= {"dtype": dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
@@ -128,11 +127,14 @@ def _chosen(tasks: str) -> list[str]:
 def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:
     """Fingerprints of the models with their tokenizers; the last of them has the datastore."""
     weights = {name: f"{model_fingerprint(x)} {tokenizer_fingerprint(words)}" for name, (x, words) in models.items()}
-    *others, mine = models
+    *against, mine = models
     if store:
         weights[mine] += f" {tokens_fingerprint(store.tokens)} {store.mixture}"
-    if others and weights[others[0]] == weights[mine]:
-        raise ValueError(f"against must be another model than {mine}, got {others[0]} with the same weights")
+    for other in against:
+        if models[other][1].get_vocab() != models[mine][1].get_vocab():
+            raise ValueError(f"against must be a model with the same tokenizer, got {other} with another one")
+        if weights[other] == weights[mine]:
+            raise ValueError(f"against must be another model than {mine}, got {other} with the same weights")
     return weights
 
 
@@ -144,12 +146,6 @@ def _numbers(lengths: str) -> tuple[int, ...]:
     if sizes[0] < 2:
         raise ValueError(f"lengths must be at least 2 tokens, got {lengths!r}")
     return tuple(sizes)
-
-
-def _check_vocabularies(models: dict[str, tuple]) -> None:
-    first, *others = (tokenizer.get_vocab() for _, tokenizer in models.values())
-    if any(other != first for other in others):
-        raise ValueError(f"against must be a model with the same tokenizer, got {next(iter(models))} with another one")
 
 
 def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,13 @@ class Datastore:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self._description = header = self._header()
+        try:
+            self._description = header = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
+            known = header["format"], header["module"], header["fingerprint"], header["dtype"], *header["shape"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{self.folder / HEADER} is damaged: {error}") from error
+        if known[0] != FORMAT:
+            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {known[0]!r}")
         self.module, self.fingerprint = header["module"], header["fingerprint"]
         self.mixture: dict[str, float] = header.get("mixture", {})  # the weight and temperature that suit it
         size, width = header["shape"]
@@ -90,16 +96,6 @@ class Datastore:
     def _slices(self, width: int) -> tuple[range, tuple[Tensor, ...]]:
         rows = _rows(width)
         return range(0, len(self), rows), self.keys.split(rows)
-
-    def _header(self) -> dict[str, Any]:
-        try:
-            header = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
-            known = header["format"], header["module"], header["fingerprint"], header["dtype"], *header["shape"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{self.folder / HEADER} is damaged: {error}") from error
-        if known[0] != FORMAT:
-            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {known[0]!r}")
-        return header
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         file, count = self.folder / name, torch.Size(shape).numel()

@@ -139,21 +139,19 @@ class EarlyExit:
     def _decide(self, i: int, hidden_states: Tensor) -> None:
         if self.states == "copied" and self.has_left.all():
             return
-        leaves = (self._confidence(hidden_states) >= self.wanted) & ~self.has_left
+        if self.confidence == "cosine":
+            confidence = F.cosine_similarity(hidden_states.float(), self.before.float(), dim=-1)
+        elif self.confidence == "softmax":
+            best = head(self.model, self.norm(hidden_states)).float().softmax(-1).topk(2).values
+            confidence = best[..., 0] - best[..., 1]
+        else:
+            confidence = self.confidence(self.norm(hidden_states).float()).squeeze(-1).sigmoid()
+        leaves = (confidence >= self.wanted) & ~self.has_left  # [B, T]
         if self.states == "copied":
             leaves = leaves.all().expand_as(leaves)
         self.leaving = torch.where(leaves[..., None], hidden_states, self.leaving)
         self.depth = self.depth.masked_fill(leaves, i)
         self.has_left = self.has_left | leaves
-
-    def _confidence(self, hidden_states: Tensor) -> Tensor:
-        """The confidence [B, T] for hidden states [B, T, D]."""
-        if self.confidence == "cosine":
-            return F.cosine_similarity(hidden_states.float(), self.before.float(), dim=-1)
-        if self.confidence == "softmax":
-            best = head(self.model, self.norm(hidden_states)).float().softmax(-1).topk(2).values
-            return best[..., 0] - best[..., 1]
-        return self.confidence(self.norm(hidden_states).float()).squeeze(-1).sigmoid()
 
 
 def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:

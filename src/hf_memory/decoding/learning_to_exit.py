@@ -58,22 +58,16 @@ def fit_classifier(
     x, y = torch.cat(features), torch.cat(agree).float()
     classifier = nn.Linear(x.shape[1], 1).to(x)
     classifier.weight.zero_(), classifier.bias.zero_()
-    _logistic_regression(classifier, x, y, steps)
-    return classifier.requires_grad_(False)
-
-
-@torch.enable_grad()
-def _logistic_regression(classifier: nn.Linear, x: Tensor, y: Tensor, steps: int) -> None:
-    """Fit y [n] by x [n, D], with a small weight decay, so that there is an optimum."""
     optimizer = torch.optim.LBFGS(classifier.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
 
-    def closure() -> Tensor:
+    def closure() -> Tensor:  # LBFGS turns on gradients; with a small weight decay, there is an optimum
         optimizer.zero_grad()
         loss = F.binary_cross_entropy_with_logits(classifier(x)[:, 0], y) + 1e-4 * classifier.weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
+    return classifier.requires_grad_(False)
 
 
 def calibrate(

@@ -73,13 +73,9 @@ class AdaptiveUniversal(Universal):
             spent, running = spent + weight, running & ~ends
             if kwargs.get("past_key_values") is None and not is_tracing(running) and not running.any():
                 break  # with a cache, all steps must write to it
-        kwargs["own_losses"].append(self.weight * _mean(cost, masks[0]))
+        present = torch.ones_like(cost) if masks[0] is None else masks[0]  # without padding
+        kwargs["own_losses"].append(self.weight * (cost * present).sum() / present.sum())
         return output
-
-
-def _mean(cost: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over tokens that are not padding."""
-    return cost.mean() if mask is None else (cost * mask).sum() / mask.sum()
 
 
 class ReversibleLayer(MemoryDecoderLayer):

@@ -63,7 +63,9 @@ class HubConfigMixin:
         """
         path, saved, classes = Path(json_file_path), self, auto_classes(type(self))
         if path.name == CONFIG_NAME and classes:
-            write_shim(path.parent, classes.values())
+            names = "\n".join(f"        {name}," for name in classes.values())
+            with replaced(path.with_name(f"{SHIM_MODULE}.py")) as partial:  # so that no process reads half of it
+                partial.write_text(SHIM.format(classes=names), encoding="utf-8")
             saved = copy.copy(self)
             saved.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()} | self.auto_map
         PreTrainedConfig.to_json_file(saved, json_file_path, use_diff=use_diff)
@@ -75,9 +77,3 @@ def auto_classes(config_class: type) -> dict[str, str]:
         return {}
     family = REGISTERED[config_class]
     return {auto_class.__name__: getattr(family, part).__name__ for part, auto_class in AUTO_CLASSES.items()}
-
-
-def write_shim(folder: Path, classes) -> None:
-    """Write the shim for some class names atomically, so that no process reads half of it."""
-    with replaced(folder / f"{SHIM_MODULE}.py") as partial:
-        partial.write_text(SHIM.format(classes="\n".join(f"        {name}," for name in classes)), encoding="utf-8")

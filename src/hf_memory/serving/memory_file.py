@@ -44,7 +44,11 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the directory {path}")
     check_layers(cache, model)
-    _catch_up(cache, model)
+    layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
+    for i in range(model.config.num_hidden_layers):  # replay what stays after tokens were undone
+        mixer = layers[i % len(layers)].mixer  # one layer may run several times
+        if isinstance(mixer, MemoryMixer):
+            memory_layer(cache, i).catch_up(mixer.mix_inputs)
     if not all(layer.is_initialized for layer in cache.layers):
         raise ValueError("cache must have read tokens with this model, got one with an empty layer")
     tensors = {f"{i}.{name}": x.contiguous() for i, layer in enumerate(cache.layers) for name, x in _tensors(layer)}
@@ -102,8 +106,14 @@ def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, s
         with safe_open(path, framework="pt") as file:
             header, names = file.metadata() or {}, list(file.keys())
             _check_header(path, header, cache, model)
+            found = {name: file.get_slice(name).get_shape() for name in names}
             expected = _expected(cache, model.config.state_specs, int(header["tokens_seen"]))
-            _check_shapes(path, expected, {name: file.get_slice(name).get_shape() for name in names})
+            if found.keys() != expected.keys():
+                raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}")
+            texts = max([1], next(iter(found.values()))[:1])
+            for name, shape in found.items():
+                if shape != (whole := texts + expected[name]):
+                    raise ValueError(f"{path} must have a state {name} of the shape {whole}, got {shape}")
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or is not a memory: {error}") from error
@@ -136,15 +146,6 @@ def _expected(cache: Cache, specs: list[Spec], tokens_seen: int) -> dict[str, li
     return shapes
 
 
-def _check_shapes(path: Path, expected: dict[str, list[int]], found: dict[str, list[int]]) -> None:
-    if found.keys() != expected.keys():
-        raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}")
-    texts = max([1], next(iter(found.values()))[:1])
-    for name, shape in found.items():
-        if shape != texts + expected[name]:
-            raise ValueError(f"{path} must have a state {name} of the shape {texts + expected[name]}, got {shape}")
-
-
 def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
     declared = state.dtype or torch.float32
@@ -167,15 +168,6 @@ def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _catch_up(cache: Cache, model: PreTrainedModel) -> None:
-    """Replay the remaining inputs after tokens were undone now, instead of at the next call of the model."""
-    layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
-    for i in range(model.config.num_hidden_layers):
-        mixer = layers[i % len(layers)].mixer  # one layer may run several times
-        if isinstance(mixer, MemoryMixer):
-            memory_layer(cache, i).catch_up(mixer.mix_inputs)
 
 
 def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
