@@ -160,7 +160,7 @@ def test_a_token_of_padding_is_not_read(case):
 @pytest.mark.parametrize("kernel_dim", [0, 3])
 def test_a_right_padded_cache_goes_on_as_the_row_alone(case, kernel_dim):
     """What stands at padding is no token, with a convolution that keeps it away and without one."""
-    model = make_model(case, layer_types=["memory"] * 2, linear_conv_kernel_dim=kernel_dim).double()
+    model = make_model(case, **without_plain_attention(case), linear_conv_kernel_dim=kernel_dim).double()
     tokens, words, mask = random_tokens(2, 6), random_tokens(2, 2, seed=1), torch.ones(2, 8, dtype=torch.long)
     mask[1, 3:6] = 0
     cache = DynamicCache(config=model.config)
