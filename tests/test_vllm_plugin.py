@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import CASES, make_config, make_model
+from cases import CASE, CASES, make_config, make_model
 from comparing import assert_close, in_float64
-from hf_memory.integrations.vllm import ModelConfig
-from hf_memory.integrations.vllm.states import Pages, check, memory_layers, readings
+from hf_memory.integrations.vllm import ALONE, ModelConfig
+from hf_memory.integrations.vllm.placement import check, divided, memory_layers, of_all_heads, share, window_parts
+from hf_memory.integrations.vllm.states import Pages, readings
+from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 STEPS = (  # tokens of three sequences that each step reads: begun, gone on with, and written to
     (6, 1, 0),
@@ -82,18 +84,128 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
+    has_first = "sliding_heads" in make_config(case).layer_types
     fault = "pages of one size" if not grows(case) else r"got [\w ]+ in layer \d of \w+"
-    with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
+    with pytest.raises(ValueError, match=f"{'with attention_sinks' if has_first else fault}.*generate_stream"):
         check(make_config(case))
 
 
-def test_only_whole_models_in_one_process():
-    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
-    config.parallel_config = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
-    config.cache_config = SimpleNamespace(enable_prefix_caching=True)
-    ModelConfig.verify_and_update_config(config)
-    assert config.model_config.enforce_eager
-    assert not config.cache_config.enable_prefix_caching
-    config.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ValueError, match=r"tensor_parallel_size must be 1 .*got 2"):
-        ModelConfig.verify_and_update_config(config)
+def part_of(model, rank, size):
+    """The part of a model that a process has, with its part of the weights."""
+    dimensions, own = divided(model.config, size), share(model.config, rank, size)
+    part = type(model)(own).eval()
+    weights = {
+        name: x.chunk(size, dimensions[name])[rank] if name in dimensions else x
+        for name, x in model.state_dict().items()
+    }
+    part.load_state_dict(weights)
+    for layer in part.model.layers if rank else ():  # added once
+        if layer.mixer.o_proj.bias is not None:
+            layer.mixer.o_proj.bias.data.zero_()
+    return part
+
+
+def can_be_divided(case):
+    """Whether the plugin says so, for two processes."""
+    try:
+        return bool(divided(make_config(case), 2))
+    except ValueError:
+        return False
+
+
+DIVIDED = [case for case in SERVED if can_be_divided(case) and not isinstance(make_config(case), WholeLayersConfig)]
+
+
+@pytest.mark.parametrize("case", DIVIDED, ids=[case.name for case in DIVIDED])
+@torch.no_grad()
+def test_mixers_of_two_processes_add_up(case):
+    whole = in_float64(make_model(case))
+    parts = [in_float64(part_of(make_model(case), rank, 2)) for rank in range(2)]
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0)).double()
+    angles = whole.model.rotary_emb(x, torch.arange(9)[None])
+    for layer, *shares in zip(*(model.model.layers for model in (whole, *parts))):
+        assert_close(sum(part.mixer(x, angles)[0] for part in shares), layer.mixer(x, angles)[0])
+
+
+def test_what_cannot_be_divided_is_refused():
+    for name, fault in (
+        ("retention-as-in-olmo", "a norm of all heads"),
+        ("retention", "each head's decay"),
+        ("deltaproduct", "num_householder"),
+        ("titans-mag", "does not divide model.layers.0"),
+    ):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size must be 1.*{fault}"):
+            divided(make_config(CASE[name]), 2)
+    with pytest.raises(ValueError, match="a divisor of num_attention_heads=4, got 3"):
+        share(make_config(CASE["gla"]), 0, 3)
+
+
+def with_heads(*full, **options):
+    """Four layers with a window, and key-value heads that keep everything."""
+    config = {"layer_types": ["sliding_heads"] * 4, "num_hidden_layers": 4, "sliding_window": 4, **options}
+    return make_config(CASE["transformer"], full_attention_heads=list(full) or None, num_key_value_heads=4, **config)
+
+
+def test_heads_of_a_process_have_its_numbers():
+    halves = [share(with_heads([1], [0, 3], [], [2, 3]), rank, 2) for rank in range(2)]
+    assert [half.full_attention_heads for half in halves] == [[[1], [0], [], []], [[], [1], [], [0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("full", "parts"),
+    [
+        ([], 1),
+        ([[1], [], [], []], 1),
+        ([[1], [2], [], []], 1),
+        ([[1], [2], [3], []], 2),
+        ([[0, 1, 2, 3], [1], [2], [3]], 4),
+    ],
+)
+def test_windows_have_more_caches_than_heads_that_keep_everything(full, parts):
+    assert window_parts(with_heads(*full)) == parts
+
+
+def test_sinks_of_heads_without_a_window_are_zero():
+    assert of_all_heads(torch.arange(1, 5), [1, 3], 4).tolist() == [0, 0, 1, 2, 0, 0, 3, 4]
+
+
+def vllm_config(config, **options):
+    """What vLLM asks the plugin to look at."""
+    found = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False, hf_config=config),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=True, sliding_window=4, block_size=None, user_specified_block_size=False
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+    )
+    vars(found.parallel_config).update(options)
+    return found
+
+
+def test_memories_need_whole_models_and_no_graphs():
+    given = vllm_config(make_config(CASE["gla"]))
+    ModelConfig.verify_and_update_config(given)
+    assert given.model_config.enforce_eager
+    assert not given.cache_config.enable_prefix_caching
+    given.speculative_config = object()
+    with pytest.raises(ValueError, match=r"speculative_config must be None: a memory"):
+        ModelConfig.verify_and_update_config(given)
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size must be 1 .*got 2"):
+        ModelConfig.verify_and_update_config(vllm_config(make_config(CASE["gla"]), pipeline_parallel_size=2))
+
+
+def test_attention_alone_is_a_class_of_its_own_with_small_blocks():
+    given = vllm_config(with_heads([1], [], [], []))
+    ModelConfig.verify_and_update_config(given)
+    assert not given.model_config.enforce_eager
+    cache = given.cache_config
+    assert (cache.enable_prefix_caching, cache.sliding_window, cache.block_size) == (True, None, 32)
+    asked = []
+    given.model_config.registry = SimpleNamespace(
+        inspect_model_cls=lambda names, _: asked.append(names) or ("info", ALONE)
+    )
+    ModelConfig.verify_and_update_model_config(given.model_config)
+    assert given.model_config.hf_config.architectures == asked[0] == [ALONE]
+    assert (given.model_config._model_info, given.model_config._architecture) == ("info", ALONE)

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from hf_memory.integrations.vllm.states import check
+from hf_memory.integrations.vllm.placement import check, divided, memory_layers
 from hf_memory.modeling import FAMILIES
 
-MODEL = f"{__name__}.model:MemoryForVLLM"
+MODEL = f"{__name__}.model"
+ALONE = "HfMemoryAttentionForCausalLM"  # vLLM's name of any model that keeps nothing but keys and values
 
 
 class ModelConfig:
@@ -13,18 +14,32 @@ class ModelConfig:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Refuse a model whose states vLLM cannot store."""
+        """Refuse a model whose states vLLM cannot store; one with keys and values alone has a class of its own."""
         check(model_config.hf_config)
+        if not memory_layers(model_config.hf_config):
+            names = model_config.hf_config.architectures = [ALONE]
+            model_config._model_info, model_config._architecture = model_config.registry.inspect_model_cls(
+                names, model_config
+            )
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Require a single process, and turn off CUDA graphs and prefix caching."""
-        parallel = vllm_config.parallel_config
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(parallel, name) != 1:
-                raise ValueError(f"{name} must be 1 for models of hf_memory in vLLM, got {getattr(parallel, name)}")
-        vllm_config.model_config.enforce_eager = True  # the CPU groups sequences in each step
-        vllm_config.cache_config.enable_prefix_caching = False
+        """Refuse what the models cannot do, and with memories turn off what needs keys and values of each token."""
+        parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+        stages = parallel.pipeline_parallel_size
+        if stages != 1:
+            raise ValueError(f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}")
+        divided(model.hf_config, parallel.tensor_parallel_size)
+        if memory_layers(model.hf_config):
+            if vllm_config.speculative_config is not None:
+                raise ValueError("speculative_config must be None: a memory cannot forget tokens that are refused")
+            model.enforce_eager = True  # the CPU groups sequences in each step
+            cache.enable_prefix_caching = False
+            return
+        cache.sliding_window = None  # each layer has its own
+        if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+            cache.block_size = 32  # with its default of 128, windows take twice as much
+            cache.user_specified_block_size = True
 
 
 def register() -> None:
@@ -32,7 +47,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    for family in FAMILIES:
-        name = family.causal_lm.__name__
-        ModelRegistry.register_model(name, MODEL)
+    classes = {family.causal_lm.__name__: "MemoryForVLLM" for family in FAMILIES} | {ALONE: "AttentionForVLLM"}
+    for name, kind in classes.items():
+        ModelRegistry.register_model(name, f"{MODEL}:{kind}")
         MODELS_CONFIG_MAP[name] = ModelConfig

@@ -1,33 +1,102 @@
-"""The model class for vLLM: our model, with states in vLLM's pages and vLLM's attention. Only vLLM imports this."""
+"""The model classes for vLLM: our models, with vLLM's attention and states in its pages. Only vLLM imports this."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsLoRA
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from hf_memory.integrations.vllm.states import Pages, Reading, kept_states, memory_layers, readings
-from hf_memory.mixers.base import MemoryMixer
-
-ATTENTION = "hf_memory_vllm"  # name of the attention function in transformers
-
-
-def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs):
-    """vLLM's attention, for the tokens of all sequences in one row: [1, H, T, D] -> [1, T, H, D]."""
-    shape = q.transpose(1, 2).shape
-    q, k, v = (x.transpose(1, 2).flatten(2)[0] for x in (q, k, v))
-    return module.get_submodule("vllm")(q, k, v).view(shape), None
+from hf_memory.integrations.vllm.placement import divided, memory_layers, of_all_heads, share, style, window_parts
+from hf_memory.integrations.vllm.states import Pages, Reading, kept_states, readings
+from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.base import MemoryMixer, Projections
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.windowed import WindowedMixer
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+class HeadsAttention(Attention):
+    """vLLM's attention of some heads of a mixer, with a page of so many `blocks` of tokens."""
+
+    def __init__(self, mixer: Projections, heads: slice, window: int | None, blocks: int = 1, **options):
+        n = heads.stop - heads.start
+        options |= {"logits_soft_cap": mixer.config.attn_logit_softcapping, "per_layer_sliding_window": window}
+        super().__init__(n * mixer.num_key_value_groups, mixer.head_dim, mixer.scaling, n, **options)
+        self.heads, self.blocks = heads, blocks
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig):
+        """What a page holds."""
+        return replace(
+            super().get_kv_cache_spec(vllm_config), block_size=vllm_config.cache_config.block_size * self.blocks
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, G, D], k and v [T, H, D] of all heads of the mixer -> [T, heads, G, D] of its own."""
+        q, k, v = (x[:, self.heads] for x in (q, k, v))
+        return super().forward(q.flatten(1), k.flatten(1), v.flatten(1)).view(q.shape)
+
+
+class Attended:
+    """Replaces a mixer's forward by one with vLLM's attention.
+
+    A window is of all heads, since vLLM stores alike caches together; heads that keep everything come after it, with
+    caches of their own, and their outputs replace those of the window.
+    """
+
+    def __init__(self, mixer: Projections, attentions: Iterable[HeadsAttention]):
+        self.mixer = mixer
+        mixer.vllm = nn.ModuleList(attentions)
+        mixer.forward = self.forward  # type: ignore[method-assign, assignment]
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs
+    ) -> tuple[Tensor, None]:
+        """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
+        mixer: Any = self.mixer
+        q, k, v = (project(hidden_states) for project in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+        q, k, v = mixer.split_heads(q, k, v)
+        q, k = mixer.normalize_and_rotate(q, k, Positions(*position_embeddings))
+        q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
+        sunk = mixer.sinks.values if getattr(mixer, "sinks", None) else None
+        v = v if sunk is None else v - sunk
+        o = torch.empty_like(q)
+        for attention in mixer.vllm:
+            o[:, attention.heads] = attention(q, k, v)
+        o = o if sunk is None else o + sunk[:, None]
+        return mixer.o_proj(o.flatten(1)[None]), None
+
+
+class HeadSinks(nn.Module):
+    """The sinks of all heads of a process, zero for heads that keep everything.
+
+    Engines have sinks without values: with values less u of the tokens, and u added to the output, a sink's value is u.
+    """
+
+    def __init__(self, mixer: WindowedMixer, near: list[int], rank: int, size: int):
+        super().__init__()
+        query_heads, heads, _, D, _ = mixer.heads
+        self.logits, self.values = nn.Parameter(torch.zeros(query_heads)), nn.Parameter(torch.zeros(heads, D))
+
+        def load(own: nn.Parameter, x: Tensor) -> None:
+            own.data.copy_(of_all_heads(x, near, heads * size).chunk(size)[rank])
+
+        for parameter in self.parameters():
+            set_weight_attrs(parameter, {"weight_loader": load})
 
 
 class Memory(Pages, MambaBase):
@@ -56,40 +125,135 @@ class Memory(Pages, MambaBase):
         return self.read(hidden_states, position_embeddings, steps, slots), None
 
 
-class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
-    """Any language model of this package, pure or hybrid, in vLLM."""
+class ModelForVLLM(nn.Module):
+    """A language model of this package, with the names of its parameters, or the part of it that a process has."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        config, dtype = copy.deepcopy(vllm_config.model_config.hf_config), vllm_config.model_config.dtype
-        self.ours = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        self.ours.config._attn_implementation = ATTENTION
-        for name, x in (*self.ours.named_parameters(), *self.ours.named_buffers()):
-            if self.ours._keep_in_fp32_modules_strict & set(name.split(".")):
+        whole, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.config = share(copy.deepcopy(whole), self.rank, self.size)
+        self.divided = divided(whole, self.size)
+        ours = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+        for name, x in (*ours.named_parameters(), *ours.named_buffers()):
+            if ours._keep_in_fp32_modules_strict & set(name.split(".")):
                 x.data = x.data.float()
+        self._replace_linears(ours)
+        self.model = ours.model
+        self.model.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
+        self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size, prefix="lm_head")
+        if self.config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(self.config.vocab_size, soft_cap=self.config.final_logit_softcapping)
+        self._place_mixers(vllm_config)
+
+    def _replace_linears(self, ours: PreTrainedModel) -> None:
+        """Put vLLM's linear layers, which can be divided and have adapters, where the plan for parallelism has one."""
+        for name, linear in list(ours.named_modules()):
+            kind = style(ours, name) if type(linear) is nn.Linear else None
+            if kind in ("colwise", "rowwise"):
+                outputs, inputs = linear.weight.shape
+                options = {"bias": linear.bias is not None, "return_bias": False, "prefix": name}
+                divided = (
+                    ColumnParallelLinear(inputs, outputs * self.size, **options)
+                    if kind == "colwise"
+                    else RowParallelLinear(inputs * self.size, outputs, **options)
+                )
+                ours.set_submodule(name, divided)
+
+    def _place_mixers(self, vllm_config: VllmConfig) -> None:
+        """Let vLLM run attention, and keep the states of memories."""
+        full = vllm_config.model_config.hf_config.full_attention_heads
         layers = vllm_config.compilation_config.static_forward_context
-        self.memories = []
-        for i, layer in enumerate(self.ours.model.layers):
-            mixer, name = layer.mixer, f"model.layers.{i}.mixer"
-            if i in memory_layers(config):
-                layers[name] = Memory(mixer, dtype, name)
-                self.memories.append(name)
+        parts, numbers = window_parts(self.config), count()
+        self.memories = [f"model.layers.{i}.mixer" for i in memory_layers(self.config)]
+        for i, layer in enumerate(self.model.layers):
+            name = f"model.layers.{i}.mixer"
+            if name in self.memories:
+                layers[name] = Memory(layer.mixer, vllm_config.model_config.dtype, name)
                 continue
-            query_heads, key_heads, *_, D = mixer.heads
-            mixer.vllm = Attention(
-                query_heads,
-                D,
-                mixer.scaling,
-                key_heads,
-                cache_config=vllm_config.cache_config,
-                logits_soft_cap=config.attn_logit_softcapping,
-                per_layer_sliding_window=mixer.sliding_window,
-                prefix=f"{name}.vllm",
-            )
+            if getattr(self.config, "attention_sinks", False) and isinstance(layer.mixer, WindowedMixer):
+                heads = range(self.size * self.config.num_key_value_heads)
+                near = [h for h in heads if not full or h not in full[i]]
+                layer.mixer.sinks = HeadSinks(layer.mixer, near, self.rank, self.size)
+            Attended(layer.mixer, attentions(layer.mixer, name, parts, numbers, vllm_config))
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens, before the embedding multiplier."""
-        return self.ours.model.embed_tokens(input_ids)
+        return self.model.embed_tokens(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits [N, vocab_size] of hidden states [N, hidden_size]."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the tensors of a checkpoint, which has our names."""
+        own, loaded = self.state_dict(keep_vars=True), {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        for name, x in weights:
+            if hasattr(own[name], "weight_loader"):
+                own[name].weight_loader(own[name], x)
+            else:
+                own[name].data.copy_(x.chunk(self.size, self.divided[name])[self.rank] if name in self.divided else x)
+            loaded.add(name)
+        return loaded
+
+
+def attentions(
+    mixer, name: str, parts: int, numbers: Iterator[int], vllm_config: VllmConfig
+) -> Iterator[HeadsAttention]:
+    """vLLM's attention for a mixer: over its window in so many parts, and for each head that keeps everything.
+
+    Args:
+        mixer: attention, or a window with full heads.
+        name: name of the mixer.
+        parts: into how many caches the heads of a window are divided.
+        numbers: of heads that keep everything, over all layers, so that all processes have the same names.
+        vllm_config: vLLM's options.
+    """
+    heads, cache = mixer.heads[1], vllm_config.cache_config
+    if isinstance(mixer, AttentionMixer):
+        yield HeadsAttention(mixer, slice(0, heads), mixer.sliding_window, cache_config=cache, prefix=f"{name}.vllm")
+        return
+    n, groups, config = heads // parts, mixer.num_key_value_groups, mixer.config
+    for first in range(0, heads, n) if mixer.near_heads else ():
+        place, own = f"{name}.heads_{first}", slice(first * groups, (first + n) * groups)
+        sinks = {"sinks": mixer.sinks.logits.data[own]} if getattr(mixer, "sinks", None) else {}
+        yield HeadsAttention(
+            mixer, slice(first, first + n), config.sliding_window, cache_config=cache, prefix=place, **sinks
+        )
+    for h in mixer.full_heads:
+        window, place = config.full_attention_window, f"model.full_heads.{next(numbers)}"
+        yield HeadsAttention(mixer, slice(h, h + 1), window, n, cache_config=cache, prefix=place)
+
+
+@support_torch_compile
+class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
+    """A model that keeps nothing but keys and values: all that vLLM can do with a Llama, it can do with this."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors=None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
+        model = self.model
+        x = (model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
+        x = x * self.config.embedding_multiplier
+        angles = model.rotary_emb(x, positions[None])
+        x = model.run_layers(
+            x,
+            [None] * len(model.layers),
+            position_ids=positions[None],
+            position_embeddings=angles,
+            read_values=model._read_values,
+        )
+        return model.norm(x)[0]
+
+
+class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
+    """Any language model of this package, pure or hybrid, in vLLM."""
 
     def forward(
         self,
@@ -102,26 +266,14 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
         """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
         metadata = get_forward_context().attn_metadata
         step = metadata[self.memories[0]] if metadata else None
-        return self.ours.model(
+        return self.model(
             input_ids=None if input_ids is None or inputs_embeds is not None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             position_ids=positions[None],
-            attention_mask=dict.fromkeys(self.ours.config.layer_types),  # vLLM separates the sequences
+            attention_mask=dict.fromkeys(self.config.layer_types),  # vLLM separates the sequences
             use_cache=False,
             steps=readings(step.query_start_loc, step.seq_lens) if step else None,
         ).last_hidden_state[0]
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits [N, vocab_size] of hidden states [N, hidden_size]."""
-        return self.ours.predict(hidden_states)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the tensors of a checkpoint, which has our names."""
-        own, loaded = self.ours.state_dict(), set(self.ours.all_tied_weights_keys)
-        for name, x in weights:
-            own[name].copy_(x)
-            loaded.add(name)
-        return {f"ours.{name}" for name in loaded}
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
@@ -135,5 +287,5 @@ class MemoryForVLLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def _kept(cls, vllm_config: VllmConfig):
-        config = vllm_config.model_config.hf_config
+        config = share(vllm_config.model_config.hf_config, 0, vllm_config.parallel_config.tensor_parallel_size)
         return kept_states(config.state_specs[memory_layers(config)[0]], vllm_config.model_config.dtype)

@@ -8,34 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_memory.cache import Spec, States, flat, nested
-from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.positions import Positions
-from hf_memory.modeling.configuration import MemoryConfig
-
-ELSEWHERE = "Use generate or serve of transformers, or hf_memory.generate_stream for many texts at once"
-
-
-def check(config: MemoryConfig) -> None:
-    """Raise ValueError unless vLLM can store all states of the model."""
-    for i, spec in enumerate(config.state_specs):
-        growing = [name for name, state in spec.items() if state.growth != "fixed"]
-        if growing and config.mixer_class(i) is not AttentionMixer:
-            raise ValueError(
-                "vLLM stores states of fixed size, and keys and values of attention layers, but nothing else that "
-                f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"
-            )
-    kept = [config.state_specs[i] for i in memory_layers(config)]
-    if any(spec != kept[0] for spec in kept):
-        raise ValueError(
-            "vLLM has pages of one size for all memory layers, so full_attention_heads must have the same number of "
-            f"heads for each layer, got {config.full_attention_heads}. {ELSEWHERE}"
-        )
-
-
-def memory_layers(config: MemoryConfig) -> list[int]:
-    """The numbers of the memory layers; the others are attention layers, whose keys and values vLLM stores."""
-    return [i for i in range(config.num_hidden_layers) if config.mixer_class(i) is not AttentionMixer]
 
 
 def kept_states(spec: Spec, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

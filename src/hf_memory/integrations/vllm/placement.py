@@ -1,0 +1,120 @@
+"""What of our models runs as vLLM's attention, and what part each process has. This module needs no vLLM."""
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_memory.mixers.attention import AttentionMixer
+
+ELSEWHERE = "Use generate or serve of transformers, or hf_memory.generate_stream for many texts at once"
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def is_attention(config: Any, layer_idx: int) -> bool:
+    """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
+    has_window = config.layer_types[layer_idx] == "sliding_heads" and not config.num_sink_tokens
+    return has_window or config.mixer_class(layer_idx) is AttentionMixer
+
+
+def memory_layers(config: Any) -> list[int]:
+    """The numbers of the other layers, whose states vLLM stores in pages of its own for them."""
+    return [i for i in range(config.num_hidden_layers) if not is_attention(config, i)]
+
+
+def check(config: Any) -> None:
+    """Raise ValueError unless vLLM can store all states of the model."""
+    memories = memory_layers(config)
+    for i in memories:
+        growing = [name for name, state in config.state_specs[i].items() if state.growth != "fixed"]
+        if growing and config.layer_types[i] == "sliding_heads":
+            raise ValueError(
+                "vLLM has no first tokens beside a window, so num_sink_tokens must be 0, got "
+                f"{config.num_sink_tokens}; convert with attention_sinks, which take their place. {ELSEWHERE}"
+            )
+        if growing:
+            raise ValueError(
+                "vLLM stores states of fixed size, and keys and values of attention, but nothing else that "
+                f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"
+            )
+    if any(config.state_specs[i] != config.state_specs[memories[0]] for i in memories):
+        raise ValueError(
+            "vLLM has pages of one size for all memory layers, so full_attention_heads must have the same number of "
+            f"heads for each layer, got {config.full_attention_heads}. {ELSEWHERE}"
+        )
+
+
+def window_parts(config: Any) -> int:
+    """Into how many caches of equal size the heads of a layer are divided, for their window.
+
+    vLLM stores keys and values in pages of one size, and allocates a page for each of a group of caches at once. A head
+    that keeps everything has a cache of its own, with more tokens in a page. If the caches of windows are more than
+    those, by half, no group has places for heads that keep everything and are not there.
+    """
+    full, heads = config.full_attention_heads or [], config.num_key_value_heads
+    layers, caches = sum(len(layer) < heads for layer in full), sum(map(len, full))
+    fitting = (n for n in range(1, heads) if heads % n == 0 and 2 * n * layers >= 3 * caches)
+    return next(fitting, heads)
+
+
+def share(config: Any, rank: int, size: int) -> Any:
+    """The config of the part of a model that one of `size` processes has: some of the heads, and of the MLP's channels.
+
+    Raises:
+        ValueError: heads or channels are not divisible, or a norm needs all of them.
+    """
+    if size == 1:
+        return config
+    undivided = {
+        "a norm of all heads": config.qk_norm_whole_width,
+        "gate='retention', where each head's decay is that of its number": getattr(config, "gate", "") == "retention",
+        "num_householder above 1": getattr(config, "num_householder", 1) > 1,
+    }
+    for name in (name for name, is_there in undivided.items() if is_there):
+        raise ValueError(f"tensor_parallel_size must be 1 with {name}, got {size}. {ELSEWHERE}")
+    mine = copy.deepcopy(config)
+    for name in (*DIVIDED, "intermediate_size"):
+        whole = getattr(config, name, None) or 0
+        if whole % size:
+            raise ValueError(f"tensor_parallel_size must be a divisor of {name}={whole}, got {size}")
+        if whole:
+            setattr(mine, name, whole // size)
+    heads, full = mine.num_key_value_heads, config.full_attention_heads
+    if full:
+        mine.full_attention_heads = [[h % heads for h in layer if h // heads == rank] for layer in full]
+    return mine
+
+
+def style(model: PreTrainedModel, name: str) -> str | None:
+    """How the model's plan for tensor parallelism divides a module or a parameter; None: not at all."""
+    return model.tp_plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name))
+
+
+def divided(config: Any, size: int) -> dict[str, int]:
+    """The parameters of which each of `size` processes has a part, and the dimension in which each is divided.
+
+    Raises:
+        ValueError: the model cannot be divided so.
+    """
+    with torch.device("meta"):
+        whole, part = (AutoModelForCausalLM.from_config(x) for x in (config, share(config, 0, size)))
+    found: dict[str, int] = {}
+    sizes = {name: x.shape for name, x in part.named_parameters()}
+    for name, x in whole.named_parameters():
+        dimensions = [d for d, (n, own) in enumerate(zip(x.shape, sizes.get(name, x.shape))) if n != own]
+        styles = {style(whole, name), style(whole, name.rpartition(".")[0])}
+        if len(dimensions) > 1 or (dimensions and not styles & {"colwise", "rowwise"}):
+            raise ValueError(f"tensor_parallel_size must be 1 for {config.model_type}, which does not divide {name}")
+        found |= dict.fromkeys([name], *dimensions) if dimensions else {}
+    return found
+
+
+def of_all_heads(x: Tensor, near: list[int], heads: int) -> Tensor:
+    """Rows x [near * n, ...] of the heads with a window -> [heads * n, ...] of all heads, zero for the others."""
+    rows = x.unflatten(0, (len(near), -1))
+    found = rows.new_zeros(heads, *rows.shape[1:])
+    found[near] = rows
+    return found.flatten(0, 1)
