@@ -102,7 +102,7 @@ CASES = (
         {**FULL_HYBRID, "gate": "scalar", "use_qk_norm": True, "memory_qk_norm": False},
     ),
     Case("deltaproduct", "hf_memory_deltanet", {"gate": "scalar", "num_householder": 2, "linear_num_key_heads": 2}),
-    Case("gdn2", "hf_memory_deltanet", {"gate": "gdn2"}),
+    Case("gdn2", "hf_memory_deltanet", {"gate": "gdn2", "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
     Case("comba", "hf_memory_deltanet", {"gate": "comba", "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
     Case("preconditioned", "hf_memory_deltanet", {"gate": "preconditioned"}),
     Case("deltaformer", "hf_memory_deltaformer", {}),
@@ -255,6 +255,16 @@ CASES = (
         "transformer-routing",
         "hf_memory_transformer",
         {**PATTERN, "position": "none", "pattern": ["strided", "routing"], "num_buckets": 4},
+    ),
+    Case(
+        "transformer-forget",
+        "hf_memory_transformer",
+        {**PATTERN, **PAST, "position": "forget", "past": ["infinite", "cache"]},
+    ),
+    Case(
+        "transformer-forget-longformer",
+        "hf_memory_transformer",
+        {**PATTERN, "position": "forget", "pattern": ["longformer", "full"]},
     ),
     Case("transformer-longformer", "hf_memory_transformer", {**PATTERN, "pattern": ["longformer", "fixed"]}),
     Case(

@@ -196,7 +196,8 @@ def test_equal_gates_of_gated_deltanet_2_are_kimi_delta_attention():
     mixer.w_proj.weight.copy_(mixer.b_proj.weight)
     for projection in (mixer.b_proj, mixer.w_proj):
         projection.weight.copy_(projection.weight[:: mixer.head_dim].repeat_interleave(mixer.head_dim, 0))
-    kimi = memory("kda", output_gate_low_rank_dim=None)[0]
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kimi = memory("kda", output_gate_low_rank_dim=None, **heads)[0]
     same_weights(kimi, mixer)
     kimi.b_proj.weight.copy_(mixer.b_proj.weight[:: mixer.head_dim])
     assert_close(mixer(x)[0], kimi(x)[0])

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from comparing import assert_close
+from comparing import assert_close, in_float64
 from forms import FORMS, is_real, reference, run, widened, with_strong_gates
 from hf_memory import ops
 from hf_memory.ops import OPS, contract
@@ -50,6 +50,26 @@ def kernel_report(*arguments):
 def test_kernel_equals_reference(op, variant, T):
     arguments = make(op, variant, T=T)
     assert_close(run(op, arguments, "triton"), *reference(op, arguments))
+
+
+@every_form
+@pytest.mark.parametrize("query_heads", [1, 4])
+def test_one_token_in_a_kernel_equals_reference_and_may_overwrite_the_state(op, variant, query_heads):
+    """With two value heads, which one key head or two read."""
+    arguments = make(op, variant, T=1, B=2, H=min(query_heads, 2))
+    arguments["q"] = make(op, variant, T=1, B=2, H=query_heads, HV=4, seed=3)["q"]
+    with torch.no_grad():
+        exact, rounded = (
+            op.op(**x, backend="reference", output_final_state=True) for x in (widened(arguments), arguments)
+        )
+        given = arguments["initial_state"]
+        before = tree_map(torch.clone, given)
+        found = op.op(**arguments, backend="triton", output_final_state=True)
+        assert_close(found, exact, rounded)
+        assert_close(in_float64(given), in_float64(before))
+        o, state = op.op(**arguments, backend="triton", output_final_state=True, in_place=True)
+        assert_close((o, state), exact, rounded)
+        assert query_heads > 2 or isinstance(given, tuple) or state is given
 
 
 @every_kernel

@@ -5,6 +5,7 @@ import torch
 
 from comparing import assert_close
 from hf_memory.layers import GroupRMSNorm, RMSNorm, ShortConvolution
+from hf_memory.ops.short_convolution import convolution_step
 
 
 def make(kernel_size=4, bias=True):
@@ -71,3 +72,19 @@ def test_groups_are_normed_apart():
     single = RMSNorm(4, eps=1e-6).double()
     expected = torch.cat([single(part) for part in x.chunk(2, -1)], -1) * norm.weight
     assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("W", [2, 4])
+def test_a_step_of_a_convolution_in_a_kernel_equals_pytorch_and_updates_the_state(W, silu):
+    generator = torch.Generator().manual_seed(0)
+    x, state, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((2, 1, 300), (2, W - 1, 300), (300, W), (300,))
+    )
+    arguments = {"silu": silu, "in_place": True}
+    exact = convolution_step(*map(torch.Tensor.double, (x, state, weight, bias)), **arguments, backend="chunk")
+    rounded = convolution_step(x, state, weight, bias, **arguments, backend="chunk")
+    with torch.no_grad():
+        y, after = convolution_step(x, state, weight, bias, **arguments, backend="triton")
+    assert after is state
+    assert_close((y, after), exact, rounded)

@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as F
 from transformers import (
     DynamicCache,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     MambaConfig,
@@ -44,6 +46,24 @@ OWN = {
     "mamba-tied": (MambaConfig, MambaForCausalLM, {**MAMBA, "use_conv_bias": False}),
     "mamba2": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 1}),
     "mamba2-groups": (Mamba2Config, Mamba2ForCausalLM, {**MAMBA, "n_groups": 2, "use_conv_bias": False}),
+    "kimi_linear": (
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            **{name: x for name, x in DELTA_SIZES.items() if not name.startswith("linear_num") and "_dim" not in name},
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 2,
+            "num_experts_per_token": 1,
+            "moe_intermediate_size": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "eos_token_id": 2,
+        },
+    ),
     "olmo_hybrid": (OlmoHybridConfig, OlmoHybridForCausalLM, {**DELTA_SIZES, "linear_allow_neg_eigval": True}),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA_SIZES, "num_experts": 0}),
 }
@@ -77,13 +97,14 @@ def test_logits_equal_those_of_transformers(name):
         assert_close(torch.cat(steps, 1), expected[:, :9])
 
 
-@pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_next"])
+@pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid", "qwen3_next"])
 def test_one_memory_layer_of_a_hybrid_is_taken_over(name):
     theirs = make_own(name, HYBRID)
     mixer = import_mixer(theirs.config, theirs.state_dict(), 0)
     x = torch.randn(2, 20, 32)
     with torch.no_grad():
-        found = theirs.model.layers[0].linear_attn(x)
+        layer = theirs.model.layers[0]
+        found = (layer.self_attn if name == "kimi_linear" else layer.linear_attn)(x)
         assert_close(found, in_float64(mixer)(x.double())[0], mixer(x)[0])
     with pytest.raises(ValueError, match="import_mixer imports single layers"):
         import_model(theirs.config, theirs.state_dict())
@@ -176,12 +197,12 @@ def rotate(x):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def fla_logits(kind, config, weights, tokens):
+def fla_logits(kind, config, weights, tokens, mixer=fla_mixer):
     x = weights["model.embeddings.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
         w = {name[15:]: y for name, y in weights.items() if name.startswith(f"model.layers.{i}.")}
         attn = {name[5:]: y for name, y in w.items() if name.startswith("attn.")}
-        x = x + fla_mixer(kind, config, attn, norm(x, w["attn_norm.weight"], config))
+        x = x + mixer(kind, config, attn, norm(x, w["attn_norm.weight"], config))
         y = norm(x, w["mlp_norm.weight"], config)
         gate = F.silu(y @ w["mlp.gate_proj.weight"].T)
         x = x + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T

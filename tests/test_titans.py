@@ -10,7 +10,7 @@ from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.base import Context
-from hf_memory.modeling.titans import PRESETS
+from hf_memory.modeling.titans import RULES
 
 TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
 AS_PUBLISHED = dict.fromkeys(("variant", "memory_rope", "num_persistent_tokens"))  # what a paper leaves to its preset
@@ -201,7 +201,7 @@ EQUATIONS = {
 
 
 def test_every_rule_has_its_equations():
-    assert {"titans", *EQUATIONS} == set(PRESETS)
+    assert {"titans", *EQUATIONS} == set(RULES)
 
 
 @pytest.mark.parametrize(("rule", "equations"), EQUATIONS.items())

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from cases import CASE, CASES, make_config, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.mixers.attention_blocks import joined_softmax
+from hf_memory.mixers.base import Context
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
 from hf_memory.mixers.transformer.relations import POSITIONS, RELATIONS, alibi_slopes
 from hf_memory.mixers.transformer.slots import COMPRESSIONS
@@ -182,6 +183,7 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 pairs += [(keys[n], values[n], i + 1 - end) for keys, values, end in sums for n in range(2)]
             if options.get("memory_join") == "attention":
                 pairs += best_pairs(position, mixer, h, i, q[:, h], k[:, h // 2], v[:, h // 2])
+            distances = [d for _, _, d in pairs]
             queries = [far[i, h] if past == "infinite" and d >= 5 else q[i, h] for _, _, d in pairs]
             if past == "infinite":
                 pairs = [(key, value, min(d, 6 - i + d) if d >= 5 else d) for key, value, d in pairs]
@@ -196,6 +198,9 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 for _, value, d in pairs
             ]
             scores, values = torch.stack(scores), torch.stack(values)
+            if position == "forget":
+                forgotten = F.logsigmoid(mixer.forget.proj(x))[:, h]
+                scores = scores + torch.stack([forgotten[i - d + 1 : i + 1].sum() for d in distances])
             if past == "memorizing" and options.get("memory_join") != "attention" and i >= 5:
                 found = remembered(mixer, h, i, plain[0][:, h], plain[1][:, h // 2], v[:, h // 2])
                 outputs[i, h] = joined(mixer, h, scores, values, *found)
@@ -211,6 +216,8 @@ SIZES |= {"max_relative_distance": FARTHEST, "max_position_embeddings": 40, "pat
 WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
 WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
+WORDS += [{"position": "forget", "pattern": word} for word in ("sliding", "longformer", "strided", "blockwise")]
+WORDS += [{"position": "forget", "past": word} for word in ("xl", "infinite")]
 WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
 WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "attention")]
 WORDS += [
@@ -230,6 +237,29 @@ def test_attention_is_its_equation(words):
     in_buckets = words.get("pattern") in BUCKETS
     expected = bucket_attention(mixer, x[0]) if in_buckets else dense(mixer, x[0], **words)
     assert_close(mixer(x, rotations(torch.arange(19)))[0][0], expected)
+
+
+@pytest.mark.parametrize("pattern", ["full", "sliding"])
+@torch.no_grad()
+def test_attention_whose_gates_forget_nothing_is_softmax_attention(pattern):
+    model, plain = (make(SIZES | {"position": word, "pattern": pattern}) for word in ("forget", "none"))
+    mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
+    plain.model.layers[0].mixer.load_state_dict(mixer.state_dict(), strict=False)
+    mixer.forget.proj.bias.fill_(1000)
+    assert_close(mixer(x)[0], plain.model.layers[0].mixer(x)[0])
+
+
+@torch.no_grad()
+def test_forget_gates_lose_nothing_in_16_bits():
+    """After 4,000 tokens the sums of the gates' logarithms are in the thousands."""
+    mixer = make({"position": "forget"}).model.layers[0].mixer
+    x = torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
+    mixer.bfloat16()
+    found = mixer(x)[0][:, -50:].double()
+    mixer.double()
+    expected = mixer(x.double())[0]
+    assert mixer._forgotten(x.double(), Context(None, None, None, {})).min() < -2000
+    assert (found - expected[:, -50:]).norm() < 0.02 * expected[:, -50:].norm()
 
 
 def test_sorted_tokens_see_all_of_their_bucket():

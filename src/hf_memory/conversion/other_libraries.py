@@ -1,8 +1,9 @@
 """Import of memory models from other libraries, as models of this package that compute the same function.
 
-Supported are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet` and `rwkv7` of flash-linear-attention, the
-authors' checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linear layers of Qwen3-Next and OLMo-Hybrid.
-A model with an option that this package does not have is refused.
+Supported are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet`, `gated_deltanet2`, `comba`,
+`gated_deltaproduct`, `kda`, `mesa_net`, `forgetting_transformer` and `rwkv7` of flash-linear-attention, the authors'
+checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linear layers of Qwen3-Next, OLMo-Hybrid and Kimi
+Linear. A model with an option that this package does not have is refused.
 """
 
 import re
@@ -20,6 +21,7 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 from hf_memory.modeling.linear_transformer import LinearTransformerConfig
 from hf_memory.modeling.rwkv7 import RANKS, Rwkv7Config
+from hf_memory.modeling.transformer import MemoryTransformerConfig
 
 Weights = Mapping[str, Tensor]
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
@@ -43,7 +45,20 @@ INSIDE = {  # names inside a layer: attn of flash-linear-attention, mixer and li
     "attn.g_norm": "mixer.output_gate.norm",
     "attn.o_norm": "mixer.output_gate.norm",
     "attn.norm": "mixer.o_norm",
+    "attn.g_proj.0": "mixer.output_gate.down",
+    "attn.g_proj.1": "mixer.output_gate.proj",
     "attn.g_proj": "mixer.output_gate.proj",
+    "attn.f_proj.0": "mixer.decay.down",
+    "attn.f_proj.1": "mixer.decay.proj",
+    "attn.f_proj": "mixer.forget.proj",
+    "attn.decay": "mixer.inner_decay",
+    "attn.lambda_params": "mixer.ridge",
+    "self_attn.forget_gate.f_a_proj": "mixer.decay.down",
+    "self_attn.forget_gate.f_b_proj": "mixer.decay.proj",
+    "self_attn.forget_gate": "mixer.decay",
+    "self_attn.g_a_proj": "mixer.output_gate.down",
+    "self_attn.g_b_proj": "mixer.output_gate.proj",
+    "self_attn.o_norm": "mixer.output_gate.norm",
     "attn.gk_proj.0": "mixer.decay.down",
     "attn.gk_proj.1": "mixer.decay.proj",
     "mixer.norm": "mixer.o_norm",
@@ -57,7 +72,7 @@ INSIDE = {  # names inside a layer: attn of flash-linear-attention, mixer and li
     "linear_attn.out_proj": "mixer.o_proj",
     **{f"{part}.a_proj": "mixer.decay.proj" for part in ("attn", "linear_attn")},
     **{f"{part}.{x}": f"mixer.decay.{x}" for part in ("attn", "mixer", "linear_attn") for x in ("A_log", "dt_bias")},
-    **dict.fromkeys(("attn", "linear_attn"), "mixer"),
+    **dict.fromkeys(("attn", "linear_attn", "self_attn"), "mixer"),
 }
 _RWKV7 = (  # names here, in flash-linear-attention, and in .pth files
     ("mixer.input_layernorm", "attn_norm", "ln1"),
@@ -147,21 +162,69 @@ def _delta_net(config: dict) -> dict:
     return {**_fla(config), **_fla_heads(config), **_delta(config), "gate": "none"}
 
 
-def _gated_deltanet(config: dict) -> dict:
-    sizes = {
+def _own_head_dim(config: dict) -> dict:
+    """Options of models whose heads have a size of their own."""
+    return {
         "linear_num_key_heads": config["num_heads"],
         "linear_num_value_heads": config.get("num_v_heads") or config["num_heads"],
         "linear_key_head_dim": config["head_dim"],
-        "linear_value_head_dim": int(config["head_dim"] * config["expand_v"]),
+        "linear_value_head_dim": int(config["head_dim"] * config.get("expand_v", 1)),
+        "head_dim": config["head_dim"],
+        **_fla(config),
+        **_delta(config),
     }
-    return {**_fla(config), **sizes, **_delta(config), "gate": "scalar", "head_dim": config["head_dim"]}
+
+
+def _gated_deltanet(config: dict) -> dict:
+    return {**_own_head_dim(config), "gate": "scalar"}
+
+
+def _comba(config: dict) -> dict:
+    _refuse(config, use_inner_decay=(True,), use_output_correction=(True,))
+    gate = "sigmoid" if config.get("use_output_gate", True) else "none"
+    return {**_own_head_dim(config), "gate": "comba", "output_gate": gate}
+
+
+def _gated_deltaproduct(config: dict) -> dict:
+    gate = "silu" if config.get("use_output_gate", True) else "none"
+    options = {"gate": "scalar" if config.get("use_forget_gate") else "none", "output_gate": gate}
+    return {**_own_head_dim(config), **options, "num_householder": config["num_householder"]}
+
+
+def _kda(config: dict) -> dict:
+    _refuse(config, expand_v=(1, 1.0), safe_gate=(False,), lower_bound=(None,))
+    options = {"output_gate": "sigmoid", "output_gate_low_rank_dim": config["head_dim"], "output_gate_bias": True}
+    return {**_own_head_dim(config), **options, "gate": "vector"}
+
+
+def _kimi_linear(config: dict) -> dict:
+    _refuse(config, hidden_act=("silu",))
+    heads, channels = config["linear_num_heads"], config["linear_head_dim"]
+    own = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": channels, "gate": "vector"}
+    rest = {name: config[name] for name in ("rms_norm_eps", "linear_conv_kernel_dim")}
+    return {**own, **rest, "output_gate_low_rank_dim": channels}
+
+
+def _mesa_net(config: dict) -> dict:
+    _refuse(config, lambda_lower_bound=(0.25,), use_short_conv=(True,))
+    gate = "silu" if config.get("use_output_gate") else "none"
+    return {**_own_head_dim(config), "gate": "mesa", "output_gate": gate}
+
+
+def _forgetting_transformer(config: dict) -> dict:
+    _refuse(config, qk_norm=(False,), use_output_gate=(False,))
+    window = config.get("window_size")
+    pattern = {"pattern": "sliding", "pattern_size": window} if window else {}
+    return {**_fla(config), **pattern, "position": "forget", "attention_bias": config.get("qkv_bias", False)}
 
 
 def _delta(config: dict) -> dict:
+    """Options of convolutions, of an output gate, and of negative eigenvalues where there are any."""
+    over = {"allow_negative_eigenvalues": bool(config["allow_neg_eigval"])} if "allow_neg_eigval" in config else {}
     return {
         "linear_conv_kernel_dim": config["conv_size"] if config.get("use_short_conv", True) else 0,
         "output_gate": "silu" if config.get("use_gate") else "none",
-        "allow_negative_eigenvalues": bool(config.get("allow_neg_eigval")),
+        **over,
     }
 
 
@@ -250,6 +313,20 @@ def _repeat_gate(config: dict, name: str, x: Tensor) -> Weights:
     return {name: x.unflatten(0, (heads, -1)).repeat_interleave(config["num_heads"] // heads, 0).flatten(0, 1)}
 
 
+def _repeat_keys(config: dict, name: str, x: Tensor) -> Weights:
+    """Gated DeltaNet-2 erases and decays key heads, we value heads: repeat these gates for the heads of a group."""
+    values = config.get("num_v_heads") or config["num_heads"]
+    if not re.search(r"\.(b_proj|f_proj\.1|A_log|dt_bias)\b", name) or values == config["num_heads"]:
+        return {name: x}
+    heads = x.unflatten(0, (config["num_heads"], -1))
+    return {name: heads.repeat_interleave(values // config["num_heads"], 0).flatten(0, 1)}
+
+
+def _flat_decay(config: dict, name: str, x: Tensor) -> Weights:
+    """Kimi Linear's rates have dimensions of size one."""
+    return {name: x.flatten() if name.endswith("A_log") else x}
+
+
 def _add_one(config: dict, name: str, x: Tensor) -> Weights:
     """Norms of Qwen3-Next outside its memories multiply by 1 + weight."""
     return {name: 1 + x if name.endswith("norm.weight") and "linear_attn" not in name else x}
@@ -259,6 +336,12 @@ def _convolution(config: dict) -> Rows:
     """The joint convolution of OLMo-Hybrid and Qwen3-Next."""
     keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
     return {"conv1d": (1, {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})}
+
+
+def _convolution_of_kimi(config: dict) -> Rows:
+    """The joint convolution of Kimi Linear."""
+    channels = config["linear_num_heads"] * config["linear_head_dim"]
+    return {"conv1d": (1, {f"{x}_conv1d": channels for x in "qkv"})}
 
 
 def _by_key_head(config: dict) -> Rows:
@@ -302,6 +385,13 @@ SOURCES = {
     "gla": Source(GatedLinearAttentionConfig, _gla, change=_repeat_gate),
     "delta_net": Source(DeltaNetConfig, _delta_net),
     "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet),
+    "gated_deltanet2": Source(DeltaNetConfig, lambda config: {**_kda(config), "gate": "gdn2"}, change=_repeat_keys),
+    "comba": Source(DeltaNetConfig, _comba),
+    "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
+    "kda": Source(DeltaNetConfig, _kda),
+    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution_of_kimi, _flat_decay),
+    "mesa_net": Source(GatedLinearAttentionConfig, _mesa_net),
+    "forgetting_transformer": Source(MemoryTransformerConfig, _forgetting_transformer),
     "rwkv7": Source(Rwkv7Config, _rwkv7, change=_split_rwkv7, inside=INSIDE_RWKV7),
     "mamba": Source(GatedLinearAttentionConfig, _mamba, _parts_of_mamba),
     "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _parts_of_mamba2),

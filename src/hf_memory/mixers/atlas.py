@@ -10,7 +10,7 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import last_tokens, unit_length, wide
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops.feature_maps import taylor
 from hf_memory.ops.neural_memory import EarlierPairs
 
@@ -28,6 +28,8 @@ class AtlasMixer(NeuralMemoryMixer):
     https://arxiv.org/abs/2505.23735.
     """
 
+    gates = {**NeuralMemoryMixer.gates, "token": 0.0}
+    clips_gradients = False
     unit_keys = False  # the features of unit keys do not have unit length
 
     @staticmethod
@@ -44,9 +46,8 @@ class AtlasMixer(NeuralMemoryMixer):
         return super().state_spec(config, layer_idx) | {"earlier": State((config.memory_window - 1, size))}
 
     def make_gates(self, width: int, heads: int) -> None:
-        """Create the gates of Titans, the rate gamma, and the factors of the features' degrees."""
+        """Create the gates of Titans with the rate gamma, and the factors of the features' degrees."""
         super().make_gates(width, heads)
-        self.token_proj = Gate(width, heads, 0.0)
         self.degrees = nn.Parameter(torch.empty(3))
 
     def init_own_parameters(self) -> None:
@@ -64,13 +65,11 @@ class AtlasMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """Arguments of the op: gamma is the rate of gradients, lr that of Muon's steps."""
-        gamma = wide(self.token_proj(hidden_states)).sigmoid()
         return {
-            "lr": gamma,
+            "lr": wide(self.token_proj(hidden_states)).sigmoid(),
             "momentum": F.logsigmoid(wide(self.momentum_proj(hidden_states))),
             "muon_lr": self.inner_rate(hidden_states),
-            "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states))),
-            "forget_to": "zero",
+            "decay": self.log_decay(hidden_states),
         }
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:

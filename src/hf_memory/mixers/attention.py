@@ -7,12 +7,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memory.cache import Spec, State, update
+from hf_memory.convertible import Convertible
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
 
 
-class AttentionMixer(Projections):
+class AttentionMixer(Convertible, Projections):
     """Attention as in Llama and its successors: grouped heads, and optional biases, q/k norm, window and soft cap."""
 
     is_causal = True
@@ -40,9 +41,8 @@ class AttentionMixer(Projections):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); packing is part of the mask."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k = self.normalize_and_rotate(q, k, Positions(*position_embeddings))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+        rows = self.project_heads(hidden_states, Positions(*position_embeddings))
+        q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
         if past_key_values is not None:
             k, v = update(past_key_values, self.layer_idx, k, v)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)

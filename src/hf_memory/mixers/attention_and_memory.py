@@ -11,7 +11,7 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import RMSNorm
 from hf_memory.mixers.attention_blocks import Columns
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.pasts import Window, window_attention
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import all_tokens, everything
@@ -24,50 +24,49 @@ class AttentionAndMemoryMixer(MemoryMixer):
 
     padding_last = True
     memory_reads_persistent = True
+    sees_positions = True  # as attention does
+    heads = Projections.heads  # those of attention
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.memory = config.neural_memory(config, layer_idx, reads_persistent=self.memory_reads_persistent)
+        self.memory = config.rule.mixer(config, layer_idx, reads_persistent=self.memory_reads_persistent)
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        is_added = config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
+        self.gate = nn.Parameter(torch.empty(config.hidden_size)) if is_added else None
 
     def init_own_parameters(self) -> None:
-        """Persistent tokens start like embeddings."""
+        """Persistent tokens start like embeddings, and the gate at one."""
         if self.config.num_persistent_tokens:
             init.normal_(self.persistent, std=self.config.initializer_range)
+        if self.gate is not None:
+            init.ones_(self.gate)
+
+    @property
+    def gate_beside_attention(self) -> nn.Parameter | None:
+        """The gate, if the memory is added."""
+        return self.gate
 
     def start_open(self, half_life: int) -> None:
-        """Copy attention's projections into the memory where sizes fit."""
+        """Copy attention's projections into the memory where sizes fit, and close the gate."""
+        if self.gate is not None:
+            self.gate.zero_()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             ours, theirs = self.memory.get_submodule(name), self.get_submodule(name)
             if ours.weight.shape == theirs.weight.shape:
                 ours.load_state_dict(theirs.state_dict())
-
-    @property
-    def heads(self) -> tuple[int, int, int, int, int]:
-        """The heads of attention; those of the memory may differ."""
-        return self.config.attention_heads
-
-    @property
-    def sees_positions(self) -> bool:
-        """Always true, since attention sees positions."""
-        return True
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
         attention = Window.of_last(config.sliding_window).spec(heads, D) | {"count": State((), torch.long)}
-        return {"attention": attention, "memory": config.neural_memory.state_spec(config, layer_idx)}
+        return {"attention": attention, "memory": config.rule.mixer.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of attention over the window, as heads [B, T, H, D], and its states."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k = self.normalize_and_rotate(q, k, context.positions)
         return window_attention(
-            q,
-            k,
-            v,
+            *self.project_heads(hidden_states, context.positions),
             context.part("attention"),
             Window.of_last(self.config.sliding_window),
             self.scores,
@@ -78,9 +77,8 @@ class AttentionAndMemoryMixer(MemoryMixer):
         """Keys and values of the persistent tokens, which have no positions."""
         if not self.config.num_persistent_tokens:
             return None
-        tokens = self.persistent.to(dtype)[None]
-        q, k, v = self.split_heads(self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens))
-        return Columns(all_tokens(k.shape[1], k), self.normalize_and_rotate(q, k, None)[1], v, everything)
+        _, k, v = self.project_heads(self.persistent.to(dtype)[None], None)
+        return Columns(all_tokens(k.shape[1], k), k, v, everything)
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the memory [B, T, hidden_size], and its states."""
@@ -100,27 +98,8 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        if config.memory_gate == "add":
-            self.gate = nn.Parameter(torch.empty(config.hidden_size))
-        else:
+        if self.gate is None:
             self.attention_norm, self.memory_norm = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-
-    def init_own_parameters(self) -> None:
-        """Gates start at one."""
-        super().init_own_parameters()
-        if self.config.memory_gate == "add":
-            init.ones_(self.gate)
-
-    @property
-    def gate_beside_attention(self) -> nn.Parameter | None:
-        """The gate, if the memory is added."""
-        return self.gate if self.config.memory_gate == "add" else None
-
-    def start_open(self, half_life: int) -> None:
-        """Close the gate, so that the mixer equals attention over its window."""
-        super().start_open(half_life)
-        if self.config.memory_gate == "add":
-            self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
         """Scale the memory's output to the size of full attention's output, and scale the window's output down."""
@@ -132,7 +111,7 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
         heads, window = self.attend(hidden_states, context)
         remembered, memory = self.remember(hidden_states, context)
         attended = self.o_proj(heads.flatten(-2))
-        if self.config.memory_gate == "add":
+        if self.gate is not None:
             output = attended + self.gate * remembered
         else:
             output = self.attention_norm(attended) * self.memory_norm(remembered).sigmoid()
@@ -141,25 +120,6 @@ class MemoryAsGateMixer(AttentionAndMemoryMixer):
 
 class MemoryAsLayerMixer(AttentionAndMemoryMixer):
     """MAL: attention over a window reads x + gate * memory(x). A gate of zero leaves attention alone."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.gate = nn.Parameter(torch.empty(config.hidden_size))
-
-    def init_own_parameters(self) -> None:
-        """The gate starts at one."""
-        super().init_own_parameters()
-        init.ones_(self.gate)
-
-    @property
-    def gate_beside_attention(self) -> nn.Parameter | None:
-        """The gate."""
-        return self.gate
-
-    def start_open(self, half_life: int) -> None:
-        """Close the gate, so that the mixer equals attention over its window."""
-        super().start_open(half_life)
-        self.gate.zero_()
 
     def open_gate(self, output: Tensor, without: Tensor, target: Tensor) -> None:
         """Scale the memory's output to the size of what the window misses."""

@@ -51,6 +51,7 @@ class Blocks(NamedTuple):
     visible: Tensor  # [B * blocks, 1 or HQ, C, S] bool
     asking: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
     asked: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
+    is_step: bool = False  # whether each row is one query that sees something, with one mask for all heads
 
     @classmethod
     def of(cls, queries: Tensor, tokens: Tokens, *columns: Columns) -> "Blocks":
@@ -113,6 +114,10 @@ class Scores(NamedTuple):
         if self.softcap is not None or self.relation is not None:
             return self.attend_with_mass(blocks)[0]
         q, k, v = (x.transpose(1, 2) for x in blocks[:3])
+        if blocks.is_step:  # the queries of a group are like several tokens, for kernels without groups
+            groups = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            o = F.scaled_dot_product_attention(groups, k, v, attn_mask=blocks.visible, scale=self.scaling)
+            return o.flatten(1, 2)[:, None]
         visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True)
         return o.transpose(1, 2)

@@ -16,7 +16,7 @@ from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_to
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.gates import low_rank, steady_rows
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.contract import blank
+from hf_memory.ops.contract import blank, repeat_heads
 from hf_memory.ops.masks import Tokens, count, packed
 
 
@@ -59,10 +59,24 @@ class Context(NamedTuple):
         """[B], the number of tokens that are not padding; None if there is no padding."""
         return None if self.attention_mask is None else self.attention_mask.sum(1)
 
+    def options(self, backend: str, state: str = "memory") -> dict[str, Any]:
+        """Arguments of an op that reads these tokens after the state of this name, and returns the state after them."""
+        return {
+            "mask": self.attention_mask,
+            "initial_state": self.states.get(state),
+            "output_final_state": True,
+            "cu_seqlens": self.cu_seqlens,
+            "backend": backend,
+        }
+
     @property
     def is_whole(self) -> bool:
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""
         return not self.states and self.attention_mask is None and self.cu_seqlens is None
+
+    def is_step(self, x: Tensor) -> bool:
+        """Whether x [B, 1, ...] is one new token of each row, which follows others."""
+        return bool(self.states) and x.shape[1] == 1 and self.attention_mask is None and self.cu_seqlens is None
 
     def grown(self, new: States) -> tuple[States, States]:
         """The entries of states that grow with the text: those of the tokens before, then the new ones [B, T, ...].
@@ -79,19 +93,25 @@ class Context(NamedTuple):
             return new
         return {name: torch.cat([self.states[name].to(x.dtype), x], 1) for name, x in new.items()}
 
+    def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 1] each: the number of tokens of a row that were read before x [B, T, ...], and with these."""
+        before = self.states["count"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
+        return before, before + (x.shape[1] if self.lengths is None else self.lengths[:, None])
+
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `count` [B]: tokens read including these."""
-        (B, T), mask = x.shape[:2], self.attention_mask
-        before = self.states["count"] if self.states else torch.zeros(B, dtype=torch.long, device=x.device)
+        T, mask = x.shape[1], self.attention_mask
+        before, after = self.counts(x)
         if self.cu_seqlens is not None:
-            return packed(self.cu_seqlens, T), before
+            return packed(self.cu_seqlens, T), before.flatten()
+        after = after.flatten()
         if mask is None:
-            return Tokens(before[:, None] + torch.arange(T, device=x.device)), before + T
+            return Tokens(before if T == 1 else before + torch.arange(T, device=x.device)), after
         place = count(mask)
-        return Tokens(torch.where(place < 0, -1, before[:, None] + place)), before + mask.sum(1)
+        return Tokens(torch.where(place < 0, -1, before + place)), after
 
 
-class Projections(Convertible, nn.Module, ABC):
+class Projections(nn.Module, ABC):
     """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
     def __init__(self, config, layer_idx: int):
@@ -138,6 +158,11 @@ class Projections(Convertible, nn.Module, ABC):
             v.unflatten(-1, (-1, self.value_dim)),
         )
 
+    def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
+        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return *self.normalize_and_rotate(q, k, positions), v
+
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norms, if the config has them, and rotary positions, if they are given, to q and k [B, T, H, D]."""
         dtype = q.dtype  # norms return float32 under autocast
@@ -152,7 +177,7 @@ class Projections(Convertible, nn.Module, ABC):
         return (q, k) if positions is None or not self.rotates else positions.rotate(q, k)
 
 
-class MemoryMixer(Projections):
+class MemoryMixer(Convertible, Projections):
     """A mixer whose past is a set of states. Subclasses implement `mix`, which reads and updates the states."""
 
     padding_last = False  # whether `mix` is given rows with padding at the end
@@ -260,9 +285,9 @@ class MemoryMixer(Projections):
             if self.has_convolutions:
                 state, convolution = context.states.get(f"{x}_conv"), getattr(self, f"{x}_conv1d")
                 parts[x], new_states[f"{x}_conv"] = convolution(
-                    parts[x], state, context.attention_mask, context.cu_seqlens
+                    parts[x], state, context.attention_mask, context.cu_seqlens, silu=self.has_silu
                 )
-            if self.has_silu:
+            elif self.has_silu:
                 parts[x] = F.silu(parts[x])
         q, k, v = self.split_heads(*parts.values())
         q, k = self.normalize_and_rotate(q, k, context.positions)
@@ -286,13 +311,13 @@ class OutputGate(Convertible, nn.Module):
 
     can_be_steady = True
 
-    def __init__(self, hidden_size: int, heads: int, value_dim: int, config, rank: int | None = None):
+    def __init__(self, heads: int, value_dim: int, config):
         super().__init__()
         self.norm = RMSNorm(value_dim, eps=config.output_norm_eps or config.rms_norm_eps)
         self.activation = config.output_gate
         if self.activation != "none":
-            self.down, width = low_rank(hidden_size, rank)
-            self.proj = nn.Linear(width, heads * value_dim, bias=False)
+            self.down, width = low_rank(config.hidden_size, getattr(config, "output_gate_low_rank_dim", None))
+            self.proj = nn.Linear(width, heads * value_dim, bias=getattr(config, "output_gate_bias", False))
 
     def start_open(self, half_life: int) -> None:
         """Start a sigmoid gate half open."""
@@ -312,8 +337,3 @@ class OutputGate(Convertible, nn.Module):
         """o [B, T, HV, V] -> [B, T, HV * V]."""
         o = self.norm(o).flatten(-2)
         return o if self.activation == "none" else o * ACTIVATIONS[self.activation](self.proj(self.down(hidden_states)))
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H, D] -> [B, T, heads, D]: repeat heads that a group shares; no change if there are already as many."""
-    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], dim=2)

@@ -37,8 +37,7 @@ class DeltaNetMixer(LevelsMixer):
         if self.decays:
             channels = self.head_dim if config.gate in BY_CHANNEL else None
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
-        rank = config.output_gate_low_rank_dim
-        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
+        self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate."""
@@ -127,10 +126,11 @@ class GatedDeltaNet2Mixer(DeltaNetMixer):
         self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
     ) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`; g is [B, T, HV, K], and beta [B, T, HV * K] has the gates b."""
-        k, write = unit_length(repeat_heads(k, v.shape[2])), self.w_proj(hidden_states).sigmoid()
-        erase = -(g.exp() * beta.view_as(k) * k).to(k.dtype)
+        k, write = unit_length(k), self.w_proj(hidden_states).sigmoid()
+        b = repeat_heads(k, v.shape[2])
+        a = -(g.exp() * beta.view_as(b) * b).to(k.dtype)
         v, one = write.view_as(v) * v, torch.ones_like(beta[..., : v.shape[2]])
-        return self.remember(hidden_states, context, unit_length(q), k, v, g, one, a=erase, b=k)
+        return self.remember(hidden_states, context, unit_length(q), k, v, g, one, a=a, b=b)
 
 
 class CombaMixer(DeltaNetMixer):

@@ -47,8 +47,7 @@ class DeltaFormerMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `count` [B], the number of tokens read; and of all tokens, or of those within the window,
         `keys` [B, tokens, H, D or 2 D], `values` [B, tokens, H, D], which are u, and `positions` [B, tokens]."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        q, k_written = self.normalize_and_rotate(q, k, None)
+        q, k_written, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(q, k_written, context.positions)
         tokens, count = context.places(k)
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)

@@ -20,8 +20,7 @@ class GatedLinearAttentionMixer(LevelsMixer):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
         self.decay = self._make_decay(config)
-        rank = config.output_gate_low_rank_dim
-        self.output_gate = OutputGate(config.hidden_size, self.num_output_heads, self.value_dim, config, rank)
+        self.output_gate = OutputGate(self.num_output_heads, self.value_dim, config)
 
     def _make_decay(self, config) -> FixedDecay | SigmoidDecay:
         heads = self.num_output_heads

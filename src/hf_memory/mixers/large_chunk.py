@@ -8,7 +8,7 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, convolution_spec
-from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops import LargeChunkState, large_chunk_memory
 
 FIRST_RATE = -6.9  # softplus(FIRST_RATE) = 0.001
@@ -28,6 +28,9 @@ class LargeChunkMixer(NeuralMemoryMixer):
     one learning rate. Source: https://arxiv.org/abs/2505.23884.
     """
 
+    gates = {"lr": FIRST_RATE, "momentum": 0.0}
+    clips_gradients = False
+
     @classmethod
     def layer_shapes(cls, config) -> list[tuple[int, int]]:
         """The shapes of W_1, W_2 and W_3."""
@@ -43,10 +46,6 @@ class LargeChunkMixer(NeuralMemoryMixer):
         spec = dict.fromkeys(LargeChunkState._fields[:3], State((max(query_heads, value_heads), size)))
         return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
-    def make_gates(self, width: int, heads: int) -> None:
-        """Create the gates for learning rate and momentum."""
-        self.lr_proj, self.momentum_proj = Gate(width, heads, FIRST_RATE), Gate(width, heads, 0.0)
-
     def init_own_parameters(self) -> None:
         """Random matrices that keep the scale of their inputs, since the length of their columns never changes."""
         super().init_own_parameters()
@@ -60,7 +59,8 @@ class LargeChunkMixer(NeuralMemoryMixer):
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory."""
-        states = context.states
+        past, options = context.states, context.options(self.config.mixer_backend)
+        options["initial_state"] = LargeChunkState(*map(past.get, LargeChunkState._fields)) if past else None
         o, state = large_chunk_memory(
             q,
             k,
@@ -69,10 +69,6 @@ class LargeChunkMixer(NeuralMemoryMixer):
             chunk_size=self.config.memory_chunk_size,
             step_size=self.config.memory_max_lr,
             **learning,
-            mask=context.attention_mask,
-            initial_state=LargeChunkState(*(states[name] for name in LargeChunkState._fields)) if states else None,
-            output_final_state=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **options,
         )
         return o, state._asdict()  # type: ignore[union-attr]

@@ -67,21 +67,16 @@ class LevelsMixer(MemoryMixer):
         **erase: Any,
     ) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops, a and b too."""
-        options = {
-            "scale": scale,
-            "mask": context.attention_mask,
-            "output_final_state": True,
-            "cu_seqlens": context.cu_seqlens,
-            "backend": self.config.mixer_backend,
-        }
-        memory = context.states.get("memory")
+        options = {**context.options(self.config.mixer_backend), "scale": scale}
+        memory = options["initial_state"]
         if self.config.levels == "log":
-            past = None if memory is None else LogLinearState(memory, context.states["num_tokens"])
+            if memory is not None:
+                options["initial_state"] = LogLinearState(memory, context.states["num_tokens"])
             (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
             weights = self.level_weights(hidden_states)[..., : levels + 1]
-            o, after = log_linear_attention(q, k, v, weights, beta, g, initial_state=past, **erase, **options)
+            o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
             return o, {"memory": after.levels, "num_tokens": after.num_tokens}
-        options |= {"initial_state": memory, "in_place": True}
+        options["in_place"] = True
         if beta is None:
             o, memory = linear_attention(q, k, v, g, **options)
         else:

@@ -44,12 +44,8 @@ class LinearAttentionMixer(MemoryMixer):
             v,
             g,
             normalize=self.config.normalize,
-            mask=context.attention_mask,
-            initial_state=self._initial_state(context.states),
-            output_final_state=True,
             in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **context.options(self.config.mixer_backend) | {"initial_state": self._initial_state(context.states)},
         )
         if self.config.output_norm:
             o = self.o_norm(o)

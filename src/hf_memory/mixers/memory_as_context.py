@@ -141,8 +141,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
     def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Attention outputs [B, T, H, D] of tokens at places [B, T] of their segments; the updated keys and values."""
-        q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k = self.normalize_and_rotate(q, k, context.positions)
+        q, k, v = self.project_heads(x, context.positions)
         k_h, v_h = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.k_proj(h), self.v_proj(h)))
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
         keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)

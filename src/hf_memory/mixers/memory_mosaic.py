@@ -96,11 +96,7 @@ class LeakyAverage(nn.Module):
             x,
             -wide(self.rate).abs().expand(x.shape[:3]),
             scale=1.0,
-            mask=context.attention_mask,
-            initial_state=context.states.get(name),
-            output_final_state=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **context.options(self.config.mixer_backend, name),
         )
         return unit_length(n) * self.scale.exp()[:, None].to(x.dtype), state
 

@@ -8,14 +8,7 @@ from transformers import initialization as init
 
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
-from hf_memory.ops.neural_memory import Learning
-
-RULES: dict[str, Learning] = {
-    "moneta": {"loss": "cubed", "retention": "norm"},
-    "yaad": {"loss": "huber"},
-    "memora": {"retention": "softmax"},
-}
+from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
 
 
 class MirasMixer(NeuralMemoryMixer):
@@ -34,28 +27,26 @@ class MirasMixer(NeuralMemoryMixer):
     each channel. Source: https://arxiv.org/abs/2504.13173, with p = 3 and q = 4.
     """
 
-    has_momentum = False
+    gates = {"lr": 0.0, "decay": -6.0}
+    has_norm = True
+    clips_gradients = False
 
     def make_gates(self, width: int, heads: int) -> None:
         """The gates of Titans without momentum, Yaad's threshold, and the norm."""
-        self.lr_proj, self.decay_proj = Gate(width, heads, 0.0), Gate(width, heads, -6.0)
-        if self.config.memory_rule == "yaad":
+        super().make_gates(width, heads)
+        if self.config.rule.learning.get("loss") == "huber":
             self.threshold_proj = Gate(width, heads, 0.0)
-        self.inner_norm = InnerNorm(heads, self.value_dim)
 
     def init_own_parameters(self) -> None:
         """Memora's logarithms must differ from each other, or all weights that enter a channel would be equal."""
         super().init_own_parameters()
-        for logarithms in self.initial_weights.parameters() if self.config.memory_rule == "memora" else ():
-            init.normal_(logarithms)
+        if self.config.rule.learning.get("retention") == "softmax":
+            for logarithms in self.initial_weights.parameters():
+                init.normal_(logarithms)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
-        gates = {
-            "lr": self.inner_rate(hidden_states),
-            "momentum": None,
-            "decay": F.logsigmoid(-wide(self.decay_proj(hidden_states))),
-        }
-        if self.config.memory_rule == "yaad":
+        gates = {"lr": self.inner_rate(hidden_states), "momentum": None, "decay": self.log_decay(hidden_states)}
+        if self.config.rule.learning.get("loss") == "huber":
             gates["threshold"] = self.value_dim**0.5 * F.softplus(wide(self.threshold_proj(hidden_states)))
-        return {**gates, **RULES[self.config.memory_rule], "forget_to": "zero", "norm": self.inner_norm()}
+        return gates

@@ -9,8 +9,9 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import unit_length, wide
-from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec, repeat_heads
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, convolution_spec
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.neural_memory import NeuralMemoryState, neural_memory
 from hf_memory.ops.neural_memory.network import Rule, network, unpack
 
@@ -44,11 +45,10 @@ class InitialWeights(nn.Module):
 
     def forward(self) -> tuple[Tensor, ...]:
         """The weights in float32."""
-        return tuple(wide(self._layer(i)) for i in range(self.depth))
-
-    def _layer(self, i: int) -> Tensor:
-        weights = self.get_parameter(f"layer_{i}")
-        return torch.cat([weights, self.get_parameter(f"bias_{i}")], dim=1) if self.has_bias else weights
+        weights = [self.get_parameter(f"layer_{i}") for i in range(self.depth)]
+        if self.has_bias:
+            weights = [torch.cat([W, self.get_parameter(f"bias_{i}")], dim=1) for i, W in enumerate(weights)]
+        return tuple(map(wide, weights))
 
     def init_own_parameters(self) -> None:
         """Random matrices that keep the scale of their inputs; the last one reduces it to a tenth."""
@@ -82,9 +82,11 @@ class NeuralMemoryMixer(MemoryMixer):
     The inner rate is max_lr sigmoid(W x) (1 - eta) / chunk_size, since steps add up over a chunk and in the momentum.
     """
 
+    gates: dict[str, float] = {"lr": 0.0, "momentum": 0.0, "decay": -6.0}  # and the initial values of their biases
     unit_keys = True  # whether keys and queries have unit length
-    has_momentum = True
     has_bias = False
+    has_norm = False
+    clips_gradients = True  # whether `memory_max_grad_norm` is possible: with one gradient for each token
 
     def __init__(self, config, layer_idx: int, *, reads_persistent: bool = True):
         super().__init__(config, layer_idx)
@@ -95,11 +97,14 @@ class NeuralMemoryMixer(MemoryMixer):
         self.initial_weights = InitialWeights(heads, self.layer_shapes(config), self.has_bias)
         if self.num_persistent:
             self.persistent = nn.Parameter(torch.empty(self.num_persistent, width))
-        self.output_gate = OutputGate(width, heads, self.value_dim, config)
+        self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def make_gates(self, width: int, heads: int) -> None:
-        """Create the gates for learning rate, momentum and decay."""
-        self.lr_proj, self.momentum_proj, self.decay_proj = (Gate(width, heads, start) for start in (0.0, 0.0, -6.0))
+        """Create the gates of each head, and the norm of the memory's output."""
+        for name, start in self.gates.items():
+            self.register_module(f"{name}_proj", Gate(width, heads, start))
+        if self.has_norm:
+            self.inner_norm = InnerNorm(heads, self.value_dim)
 
     def init_own_parameters(self) -> None:
         """Persistent tokens start like embeddings."""
@@ -124,7 +129,7 @@ class NeuralMemoryMixer(MemoryMixer):
         query_heads, _, value_heads, *_ = config.memory_heads
         heads = max(query_heads, value_heads)
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
-        has = {"weights": True, "momentum": cls.has_momentum, "anchor": config.memory_chunk_size > 1}
+        has = {"weights": True, "momentum": "momentum" in cls.gates, "anchor": config.memory_chunk_size > 1}
         spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
         return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
@@ -165,30 +170,34 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory, given the arguments from `learning`."""
+        config, past = self.config, context.states
+        options = context.options(config.mixer_backend)
+        options["initial_state"] = NeuralMemoryState(*map(past.get, NeuralMemoryState._fields)) if past else None
         o, state = neural_memory(
             q,
             k,
             v,
             weights=self.initial_weights(),
-            chunk_size=self.config.memory_chunk_size,
-            activation=self.config.memory_activation,
-            residual=self.config.memory_residual,
-            max_grad_norm=self.config.memory_max_grad_norm or None,
+            chunk_size=config.memory_chunk_size,
+            activation=config.memory_activation,
+            residual=config.memory_residual,
+            max_grad_norm=config.memory_max_grad_norm or None,
+            norm=self.inner_norm() if self.has_norm else None,
+            **config.rule.learning,
             **learning,
-            mask=context.attention_mask,
-            initial_state=_memory_state(context.states),
-            output_final_state=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **options,
         )
         return o, state._asdict()  # type: ignore[union-attr]
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
-        """Further arguments of the op: lr, log eta and log a [B, T, HV] in float32, and options of the rule."""
+        """Arguments of the op for each token, such as lr, log eta and log a [B, T, HV] in float32."""
         eta = wide(self.momentum_proj(hidden_states))
-        momentum, decay = F.logsigmoid(eta), F.logsigmoid(-wide(self.decay_proj(hidden_states)))
         lr = self.inner_rate(hidden_states) * (-eta).sigmoid()
-        return {"lr": lr, "momentum": momentum, "decay": decay}
+        return {"lr": lr, "momentum": F.logsigmoid(eta), "decay": self.log_decay(hidden_states)}
+
+    def log_decay(self, hidden_states: Tensor) -> Tensor:
+        """log a = log sigmoid(-W x), [B, T, HV]."""
+        return F.logsigmoid(-wide(self.decay_proj(hidden_states)))
 
     def inner_rate(self, hidden_states: Tensor) -> Tensor:
         """memory_max_lr / memory_chunk_size sigmoid(W x), [B, T, HV]."""
@@ -219,7 +228,3 @@ class NeuralMemoryMixer(MemoryMixer):
             positions = positions.pad(len(before) * P).gather(order[None])
         context = context._replace(positions=positions, attention_mask=mask, cu_seqlens=cu_seqlens)
         return hidden_states, context, real
-
-
-def _memory_state(states: States) -> NeuralMemoryState | None:
-    return NeuralMemoryState(*(states[name] for name in NeuralMemoryState._fields)) if states else None

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.mixers.attention_blocks import BLOCK, Columns, Scores, near_blocks, rows_of
+from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
 from hf_memory.ops.contract import varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
@@ -21,6 +21,14 @@ class Past(NamedTuple):
     states: States
     keys: Tensor  # [B, kept + T, H, D], of all tokens that are kept and the new ones
     values: Tensor
+    visible: Tensor | None = None  # [B, 1, 1, S] bool, which columns of `near` a single query sees; None: see its mask
+
+    def blocks(self, q: Tensor, queries: Tokens) -> list[Blocks]:
+        """Queries [B, T, HQ, D] with what they see, for scores without a relation; see `near_blocks`."""
+        if self.visible is None:
+            return near_blocks(q, queries, self.near, self.first)
+        (place, _), keys, values, _ = self.near
+        return [Blocks(q, keys, values, self.visible, queries.position, place, is_step=True)]
 
 
 class Everything(NamedTuple):
@@ -91,11 +99,7 @@ class Window(NamedTuple):
         """The first tokens of each sequence, from the states if they were read before, or from the new ones."""
         place, T, states = torch.arange(self.first, device=k.device), k.shape[1], context.states
         if context.cu_seqlens is not None:
-            starts, size = context.cu_seqlens[:-1, None].long(), context.cu_seqlens.diff()[:, None]
-            index = (starts + place).clamp(max=T - 1).flatten()[None]
-            sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(self.first)[None]
-            tokens = Tokens(torch.where(place < size, place, -1).flatten()[None], sequence)
-            return Columns(tokens, take(k, index), take(v, index), older(self.reach))
+            return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=older(self.reach))
         before = states["count"][:, None] if states else place.new_zeros(len(k), 1)
         is_read = place < before + (T if context.lengths is None else context.lengths[:, None])
         if T == 1:
@@ -107,6 +111,88 @@ class Window(NamedTuple):
             old = (states[f"{self.prefix}{name}"] for name in ("sink_keys", "sink_values"))
             keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
         return Columns(Tokens(torch.where(is_read, place, -1)), keys, values, older(self.reach))
+
+
+class Ring(NamedTuple):
+    """A causal window and the first tokens of the sequence, in states in which a new token replaces the oldest one.
+
+    The states [B, first + size, ...] are the first tokens, and then the last `size` of the others, of which
+    the token at position p has the place first + (p - first) % size.
+    """
+
+    size: int
+    first: int = 0
+    prefix: str = ""  # of the names of its states
+    leaves: bool = True  # whether the tokens that leave the window are asked for
+
+    def spec(self, heads: int, D: int) -> Spec:
+        """The states `keys` and `values`."""
+        return {f"{self.prefix}{name}": State((self.first + self.size, heads, D), None) for name in ("keys", "values")}
+
+    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
+        """Add the new tokens, keys and values [B, T, H, D]."""
+        (keys, values), new = self.extend({f"{self.prefix}keys": k, f"{self.prefix}values": v}, context)
+        if context.is_step(k):
+            place = torch.arange(self.first + self.size, device=k.device)[None]
+            near = Columns(Tokens(place), *new.values())
+            return Past(near, None, new, keys, values, (place <= tokens.position)[:, None, None])
+        sees = causal & window(self.size)
+        near = columns(tokens, context.states.get("count"), keys[:, 1:], values[:, 1:], sees)
+        return Past(near, self._first_tokens(k, v, new, context) if self.first else None, new, keys, values)
+
+    def _first_tokens(self, k: Tensor, v: Tensor, states: States, context: Context) -> Columns:
+        place, sees = torch.arange(self.first, device=k.device), older(self.size)
+        if context.cu_seqlens is not None:
+            return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=sees)
+        position = torch.where(place < context.counts(k)[1], place, -1)
+        return Columns(Tokens(position), *(x[:, : self.first] for x in states.values()), sees)
+
+    def extend(self, new: States, context: Context) -> tuple[list[Tensor], States]:
+        """Add new tokens [B, T, ...] by name.
+
+        Returns:
+            The tokens with those of the ring in front, [B, size + T, ...] in the order of their positions; for a step
+            only the one that leaves the ring, [B, 1, ...]. And the states after the tokens; none for packed sequences.
+        """
+        (x, *_), states = new.values(), context.states
+        if context.is_step(x):
+            return self._step(new, context)
+        seen = {name: F.pad(x, (0, 0) * (x.ndim - 2) + (self.size, 0)) for name, x in new.items()}
+        if context.cu_seqlens is not None:
+            return list(seen.values()), {}
+        before, after = context.counts(x)
+        if states:
+            order = self._places(before + torch.arange(-self.size, 0, device=x.device)).clamp(min=0)
+            seen = {name: torch.cat([take(states[name], order).to(x.dtype), x], 1) for name, x in new.items()}
+        place = torch.arange(self.first + self.size, device=x.device)
+        back = torch.where(place < self.first, after - 1 - place, (after - 1 - place) % self.size)
+        token = after - 1 - back  # the one that each place has then
+        is_new = (token >= before) & (place < after)
+        return list(seen.values()), {
+            name: torch.where(_like(is_new, x), take(x, (token - before).clamp(0, x.shape[1] - 1)), states.get(name, 0))
+            for name, x in new.items()
+        }
+
+    def _step(self, new: States, context: Context) -> tuple[list[Tensor], States]:
+        place = self._places(context.states["count"][:, None])
+        old = {name: context.states[name].to(x.dtype) for name, x in new.items()}
+        left = [take(x, place) if self.leaves else x[:, :0] for x in old.values()]
+        write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
+        return left, {name: write(old[name], 1, _like(place, x).expand_as(x), x) for name, x in new.items()}
+
+    def _places(self, position: Tensor) -> Tensor:
+        if not self.first:
+            return position % self.size
+        return torch.where(position < self.first, position, self.first + (position - self.first) % self.size)
+
+
+def _first_of_packed(k: Tensor, v: Tensor, place: Tensor, cu_seqlens: Tensor) -> Columns:
+    """The tokens at these places of each packed sequence."""
+    starts, size = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None]
+    index = (starts + place).clamp(max=k.shape[1] - 1).flatten()[None]
+    sequence = torch.arange(1, len(size) + 1, device=k.device).repeat_interleave(len(place))[None]
+    tokens = Tokens(torch.where(place < size, place, -1).flatten()[None], sequence)
+    return Columns(tokens, take(k, index), take(v, index))
 
 
 def window_attention(
@@ -177,4 +263,9 @@ def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
     """Select x [B, S, ...] at places [B, n]: [B, n, ...]"""
-    return x.gather(1, places.view(*places.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:]))
+    return x.gather(1, _like(places, x).expand(-1, -1, *x.shape[2:]))
+
+
+def _like(places: Tensor, x: Tensor) -> Tensor:
+    """Places [B, n] as [B, n, 1, ...], with as many dimensions as x."""
+    return places.view(*places.shape, *(1 for _ in x.shape[2:]))

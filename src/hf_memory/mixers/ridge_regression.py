@@ -32,8 +32,7 @@ class MesaMixer(MemoryMixer):
         self.b_proj = nn.Linear(config.hidden_size, heads)
         self.decay: Any = SigmoidDecay(config.hidden_size, heads, None, 0, 1)
         self.ridge = nn.Parameter(torch.empty(heads * self.head_dim))
-        rank = config.output_gate_low_rank_dim
-        self.output_gate = OutputGate(config.hidden_size, heads, self.value_dim, config, rank)
+        self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def init_own_parameters(self) -> None:
         """The regulariser starts at one."""

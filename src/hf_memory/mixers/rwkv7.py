@@ -100,12 +100,13 @@ class Rwkv7Mixer(MemoryMixer):
     def mix_time(self, x: Tensor, first_values: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
         """The output of the time mix [B, T, hidden_size], the values of the first layer, and the states."""
         before, shift = token_before(x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens)
-        x_r, x_w, x_k, x_v, x_a, x_g = (x + getattr(self, f"x_{name}") * (before - x) for name in MIXES)
+        change = before - x
+        x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, getattr(self, f"x_{name}"), change) for name in MIXES)
         r, k, v = self.q_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
         if self.is_first:
             first_values = v
         else:
-            v = v + self.v_lora(x_v).sigmoid() * (first_values.to(v.dtype) - v)
+            v = torch.lerp(v, first_values.to(v.dtype), self.v_lora(x_v).sigmoid().to(v.dtype))
         a = wide(self.a_lora(x_a)).sigmoid()
         asked = F.normalize(wide(self._by_head(k * self.k_k)), dim=-1)
         k = (k * (1 + (a - 1) * self.k_a)).to(r.dtype)
@@ -119,14 +120,11 @@ class Rwkv7Mixer(MemoryMixer):
             -asked,
             self.largest_erasure * a * asked,
             scale=1.0,
-            mask=context.attention_mask,
-            initial_state=context.states.get("memory"),
-            output_final_state=True,
             in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **context.options(self.config.mixer_backend),
         )
-        o = self.o_norm(o) + ((r * self._by_head(self.r_k) * k).sum(-1, keepdim=True) * v).flatten(-2)
+        now = (r * self._by_head(self.r_k) * k).sum(-1, keepdim=True)
+        o = torch.addcmul(self._by_head(self.o_norm(o)), now, v).flatten(-2)
         return self.o_proj((o * self.g_lora(x_g)).to(r.dtype)), first_values, {"memory": memory, "time_shift": shift}
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The output [B, T, hidden_size], and the last token as the state."""
         before, shift = token_before(x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens)
-        return self.down_proj(F.relu(self.up_proj(x + self.x_k * (before - x))).square()), shift
+        return self.down_proj(F.relu(self.up_proj(torch.addcmul(x, self.x_k, before - x))).square()), shift
 
 
 class LowRank(nn.Module):
@@ -191,4 +189,4 @@ class HeadNorm(nn.Module):
 
     def forward(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, H * V]."""
-        return F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias
+        return torch.addcmul(self.bias, F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2), self.weight)

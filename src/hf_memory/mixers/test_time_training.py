@@ -9,7 +9,7 @@ from transformers import initialization as init
 from hf_memory.cache import States
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
-from hf_memory.mixers.neural_memory import Gate, InnerNorm, NeuralMemoryMixer
+from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import packed
 
@@ -29,20 +29,16 @@ class TTTMixer(NeuralMemoryMixer):
     """
 
     has_silu = False
+    gates = {"lr": 0.0}
     unit_keys = False
-    has_momentum = False
     has_bias = True
-
-    @property
-    def sees_positions(self) -> bool:
-        """False: it has its own positions, those in a mini-batch."""
-        return False
+    has_norm = True
+    sees_positions = False  # it has its own positions, those in a mini-batch
 
     def make_gates(self, width: int, heads: int) -> None:
         """The learning rates of tokens and of positions, and the norm."""
-        self.lr_proj = Gate(width, heads, 0.0)
+        super().make_gates(width, heads)
         self.position_rate = nn.Parameter(torch.empty(self.config.memory_chunk_size))
-        self.inner_norm = InnerNorm(heads, self.value_dim)
 
     def init_own_parameters(self) -> None:
         """Rates of positions start at 1 / i."""
@@ -62,8 +58,7 @@ class TTTMixer(NeuralMemoryMixer):
         tau = (1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
         lr = self.config.memory_max_lr / self.head_dim * wide(self.lr_proj(hidden_states)).sigmoid()
-        gates = {"lr": lr * tau[place][..., None], "momentum": None, "decay": decay[place][..., None].expand_as(lr)}
-        return {**gates, "forget_to": "anchor", "norm": self.inner_norm()}
+        return {"lr": lr * tau[place][..., None], "momentum": None, "decay": decay[place][..., None].expand_as(lr)}
 
     def _places(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Positions of tokens in their mini-batches, [1 or B, T]."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import attended_rows, full_attention, near_blocks
+from hf_memory.mixers.attention_blocks import attended_rows, full_attention, rows_of
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
-from hf_memory.mixers.pasts import Everything, Past, Window, kept
+from hf_memory.mixers.pasts import Everything, Past, Ring
 from hf_memory.mixers.positions import Positions
 from hf_memory.ops.masks import Tokens
 
@@ -47,8 +47,9 @@ class WindowedMixer(MemoryMixer):
             spec |= _window(config, config.sliding_window).spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
-                spec["slot_gates"] = State((config.sliding_window, heads, config.far_memory.num_gates))
-                spec["slot_angles"] = State((config.sliding_window, config.rotating_channels(layer_idx)), None)
+                kept = config.num_sink_tokens + config.sliding_window
+                spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
+                spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
         if full and config.full_attention_window is not None:
             spec |= _window(config, config.full_attention_window, "full_").spec(full, D)
         elif full:
@@ -71,11 +72,10 @@ class WindowedMixer(MemoryMixer):
         return self.config.use_qk_norm
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `count` [B], the number of tokens read; `keys` and `values` [B, sliding_window, H, D] of the
-        last tokens; `sink_keys` and `sink_values` [B, num_sink_tokens, H, D] of the first; those of the memory, with
-        `slot_gates` [B, sliding_window, H, gates] and `slot_angles` [B, sliding_window, channels] for the writes of
-        tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
-        heads, D] and `full_positions` [B, tokens], or, if they have a window, states like those of the other heads."""
+        """The states are `count` [B], the number of tokens read; `keys` and `values`, those of a `Ring`; those of
+        the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for
+        the writes of tokens that are still in the window; and of heads that keep everything `full_keys` and
+        `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
         q, k, v = self.projected(hidden_states)
         tokens, count = context.places(hidden_states)
         parts, states = [], {"count": count}
@@ -111,11 +111,12 @@ class WindowedMixer(MemoryMixer):
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
-        past = _window(self.config, self.config.sliding_window).read(k, v, tokens, context)
-        groups = near_blocks(rotated, tokens, past.near, past.first)
-        o, logsumexp = attended_rows(map(self.scores.attend_with_mass, groups), q)
+        ring = _window(self.config, self.config.sliding_window)
+        past = ring._replace(leaves=self.far is not None).read(k, v, tokens, context)
+        groups = past.blocks(rotated, tokens)
         if self.far is None:
-            return o, past.states
+            return rows_of(map(self.scores.attend, groups), q), past.states
+        o, logsumexp = attended_rows(map(self.scores.attend_with_mass, groups), q)
         leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
@@ -125,6 +126,8 @@ class WindowedMixer(MemoryMixer):
         q, k = self.rotate(q, k, context.positions)
         W = self.config.full_attention_window
         past = (Everything("full_") if W is None else _window(self.config, W, "full_")).read(k, v, tokens, context)
+        if past.visible is not None:
+            return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
         o = full_attention(q, tokens, past.near, self.scores, first=past.first, window=W, is_whole=context.is_whole)
         return o, past.states
 
@@ -136,7 +139,7 @@ class WindowedMixer(MemoryMixer):
         W, T, new = self.config.sliding_window, gates.shape[1], {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
-        (gates, *angles), states = kept(context.states, new, W, context.lengths)
+        (gates, *angles), states = _window(self.config, W).extend(new, context)
         keys = past.keys[:, :T]
         if turns:
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
@@ -144,9 +147,8 @@ class WindowedMixer(MemoryMixer):
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
 
 
-def _window(config, tokens: int, prefix: str = "") -> Window:
-    """The first tokens, the last ones, and the one that leaves the window next."""
-    return Window.of_last(tokens, config.num_sink_tokens, prefix=prefix, spare=1)
+def _window(config, tokens: int, prefix: str = "") -> Ring:
+    return Ring(tokens, config.num_sink_tokens, prefix)
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:

@@ -23,6 +23,7 @@ class MemoryHeadsConfig(MemoryConfig):
             `"sigmoid"`, or `"none"` for no gate.
         output_gate_low_rank_dim (`int`, *optional*): rank of the projection to that gate, as in Kimi Linear; default:
             full rank.
+        output_gate_bias (`bool`, defaults to `False`): bias of that projection.
         output_norm_eps (`float`, *optional*): epsilon of the norm of the output; default: `rms_norm_eps`.
         memory_qk_norm (`bool`, *optional*): apply an RMS norm to each head's queries and keys in memory layers;
             default: as `use_qk_norm`, which otherwise applies to attention layers only.
@@ -48,6 +49,7 @@ class MemoryHeadsConfig(MemoryConfig):
     linear_conv_kernel_dim: int | None = None
     output_gate: str | None = None
     output_gate_low_rank_dim: int | None = None
+    output_gate_bias: bool = False
     output_norm_eps: float | None = None
     memory_qk_norm: bool | None = None
 

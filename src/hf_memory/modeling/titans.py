@@ -1,32 +1,26 @@
 """Titans: a memory that learns at test time, alone or with attention over a window. https://arxiv.org/abs/2501.00663."""
 
+from typing import NamedTuple
+
 from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.atlas import AtlasMixer
 from hf_memory.mixers.attention_and_memory import MemoryAsGateMixer, MemoryAsLayerMixer
 from hf_memory.mixers.large_chunk import LargeChunkMixer
 from hf_memory.mixers.memory_as_context import MemoryAsContextMixer
-from hf_memory.mixers.miras import RULES, MirasMixer
+from hf_memory.mixers.miras import MirasMixer
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.mixers.test_time_training import TTTMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
 from hf_memory.modeling.memory_heads import MemoryHeadsConfig
+from hf_memory.ops.neural_memory import Learning
 
 VARIANTS = {  # mixers with attention; "lmm" is the memory alone
     "mac": MemoryAsContextMixer,
     "mag": MemoryAsGateMixer,
     "mal": MemoryAsLayerMixer,
 }
-MEMORIES = {
-    "titans": NeuralMemoryMixer,
-    "ttt_linear": TTTMixer,
-    "ttt_mlp": TTTMixer,
-    **dict.fromkeys(RULES, MirasMixer),
-    "atlas": AtlasMixer,
-    "lact": LargeChunkMixer,
-}
-ONE_GRADIENT = ("titans", "ttt_linear", "ttt_mlp")  # rules with one gradient for each token
 TITANS = {
     "variant": "mag",
     "memory_gate": "multiply",
@@ -59,23 +53,36 @@ MIRAS = {
     "memory_residual": True,
     "num_persistent_tokens": 0,
 }
-PRESETS = {  # defaults of fields that a config does not set, by `memory_rule`
-    "titans": TITANS,
-    "ttt_linear": {**TTT, "memory_depth": 1, "memory_max_lr": 1.0},
-    "ttt_mlp": {**TTT, "memory_depth": 2, "memory_max_lr": 0.1},
-    **dict.fromkeys(RULES, MIRAS),
-    "atlas": {**MIRAS, "memory_residual": False},
-    "lact": {
-        **TITANS,
-        "memory_gate": "add",
-        "memory_expansion": 1,
-        "memory_residual": False,
-        "memory_chunk_size": 2048,
-        "sliding_window": 2048,
-        "linear_conv_kernel_dim": 0,
-        "output_gate": "none",
-        "num_persistent_tokens": 0,
-    },
+LACT = {
+    **TITANS,
+    "memory_gate": "add",
+    "memory_expansion": 1,
+    "memory_residual": False,
+    "memory_chunk_size": 2048,
+    "sliding_window": 2048,
+    "linear_conv_kernel_dim": 0,
+    "output_gate": "none",
+    "num_persistent_tokens": 0,
+}
+
+
+class MemoryRule(NamedTuple):
+    """How a memory learns."""
+
+    mixer: type[NeuralMemoryMixer]  # which has the gates and the steps
+    defaults: dict  # of fields that a config does not set
+    learning: Learning = {}  # loss, retention, and what weights decay to
+
+
+RULES = {  # by `memory_rule`
+    "titans": MemoryRule(NeuralMemoryMixer, TITANS),
+    "ttt_linear": MemoryRule(TTTMixer, {**TTT, "memory_depth": 1, "memory_max_lr": 1.0}, {"forget_to": "anchor"}),
+    "ttt_mlp": MemoryRule(TTTMixer, {**TTT, "memory_depth": 2, "memory_max_lr": 0.1}, {"forget_to": "anchor"}),
+    "moneta": MemoryRule(MirasMixer, MIRAS, {"loss": "cubed", "retention": "norm", "forget_to": "zero"}),
+    "yaad": MemoryRule(MirasMixer, MIRAS, {"loss": "huber", "forget_to": "zero"}),
+    "memora": MemoryRule(MirasMixer, MIRAS, {"retention": "softmax", "forget_to": "zero"}),
+    "atlas": MemoryRule(AtlasMixer, {**MIRAS, "memory_residual": False}, {"forget_to": "zero"}),
+    "lact": MemoryRule(LargeChunkMixer, LACT),
 }
 
 
@@ -143,18 +150,18 @@ class TitansConfig(MemoryHeadsConfig):
     @property
     def mixers(self) -> dict:
         """The mixer class of each layer type."""
-        memories = {"lmm": self.neural_memory, **VARIANTS}
+        memories = {"lmm": self.rule.mixer, **VARIANTS}
         return {**MemoryHeadsConfig.mixers, "memory": memories[self.variant]}
 
     @property
-    def neural_memory(self) -> type[NeuralMemoryMixer]:
-        """The memory class for `memory_rule`."""
-        return MEMORIES[self.memory_rule]
+    def rule(self) -> MemoryRule:
+        """How the memory learns."""
+        return RULES[self.memory_rule]
 
     def set_defaults(self) -> None:
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
-        self.fill(**PRESETS.get(self.memory_rule, TITANS))
+        self.fill(**RULES.get(self.memory_rule, RULES["titans"]).defaults)
         self.fill(linear_key_head_dim=self.head_dim, linear_value_head_dim=self.head_dim)
         depth, K, V = self.memory_depth, self.linear_key_head_dim, self.linear_value_head_dim
         is_deep = self.memory_rule == "titans" and depth > 2
@@ -175,15 +182,15 @@ class TitansConfig(MemoryHeadsConfig):
     def validate_architecture(self):
         """Check the options of Titans, too."""
         rule, K, V = self.memory_rule, self.linear_key_head_dim, self.linear_value_head_dim
-        check_word("memory_rule", rule, tuple(PRESETS))
+        check_word("memory_rule", rule, tuple(RULES))
         check_word("variant", self.variant, ("lmm", "mag", "mal", *(("mac",) if rule == "titans" else ())))
         check_word("memory_gate", self.memory_gate, ("multiply", "add"))
         check_word("memory_activation", self.memory_activation, ("silu", "gelu", "gelu_tanh"))
         super().validate_architecture()
         is_square = f"False unless linear_key_head_dim={K} equals linear_value_head_dim={V}"
         check(not self.memory_residual or K == V, "memory_residual", is_square, self.memory_residual)
-        limit, has_gradient = self.memory_max_grad_norm, rule in ONE_GRADIENT
-        check(has_gradient or not limit, "memory_max_grad_norm", f"0 unless memory_rule is in {ONE_GRADIENT}", limit)
+        limit, clip = self.memory_max_grad_norm, tuple(x for x in RULES if RULES[x].mixer.clips_gradients)
+        check(not limit or rule in clip, "memory_max_grad_norm", f"0 unless memory_rule is in {clip}", limit)
 
 
 class TitansModel(base.MemoryModel):

@@ -28,7 +28,7 @@ class MemoryTransformerConfig(MemoryConfig):
     Args:
         position (`str`, defaults to `"rope"`): how positions are represented: `"rope"`, `"none"`, `"sinusoidal"` or
             `"learned"` (both added to the embeddings), or by the scores of attention: `"relative"` (Shaw et al.),
-            `"xl"`, `"alibi"` or `"distance_aware"`.
+            `"xl"`, `"alibi"`, `"distance_aware"` or `"forget"` (FoX), with a forget gate for each token and head.
         embedding_multiplier (`float`, *optional*): factor that multiplies the embeddings before positions are added.
             Default: as published, `sqrt(hidden_size)` where sinusoids are added, which is with `position="sinusoidal"`
             and `depth="universal"`; 1 otherwise. The head uses the embeddings without it if they are tied.
@@ -89,6 +89,7 @@ class MemoryTransformerConfig(MemoryConfig):
         "layers.*.mixer.relation": "local_params",
         "layers.*.mixer.relation.inner": "local_params",
         "layers.*.mixer.relation.span": "colwise",
+        "layers.*.mixer.forget.proj": "colwise",
         **{f"layers.*.mixer.relation.{x}{name}": "colwise" for x in ("", "inner.") for name in BY_HEAD},
         **{
             f"layers.*.mixer.relation.{x}{name}": "replicated_with_grad_allreduce"
@@ -201,6 +202,8 @@ class MemoryTransformerConfig(MemoryConfig):
         for past, pattern in zip(self.pasts, self.patterns):
             check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
         self._check_sizes()
+        if position == "forget":
+            self._check_forgetting()
         if {*BUCKETS} & {*self.patterns}:
             self._check_buckets()
         if self.depth != "fixed":
@@ -218,6 +221,14 @@ class MemoryTransformerConfig(MemoryConfig):
         is_whole = not any(x % self.compression_rate for x in lengths)
         divided = f"a divisor of segment_length and past_window, {lengths}"
         check(is_whole, "compression_rate", divided, self.compression_rate)
+
+    def _check_forgetting(self) -> None:
+        """Refuse what gates of single tokens have no meaning for."""
+        here, cap = "with position='forget'", self.attn_logit_softcapping
+        check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
+        own = {"linformer", *BUCKETS} & {*self.patterns}
+        check(not own, "pattern", f"without {own} {here}", self.pattern)
+        check({*self.pasts} <= {"cache", "xl", "infinite"}, "past", f"'cache', 'xl' or 'infinite' {here}", self.past)
 
     def _check_buckets(self) -> None:
         """Refuse options that attention in buckets does not support."""

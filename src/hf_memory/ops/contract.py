@@ -167,6 +167,7 @@ class Forms(NamedTuple):
     chunk: Callable
     one_token: Callable  # may overwrite the initial state
     kernels: Callable[[], Callable]  # imports the kernels
+    names: tuple[str, ...]  # of the inputs after q, k and v
 
     def run(
         self,
@@ -185,16 +186,25 @@ class Forms(NamedTuple):
         is_repeated = backend != "chunk" and q.shape[2] > dims.HV
         if is_repeated:
             inputs, initial_state = _per_query(inputs, initial_state, dims.HV)
-        if backend == "chunk" and dims.T == 1 and cu_seqlens is None:
-            states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
-            own = may_overwrite(in_place, *states)
+        is_pair, is_step = isinstance(initial_state, tuple), dims.T == 1 and cu_seqlens is None
+        own = may_overwrite(in_place, *(initial_state if is_pair else (initial_state,)))
+        if backend == "chunk" and is_step:
             return self.one_token(*inputs, initial_state=initial_state, scale=scale, in_place=own)
-        if backend == "triton":
+        if backend == "triton" and is_step and not is_pair and not torch.is_grad_enabled():
+            state = initial_state if own else initial_state.clone(memory_format=torch.contiguous_format)
+            o = self._one_token_kernel(inputs, state, scale)
+        elif backend == "triton":
             o, state = self.kernels()(*inputs, initial_state, scale, cu_seqlens)
         else:
             op = self.reference if backend == "reference" else self.chunk
             o, state = per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
         return o, _per_value(state, dims.HV) if is_repeated else state
+
+    def _one_token_kernel(self, inputs: list, state: Tensor, scale: float) -> Tensor:
+        from hf_memory.ops.triton.one_token import one_token
+
+        q, k, v, *others = inputs
+        return one_token(q, k, v, state, scale, **dict(zip(self.names, others)))
 
 
 def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:

@@ -19,10 +19,11 @@ from hf_memory.mixers.attention_blocks import (
     blocks_in_turn,
     joined_softmax,
 )
-from hf_memory.mixers.base import Context, repeat_heads
+from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, Window, window_attention
 from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
+from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.masks import Tokens, earlier
 
 ITSELF = -5e4  # score of a token with itself, which matters only if it sees no other token

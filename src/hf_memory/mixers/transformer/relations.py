@@ -184,7 +184,7 @@ RELATIONS: dict[str, type[nn.Module]] = {
     "alibi": Alibi,
     "distance_aware": DistanceAware,
 }
-POSITIONS = ("rope", "none", *EMBEDDED, *RELATIONS)
+POSITIONS = ("rope", "none", "forget", *EMBEDDED, *RELATIONS)
 
 
 class AdaptiveSpan(Convertible, nn.Module):

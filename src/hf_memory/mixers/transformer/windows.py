@@ -20,7 +20,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.base import TransformerMixer, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.ops.masks import Tokens, causal, own_block, segments
@@ -40,8 +40,7 @@ class LocalMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
-        _, heads, _, D, _ = config.attention_heads
-        return pattern_of(config, layer_idx).spec(heads, D) | {"count": COUNT}
+        return pattern_of(config, layer_idx).spec(*kept_heads(config)) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
@@ -73,9 +72,8 @@ class InfiniteMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
-        _, heads, _, D, _ = config.attention_heads
-        spec, channels = _first_and_last(config).spec(heads, D), config.rotating_channels(layer_idx)
-        return spec | {"count": COUNT} | ({"last_angles": State((1, channels), None)} if channels else {})
+        spec, channels = _first_and_last(config).spec(*kept_heads(config)), config.rotating_channels(layer_idx)
+        return spec | counts(config) | ({"last_angles": State((1, channels), None)} if channels else {})
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `count`, and `last_angles` [B, 1, channels], the rotation of the largest
@@ -141,8 +139,7 @@ class SegmentMixer(TransformerMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
-        _, heads, _, D, _ = config.attention_heads
-        return segment_window(config).spec(heads, D) | {"count": COUNT}
+        return segment_window(config).spec(*kept_heads(config)) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `count`."""

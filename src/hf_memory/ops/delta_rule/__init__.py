@@ -30,12 +30,13 @@ def _kernels_of_rank_one():
     return diagonal_plus_rank_one
 
 
-FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels)
+FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels, ("beta", "g"))
 RANK_ONE = Forms(  # with a and b
     reference.diagonal_plus_rank_one,
     chunk.diagonal_plus_rank_one,
     one_token.diagonal_plus_rank_one,
     _kernels_of_rank_one,
+    ("beta", "g", "a", "b"),
 )
 
 

@@ -1,8 +1,8 @@
 """LaCT: a gated network that learns large chunks of tokens at once; a token reads complete earlier chunks."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import (
@@ -14,13 +14,21 @@ from hf_memory.ops.contract import (
     check_tensor,
     choose_backend,
     per_sequence,
-    varies,
     without_padding,
 )
-from hf_memory.ops.large_chunk_memory.forms import form, node
-from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers
+from hf_memory.ops.large_chunk_memory import chunk, reference
+from hf_memory.ops.large_chunk_memory.reference import LargeChunkRule, LargeChunkState, Layers
+from hf_memory.ops.neural_memory.forms import in_graphs
+from hf_memory.ops.neural_memory.network import checked_state
 
 __all__ = ["LargeChunkState", "large_chunk_memory"]
+
+
+def _form(backend: str, fresh: bool) -> Callable:
+    return reference.large_chunk_memory if backend == "reference" else partial(chunk.large_chunk_memory, fresh=fresh)
+
+
+form = in_graphs("large_chunk_memory", _form, LargeChunkState, LargeChunkRule)
 
 
 def large_chunk_memory(
@@ -78,13 +86,12 @@ def large_chunk_memory(
     check_gate("momentum", momentum, dims, like=q, vector=False)
     _check_weights(weights, dims, q)
     check_chunk_size(chunk_size)
-    state = _state(initial_state, weights, dims, q)
+    P = sum(W.shape[1] * W.shape[2] for W in weights)
+    state = checked_state(initial_state, LargeChunkState, (P, P, P), dims, q)
     chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
-    fresh = initial_state is None
-    op = (node if varies(dims.T) or (torch.compiler.is_exporting() and dims.T > 1) else form)(chosen, fresh=fresh)
-    rows = without_padding(mask, q, k, v, lr, momentum)
-    memory: Any = {"initial_state": state, "weights": tuple(weights), "chunk_size": chunk_size, "step_size": step_size}
-    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
+    op = form(chosen, dims.T, initial_state is None)
+    rows, rule = without_padding(mask, q, k, v, lr, momentum), LargeChunkRule(chunk_size, step_size)
+    o, state = per_sequence(op, cu_seqlens, *rows, mask, initial_state=state, weights=tuple(weights), rule=rule)
     return o, state if output_final_state else None
 
 
@@ -94,16 +101,3 @@ def _check_weights(weights: Layers, dims: Dims, q: Tensor) -> None:
     width = weights[0].shape[2]
     for n, shape in enumerate(((dims.K, width), (dims.K, width), (width, dims.V))):
         check_tensor(f"weights[{n}]", weights[n], (dims.HV, *shape), like=q)
-
-
-def _state(state: LargeChunkState | None, weights: Layers, dims: Dims, q: Tensor) -> LargeChunkState:
-    """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
-    P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
-    if state is None:
-        none = q.new_zeros(dims.N, dims.HV, P, dtype=dtype)
-        return LargeChunkState(none, none, none, torch.zeros(dims.N, dtype=torch.long, device=q.device))
-    if not isinstance(state, LargeChunkState):
-        raise ValueError(f"initial_state must be a LargeChunkState, got {type(state).__name__}")
-    for name, x, shape in zip(state._fields, state, [(dims.N, dims.HV, P)] * 3 + [(dims.N,)]):
-        check_tensor(f"initial_state.{name}", x, shape, like=q)
-    return LargeChunkState(state[0].to(dtype), state[1].to(dtype), state[2].to(dtype), state.phase)

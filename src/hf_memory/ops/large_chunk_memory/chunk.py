@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import in_float32, repeat_heads
-from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, learned, leave, network
+from hf_memory.ops.large_chunk_memory.reference import (
+    LargeChunkRule,
+    LargeChunkState,
+    Layers,
+    enter,
+    learned,
+    leave,
+    network,
+)
 from hf_memory.ops.neural_memory.layout import arrange, layout_of, restore
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, keep
 
@@ -22,12 +30,11 @@ def large_chunk_memory(
     *,
     initial_state: LargeChunkState,
     weights: Layers,
-    chunk_size: int,
-    step_size: float,
+    rule: LargeChunkRule,
     fresh: bool = False,
 ) -> tuple[Tensor, LargeChunkState]:
     """Same function as the reference."""
-    B, T, HV = v.shape[:3]
+    (B, T, HV), (chunk_size, step_size) = v.shape[:3], rule
     layout = layout_of(initial_state.phase, mask, T, chunk_size, fresh)
     arranged: Any = (arrange(x, layout) for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, lr, momentum))
     *rows, momentum = (x.unflatten(1, (B, HV)) for x in arranged)  # [NC, B, HV, C, ...]

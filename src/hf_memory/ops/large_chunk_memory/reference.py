@@ -1,5 +1,7 @@
 """The definition of the large-chunk memory, one token at a time, with inner gradients by autograd."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.func import grad
@@ -7,8 +9,54 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
-from hf_memory.ops.large_chunk_memory.network import LargeChunkState, Layers, enter, learned, leave, network
-from hf_memory.ops.neural_memory.network import keep
+from hf_memory.ops.neural_memory.network import NORM_EPS, keep, orthogonal, pack, unpack
+
+Layers = tuple[Tensor, ...]  # W_1, W_2 and W_3 [..., d_in, d_out]
+
+
+class LargeChunkState(NamedTuple):
+    """The state of a memory; all zeros if it has read nothing. P is the number of weights of a head."""
+
+    weights: Tensor  # [N, HV, P]: weights minus initial weights
+    momentum: Tensor  # [N, HV, P]: S of the last complete chunk
+    open_sum: Tensor  # [N, HV, P]: sum for the next S over the tokens of the incomplete chunk
+    phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
+
+
+class LargeChunkRule(NamedTuple):
+    """The options of a memory that are constant over a call."""
+
+    chunk_size: int
+    step_size: float
+
+
+def network(x: Tensor, weights: Layers) -> Tensor:
+    """The output of the network for rows x [..., n, K]."""
+    gate, up, down = weights
+    return (F.silu(x @ gate) * (x @ up)) @ down
+
+
+def learned(weights: Layers, total: Layers, initial: Layers, step_size: float) -> Layers:
+    """The weights after a chunk whose sum S is `total`."""
+    moved = (W + step_size * orthogonal(S) for W, S in zip(weights, total))
+    return tuple(_length(I) * W / _length(W) for W, I in zip(moved, initial))
+
+
+def _length(W: Tensor) -> Tensor:
+    """The lengths of the columns of W."""
+    return (W.square().sum(-2, keepdim=True) + NORM_EPS**2).sqrt()
+
+
+def enter(state: LargeChunkState, initial: Layers) -> tuple[Layers, Layers, Layers]:
+    """Weights, momentum and open sum, each of three [N, HV, d_in, d_out]; `initial` is [HV, d_in, d_out]."""
+    weights, momentum, open_sum = (unpack(x, initial) for x in state[:3])
+    return tuple(I + x for I, x in zip(initial, weights)), momentum, open_sum
+
+
+def leave(weights: Layers, momentum: Layers, open_sum: Layers, phase: Tensor, initial: Layers) -> LargeChunkState:
+    """The inverse of `enter`."""
+    moved = tuple(W - I for W, I in zip(weights, initial))
+    return LargeChunkState(pack(moved), pack(momentum), pack(open_sum), phase)
 
 
 @in_float32
@@ -22,11 +70,10 @@ def large_chunk_memory(
     *,
     initial_state: LargeChunkState,
     weights: Layers,
-    chunk_size: int,
-    step_size: float,
+    rule: LargeChunkRule,
 ) -> tuple[Tensor, LargeChunkState]:
     """The recurrence in the op's docstring."""
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
+    q, k, (chunk_size, step_size) = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2]), rule
     A, S, total = enter(initial_state, weights)
     none, phase, outputs = tuple(map(torch.zeros_like, S)), initial_state.phase, []
     for t in range(q.shape[1]):

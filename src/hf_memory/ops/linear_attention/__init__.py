@@ -24,7 +24,7 @@ def _kernels():
     return linear_attention
 
 
-FORMS = Forms(reference.linear_attention, chunk.linear_attention, one_token.linear_attention, _kernels)
+FORMS = Forms(reference.linear_attention, chunk.linear_attention, one_token.linear_attention, _kernels, ("g",))
 
 
 def linear_attention(

@@ -22,11 +22,18 @@ from hf_memory.ops.contract import (
     choose_backend,
     kernel_limits,
     per_sequence,
-    varies,
     without_padding,
 )
-from hf_memory.ops.neural_memory.forms import form, node
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, LOSSES, RETENTIONS, NeuralMemoryState, Norm, Rule
+from hf_memory.ops.neural_memory.forms import form
+from hf_memory.ops.neural_memory.network import (
+    ACTIVATIONS,
+    LOSSES,
+    RETENTIONS,
+    NeuralMemoryState,
+    Norm,
+    Rule,
+    checked_state,
+)
 
 __all__ = ["EarlierPairs", "Learning", "NeuralMemoryState", "neural_memory"]
 
@@ -151,15 +158,15 @@ def neural_memory(
         raise ValueError("momentum must be given with muon_lr, got None")
     if rule.forget_to == "anchor" and chunk_size == 1:
         decay = None  # only the steps since the anchor could decay, and there are none
-    state = _state(initial_state, weights, dims, q, chunk_size, momentum is not None)
+    P = sum(W.shape[1] * W.shape[2] for W in weights)
+    widths = (P, P if momentum is not None else 0, P if chunk_size > 1 else 0)
+    state = checked_state(initial_state, NeuralMemoryState, widths, dims, q)
     chosen, fresh = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)), initial_state is None
-    is_one_node = varies(dims.T) or (torch.compiler.is_exporting() and not fresh and dims.T > 1)
     if earlier is not None:
         k, v, lr = (torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier))
     rows: Any = without_padding(mask, q, k, v, lr, momentum, decay, threshold, muon_lr)
     memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
-    op = (node if is_one_node else form)(chosen, fresh=fresh)
-    o, state = per_sequence(op, cu_seqlens, *rows, mask, **memory)
+    o, state = per_sequence(form(chosen, dims.T, fresh), cu_seqlens, *rows, mask, **memory)
     return o, state if output_final_state else None
 
 
@@ -257,20 +264,3 @@ def _check_options(dims: Dims, q: Tensor, chunk_size: int, residual: bool, norm)
             raise ValueError(f"norm must be a pair of tensors, weight and bias, got {type(norm).__name__}")
         for name, x in zip(("norm[0]", "norm[1]"), norm):
             check_tensor(name, x, (dims.HV, dims.V), like=q)
-
-
-def _state(
-    state: NeuralMemoryState | None, weights: tuple[Tensor, ...], dims: Dims, q: Tensor, chunk_size: int, momentum: bool
-) -> NeuralMemoryState:
-    """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
-    P, dtype = sum(W.shape[1] * W.shape[2] for W in weights), torch.promote_types(q.dtype, torch.float32)
-    widths = (P, P if momentum else 0, P if chunk_size > 1 else 0)
-    if state is None:
-        W, S, A = (q.new_zeros(dims.N, dims.HV, width, dtype=dtype) for width in widths)
-        return NeuralMemoryState(W, S, A, torch.zeros(dims.N, dtype=torch.long, device=q.device))
-    if not isinstance(state, NeuralMemoryState):
-        raise ValueError(f"initial_state must be a NeuralMemoryState, got {type(state).__name__}")
-    for name, x, width in zip(state._fields, state, widths):
-        check_tensor(f"initial_state.{name}", x, (dims.N, dims.HV, width), like=q)
-    check_tensor("initial_state.phase", state.phase, (dims.N,), like=q)
-    return NeuralMemoryState(state[0].to(dtype), state[1].to(dtype), state[2].to(dtype), state.phase)

@@ -39,8 +39,8 @@ def neural_memory(
     *rows: Any,
     initial_state: NeuralMemoryState,
     weights: Layers,
-    norm: Norm | None,
     rule: Rule,
+    norm: Norm | None = None,
     fresh: bool = False,
     forms=(exact.run, dual.run),
 ) -> tuple[Tensor, NeuralMemoryState]:

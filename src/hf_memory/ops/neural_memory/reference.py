@@ -31,7 +31,7 @@ Layers = tuple[Tensor, ...]  # one tensor [B, H, d_in, d_out] for each layer
 
 @in_float32
 def neural_memory(
-    *rows: Any, initial_state: NeuralMemoryState, weights: Layers, norm: Norm | None, rule: Rule
+    *rows: Any, initial_state: NeuralMemoryState, weights: Layers, rule: Rule, norm: Norm | None = None
 ) -> tuple[Tensor, NeuralMemoryState]:
     """The recurrence in the op's docstring; `rows` are `Inputs` and a mask."""
     *given, mask = rows

@@ -14,7 +14,7 @@ state before each group of chunks is saved, and the group is recomputed.
 
 from functools import partial
 from math import isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,22 +41,23 @@ def _meta(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dtype, d
     """What kernels are compiled for."""
     BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
     return Meta(
-        *(K, V, hidden, (K + V) * hidden, 1 + momentum + anchor),
-        *(BC, BK, BV, min(TILE, width), min(ROWS, BC)),
-        *(rule.activation, rule.residual, decay, momentum, decay and rule.forget_to == "initial", anchor),
-        _TYPES[dtype],
-    )
+        K=K, V=V, HIDDEN=hidden, SIZE=(K + V) * hidden, PARTS=1 + momentum + anchor,
+        BC=BC, BK=BK, BV=BV, BH=min(TILE, width), BR=min(ROWS, BC),
+        ACTIVATION=rule.activation, RESIDUAL=rule.residual,
+        DECAY=decay, MOMENTUM=momentum, RETURNS=decay and rule.forget_to == "initial", ANCHOR=anchor,
+        DTYPE=_TYPES[dtype],
+    )  # fmt: skip
 
 
 class _Group(NamedTuple):
     """Some chunks with the states before and after them."""
 
     rows: Rows
-    initial: Tensor | None  # [N, SIZE]
+    initial: Any  # [N, SIZE], or None
     states: Tensor  # [NC + 1, N, PARTS, SIZE]
     learned: Learned
     meta: Meta
-    closed: Tensor | None  # [NC, N] int32
+    closed: Any  # [NC, N] int32, or None
 
     @classmethod
     def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Group":
