@@ -24,6 +24,7 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1, "
 TURNS = 4
 
 
+WINDOWS: dict[str, dict] = {"sliding": {}, "longformer": {"num_sink_tokens": 16}}
 LONGEST_SPANS = "adaptive_span, longest"
 
 
@@ -35,6 +36,8 @@ def mixer_of(pattern: str, T: int) -> torch.nn.Module:
     growing |= {name: {"num_buckets": root // 2 * 2} for name in ("routing", "routing_by_head")}
     word = pattern.partition(",")[0]
     options = {**SIZES, "position": "none", "pattern": word, **growing.get(word, {})}
+    if word in WINDOWS:
+        options |= {"pattern": "full", "layer_types": ["sliding_heads"], "sliding_window": 64, **WINDOWS[word]}
     mixer = MemoryTransformerForCausalLM(MemoryTransformerConfig(**options)).model.layers[0].mixer
     if pattern == LONGEST_SPANS:
         torch.nn.init.ones_(mixer.relation.span)
@@ -66,7 +69,7 @@ def main() -> None:
     rows = []
     for T in LENGTHS:
         x = torch.randn(1, T, SIZES["hidden_size"])
-        mixers = {name: mixer_of(name, T) for name in (*PATTERNS, LONGEST_SPANS)}
+        mixers = {name: mixer_of(name, T) for name in (*PATTERNS, *WINDOWS, LONGEST_SPANS)}
         turns = [{name: seconds(mixer, x) for name, mixer in mixers.items()} for _ in range(TURNS)]
         for name, mixer in mixers.items():
             row = {"T": T, "pattern": name, "seconds": min(turn[name] for turn in turns), "bytes": most_bytes(mixer, x)}

@@ -31,9 +31,16 @@ FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 WINDOW = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 4}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
-PAST = {"past_window": 4, "num_global_tokens": 2, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
+PAST = {
+    "past_window": 4,
+    "sliding_window": 4,
+    "num_sink_tokens": 2,
+    "segment_length": 4,
+    "memory_size": 6,
+    "memory_top_k": 2,
+}
 PAST |= {"compression_rate": 2, "compressed_length": 3}
-PATTERN = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2}
+PATTERN = {"pattern_size": 4, "num_sink_tokens": 2, "num_summary_tokens": 2}
 
 
 class Case(NamedTuple):
@@ -249,7 +256,7 @@ CASES = (
     Case(
         "transformer-reversible",
         "hf_memory_transformer",
-        {**PATTERN, **PAST, "depth": "reversible", "past": ["xl", "cache"], "pattern": ["full", "sliding"]},
+        {**PATTERN, **PAST, "depth": "reversible", "past": ["xl", "cache"], "layer_types": ["memory", "sliding_heads"]},
     ),
     Case(
         "transformer-routing",
@@ -264,9 +271,19 @@ CASES = (
     Case(
         "transformer-forget-longformer",
         "hf_memory_transformer",
-        {**PATTERN, "position": "forget", "pattern": ["longformer", "full"]},
+        {**PATTERN, "position": "forget", "layer_types": ["sliding_heads", "memory"], "sliding_window": 4},
     ),
-    Case("transformer-longformer", "hf_memory_transformer", {**PATTERN, "pattern": ["longformer", "fixed"]}),
+    Case(
+        "transformer-longformer",
+        "hf_memory_transformer",
+        {
+            **PATTERN,
+            "position": "relative",
+            "layer_types": ["sliding_heads", "memory"],
+            "sliding_window": 4,
+            "pattern": "fixed",
+        },
+    ),
     Case(
         "transformer-pooled",
         "hf_memory_transformer",

@@ -105,8 +105,8 @@ def test_names_go_back(name):
 GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.MIXERS}
 EVERY_STUDENT = [(to, {"gate": gate} if gate else {}) for to in STUDENTS for gate in GATES.get(to, ("",))]
 EVERY_STUDENT += [
-    ("transformer", {"past": "memorizing", "past_window": 4, "memory_size": 8}),
-    ("transformer", {"pattern": "longformer", "pattern_size": 1, "num_global_tokens": 1}),
+    ("transformer", {"past": "memorizing", "sliding_window": 4, "memory_size": 8}),
+    ("attention", {"sliding_window": 2, "num_sink_tokens": 1}),
 ]
 every_student = pytest.mark.parametrize(("to", "options"), EVERY_STUDENT, ids=[f"{a}{b}" for a, b in EVERY_STUDENT])
 
@@ -121,7 +121,7 @@ def test_a_memory_behind_a_short_window_learns_from_the_attention_that_sees_more
 
 def test_the_gate_of_a_store_learns_what_a_window_does_not_see():
     schedule = Schedule(steps=20, learning_rate=2e-2, batch_size=4, length=16)
-    options = {"past": "memorizing", "past_window": 4, "memory_size": 16}
+    options = {"past": "memorizing", "sliding_window": 4, "memory_size": 16}
     made = convert(make_teacher(), text(), to="transformer", transfer=schedule, distillation=schedule, **options)
     transfer = made.losses["attention transfer"]
     assert transfer[-1]["loss"] < 0.9 * transfer[0]["loss"]

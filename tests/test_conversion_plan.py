@@ -19,7 +19,7 @@ from teachers import SCHEDULE, convert, make_teacher, text
 
 NONE = SCHEDULE._replace(steps=0)
 STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
-MEMORIZING = {"past": "memorizing", "memory_join": "attention", "past_window": 12}
+MEMORIZING = {"past": "memorizing", "memory_join": "attention", "sliding_window": 12}
 FIXED, GROWS = "a fixed size", "grows with the text as fast as its teacher's"
 TRANSFER, KL = "attention transfer", "KL divergence of the logits"
 

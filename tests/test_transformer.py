@@ -75,14 +75,13 @@ def sees(pattern, h, i, j):
     d, ask, asked = i - j, i // 4, j // 4
     return {
         "full": True,
-        "sliding": d < 4,
+        "sliding_heads": d < 5 or j < 2,
         "block_local": ask - asked <= 1,
         "strided": d <= 4 or d % 4 == 0,
         "strided_by_head": (d <= 4, d % 4 == 0)[h % 2],
         "fixed": ask == asked or j % 4 >= 2,
         "fixed_by_head": (ask == asked, i == j or j % 4 >= 2)[h % 2],
         "dilated": d < 12 and d % 3 == 0,
-        "longformer": d < 4 or j < 2,
         "longformer_by_head": (d < 4, d < 12 and d % 3 == 0)[h % 2] or j < 2,
         "bigbird": ask - asked <= 1 or asked == 0 or asked in drawn(ask),
         "blockwise": asked == max(ask - h % 3, 0),
@@ -163,8 +162,9 @@ def bucket_attention(mixer, x):
     return mixer.o_proj(outputs.flatten(1))
 
 
-def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
+def dense(mixer, x, position="rope", pattern="full", past="cache", layer_types=("memory",), **options):
     """Attention of one row [T, hidden_size], a pair at a time."""
+    pattern = pattern if layer_types[0] == "memory" else layer_types[0]
     T = len(x)
     q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     plain, (q, far, k) = (q, k), (turned(q), turned(q, 6), turned(k)) if position == "rope" else (q, q, k)
@@ -192,7 +192,8 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
                 for start in range(max(0, seen - 6), seen, 2):
                     pairs.append((*slot(mixer, position, h // 2, start, used, plain[1], k, v), i - start - 1))
                 queries = [q[i, h]] * len(pairs)
-            scores = [score(position, mixer.relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
+            relation = getattr(mixer, "relation", None)
+            scores = [score(position, relation, h, a, key, d) for a, (key, _, d) in zip(queries, pairs)]
             values = [
                 value + mixer.relation.values.weight[min(d, FARTHEST)] if position == "relative" else value
                 for _, value, d in pairs
@@ -209,14 +210,15 @@ def dense(mixer, x, position="rope", pattern="full", past="cache", **options):
     return mixer.o_proj(outputs.flatten(1))
 
 
-SIZES = {"pattern_size": 4, "num_global_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
-SIZES |= {"past_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
+SIZES = {"pattern_size": 4, "num_sink_tokens": 2, "num_summary_tokens": 2, "dilation": 3, "num_block_shifts": 3}
+SIZES |= {"past_window": 5, "sliding_window": 5, "segment_length": 4, "memory_size": 6, "memory_top_k": 2}
 SIZES |= {"compression_rate": 2, "compressed_length": 3, "num_buckets": 4, "num_hashes": 2}
 SIZES |= {"max_relative_distance": FARTHEST, "max_position_embeddings": 40, "pattern_seed": 5}
 WORDS = [{"position": word} for word in POSITIONS]
 WORDS += [{"pattern": word} for word in PATTERNS if word != "adaptive_span"]  # see test_depth.py
-WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "longformer", "bigbird")]
-WORDS += [{"position": "forget", "pattern": word} for word in ("sliding", "longformer", "strided", "blockwise")]
+WORDS += [{"position": "relative", "pattern": word} for word in ("strided", "bigbird")]
+WORDS += [{"position": word, "layer_types": ["sliding_heads"] * 2} for word in POSITIONS]
+WORDS += [{"position": "forget", "pattern": word} for word in ("strided", "blockwise")]
 WORDS += [{"position": "forget", "past": word} for word in ("xl", "infinite")]
 WORDS += [{"past": word} for word in PASTS if word != "compressive"] + [{"position": "relative", "past": "infinite"}]
 WORDS += [{"past": "memorizing", "memory_join": word} for word in ("softmax", "attention")]
@@ -226,7 +228,7 @@ WORDS += [
 WORDS += [{"past": "memorizing", "position": "relative"}]
 WORDS += [{"past": "compressive", "compression": word} for word in COMPRESSIONS]
 WORDS += [{"past": "compressive", "compression": "mean", "position": word} for word in RELATIONS]
-every_word = pytest.mark.parametrize("words", WORDS, ids=["-".join(words.values()) for words in WORDS])
+every_word = pytest.mark.parametrize("words", WORDS, ids=[str([*words.values()]) for words in WORDS])
 
 
 @every_word
@@ -239,10 +241,10 @@ def test_attention_is_its_equation(words):
     assert_close(mixer(x, rotations(torch.arange(19)))[0][0], expected)
 
 
-@pytest.mark.parametrize("pattern", ["full", "sliding"])
+@pytest.mark.parametrize("kind", ["memory", "sliding_heads"])
 @torch.no_grad()
-def test_attention_whose_gates_forget_nothing_is_softmax_attention(pattern):
-    model, plain = (make(SIZES | {"position": word, "pattern": pattern}) for word in ("forget", "none"))
+def test_attention_whose_gates_forget_nothing_is_softmax_attention(kind):
+    model, plain = (make(SIZES | {"position": word, "layer_types": [kind] * 2}) for word in ("forget", "none"))
     mixer, x = model.model.layers[0].mixer, torch.randn(1, 19, 32, dtype=torch.float64)
     plain.model.layers[0].mixer.load_state_dict(mixer.state_dict(), strict=False)
     mixer.forget.proj.bias.fill_(1000)
@@ -353,7 +355,7 @@ def test_a_query_of_zeros_reads_the_same_tokens_with_and_without_a_cache(join):
     assert_close(torch.cat([before.logits, after], 1), expected)
 
 
-@pytest.mark.parametrize("pattern", ["sliding", "longformer", "dilated"])
+@pytest.mark.parametrize("pattern", ["longformer_by_head", "dilated"])
 @torch.no_grad()
 def test_a_token_that_sees_itself_alone_needs_no_past(pattern):
     model, tokens = make(SIZES | {"pattern": pattern, "pattern_size": 1, "dilation": 1}), random_tokens(1, 6)
@@ -405,7 +407,7 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"pattern": "sparse"}, "pattern"),
         ({"pattern": ["full"]}, "pattern"),
         ({"past": "forever"}, "past"),
-        ({"past": "xl", "pattern": "sliding"}, "pattern"),
+        ({"past": "xl", "pattern": "dilated"}, "pattern"),
         ({"memory_top_k": 0}, "memory_top_k"),
         ({"memory_join": "sum"}, "memory_join"),
         ({"compression": "sum"}, "compression"),
@@ -417,6 +419,7 @@ def test_only_the_maps_learn_from_what_compression_loses():
         ({"pattern_size": 0}, "pattern_size"),
         ({"pattern": "fixed", "num_summary_tokens": 9, "pattern_size": 8}, "num_summary_tokens"),
         ({"layer_types": ["sliding_memory"], "num_hidden_layers": 1}, "layer_types"),
+        ({"layer_types": ["sliding_heads"], "num_hidden_layers": 1}, "sliding_window"),
         ({"position": "xl", "layer_types": ["memory", "full_attention"], "num_hidden_layers": 2}, "layer_types"),
     ],
 )

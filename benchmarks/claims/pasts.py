@@ -65,9 +65,8 @@ SIZES = {
     "compression_rate": 4,
     "memory_top_k": 8,
     "num_block_shifts": 1,
-    "num_global_tokens": 4,
 }
-WINDOWS = {f"window of {n}": {"pattern": "sliding", "pattern_size": n} for n in (32, 64, 128, 256)}
+WINDOWS = {f"window of {n}": {"layer_types": ["sliding_heads"], "sliding_window": n} for n in (32, 64, 128, 256)}
 SLOTS = {"mean": "mean", "learned map": "convolution", "most used token": "most_used"}  # what a slot is of its tokens
 DATASTORE, KEYS = "kNN-LM", "model.layers.0.mixer"  # beside the first of these; what its attention reads
 MODELS = {
@@ -78,9 +77,9 @@ MODELS = {
         f"48 slots, {said}": {"past": "compressive", "past_window": 32, "compressed_length": 48, "compression": word}
         for said, word in SLOTS.items()
     },
-    "memorizing, store of 96": {"past": "memorizing", "past_window": 32, "memory_size": 96},
-    "memorizing, store of 224": {"past": "memorizing", "past_window": 32, "memory_size": 224},
-    "4 first tokens and window of 124": {"past": "infinite", "past_window": 124},
+    "memorizing, store of 96": {"past": "memorizing", "sliding_window": 32, "memory_size": 96},
+    "memorizing, store of 224": {"past": "memorizing", "sliding_window": 32, "memory_size": 224},
+    "4 first tokens and window of 124": {"past": "infinite", "sliding_window": 124, "num_sink_tokens": 4},
 }
 
 

@@ -54,7 +54,7 @@ SIZES = {
     "initializer_range": 0.3,
     "max_position_embeddings": T,
     "pattern_size": W,
-    "num_global_tokens": FIRST,
+    "sliding_window": W,
     "num_summary_tokens": 2,
     "num_random_blocks": RANDOM,
     "num_buckets": BUCKETS,
@@ -90,6 +90,7 @@ PASTS = {
     "infinite": lambda n: n * (W - 1) + 1 + FIRST,
 }
 EXACT = PATTERNS | PASTS
+WINDOWS = {"sliding": "`sliding_heads`", "longformer": f"`sliding_heads`, `num_sink_tokens={FIRST}`"}  # layer types
 ABOUT = {
     "reformer": T * (1 - (1 - 1 / BUCKETS) ** (HASHES * HEADS)),
     "routing": T * (1 - (1 - 1 / BUCKETS) ** HEADS),
@@ -113,6 +114,8 @@ def measure(*, word: str, layers: int, seed: int) -> dict:
     """How many tokens change the last output, and how far back the first of them is."""
     torch.manual_seed(seed)
     kind = {"past": word} if word in PASTS else {"pattern": word}
+    kind = {"layer_types": ["sliding_heads"] * layers} if word in WINDOWS else kind
+    kind["num_sink_tokens"] = FIRST if word in ("longformer", "longformer_by_head", "infinite") else 0
     config = MemoryTransformerConfig(**SIZES, num_hidden_layers=layers, pattern_seed=seed, **kind)
     model = MemoryTransformerModel(config).double().eval()
     text = torch.randn(1, T, config.hidden_size, dtype=torch.float64)
@@ -132,7 +135,7 @@ def table(rows: Rows) -> Rows:
     """Measured and expected tokens by layers, and how far back the first is."""
     return [
         {
-            "option": f"`{'past' if word in PASTS else 'pattern'}={word}`",
+            "option": WINDOWS.get(word) or f"`{'past' if word in PASTS else 'pattern'}={word}`",
             **{f"{n} layers (expected)" if n > 1 else "1 layer (expected)": cell(rows, word, n) for n in LAYERS},
             "distance of the farthest, 3 layers": max(row["farthest"] for row in rows if row["word"] == word),
         }

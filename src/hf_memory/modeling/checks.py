@@ -29,6 +29,7 @@ RENAMED = {  # fields of earlier versions, and what says it now
     "attention_window": "sliding_window, with 'sliding_memory' or 'sliding_heads' in layer_types",
     "window_memory": "layer_types: 'sliding_memory' for a window with a memory, 'sliding_heads' for one without",
     "mixer_types": "layer_types",
+    "num_global_tokens": "num_sink_tokens",
 }
 
 

@@ -73,6 +73,7 @@ class AttentionWindow(PreTrainedConfig):
     """
 
     far_memory = None  # class of the memory of "sliding_memory" layers
+    sink_types = ("sliding_heads", "sliding_memory")  # layer types that see the first tokens
 
     sliding_window: int | None = None
     num_sink_tokens: int = 0
@@ -86,12 +87,11 @@ class AttentionWindow(PreTrainedConfig):
         near, longer, heads = self.sliding_window, self.full_attention_window, self.full_attention_heads
         sliding = [kind for kind in self.layer_types if kind.startswith("sliding")]
         check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
-        if not {"sliding_heads", "sliding_memory"} & {*sliding}:
-            given = {"num_sink_tokens": self.num_sink_tokens, "full_attention_heads": heads}
-            needing = [name for name, value in given.items() if value]
-            check(not needing, "layer_types", f"'sliding_heads' or 'sliding_memory' with {needing}", self.layer_types)
-            return
-        is_longer = longer is None or longer >= near
+        has_sinks = not self.num_sink_tokens or {*self.sink_types} & {*self.layer_types}
+        check(has_sinks, "num_sink_tokens", f"0 without a layer type of {self.sink_types}", self.num_sink_tokens)
+        can_be_full = not heads or {"sliding_heads", "sliding_memory"} & {*sliding}
+        check(can_be_full, "full_attention_heads", "None without 'sliding_heads' or 'sliding_memory' layers", heads)
+        is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         if heads is not None:
             check_each(self, "full_attention_heads", heads)

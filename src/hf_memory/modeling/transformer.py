@@ -13,11 +13,13 @@ from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
 from hf_memory.mixers.transformer.store import JOINS, TopTokensMixer
+from hf_memory.mixers.transformer.windows import LocalMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
+OWN = ("memory", "sliding_heads")  # layer types that this family computes itself
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
 
 
@@ -35,10 +37,13 @@ class MemoryTransformerConfig(MemoryConfig):
         max_relative_distance (`int`, defaults to 16): with `"relative"`, all larger distances are treated like this
             one.
         pattern (`str` or `list[str]`, defaults to `"full"`): which earlier tokens a token sees: a name in `PATTERNS`
-            for all memory layers, or a list with one for each layer.
-        pattern_size (`int`, defaults to 128): number of tokens of a window, a stride or a block.
-        num_global_tokens (`int`, defaults to 16): with `"longformer"` and `"longformer_by_head"`, number of first
-            tokens that all tokens see; also with `past="infinite"`.
+            for all `"memory"` layers, or a list with one for each layer. A window alone is `"sliding_heads"` in
+            `layer_types`.
+        pattern_size (`int`, defaults to 128): number of tokens of a window, a stride or a block of such a pattern.
+        sliding_window (`int`, *optional*): also size of the window with `past="memorizing"` and `past="infinite"`,
+            where the default is 512.
+        num_sink_tokens (`int`, defaults to 0): also number of first tokens that all tokens see with
+            `"longformer_by_head"` and with `past="infinite"`.
         dilation (`int`, defaults to 2): with `"dilated"`, and for half of the heads with `"longformer_by_head"`,
             distance between the tokens that a token sees.
         num_summary_tokens (`int`, defaults to 8): with `"fixed"`, number of tokens of a block that later blocks see;
@@ -57,8 +62,8 @@ class MemoryTransformerConfig(MemoryConfig):
             training. Default: `max_span + span_ramp`.
         past (`str` or `list[str]`, defaults to `"cache"`): how much of a long past a token sees: a name in `PASTS` for
             all memory layers, or a list with one for each layer. All except `"cache"` require `pattern="full"`.
-        past_window (`int`, defaults to 512): with `"memorizing"` and `"infinite"`, size of the window in tokens; with
-            `"xl"` and `"compressive"`, number of tokens seen before the current segment.
+        past_window (`int`, defaults to 512): with `"xl"` and `"compressive"`, number of tokens seen before the current
+            segment.
         segment_length (`int`, defaults to 512): number of tokens of a segment, with `"xl"` and `"compressive"`.
         compression (`str`, defaults to `"convolution"`): with `"compressive"`, how tokens are compressed into a slot:
             `"mean"`, `"max"`, `"convolution"`, which is learned, or `"most_used"`: of each head the token that got most
@@ -83,6 +88,7 @@ class MemoryTransformerConfig(MemoryConfig):
 
     model_type = "hf_memory_transformer"
     mixers = {**MemoryConfig.mixers, "memory": PATTERNS["full"]}
+    sink_types = OWN
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         "layers.*.mixer": "local_params",
@@ -104,7 +110,6 @@ class MemoryTransformerConfig(MemoryConfig):
     max_relative_distance: int = 16
     pattern: str | list[str] = "full"
     pattern_size: int = 128
-    num_global_tokens: int = 16
     dilation: int = 2
     num_summary_tokens: int = 8
     num_random_blocks: int = 2
@@ -134,12 +139,17 @@ class MemoryTransformerConfig(MemoryConfig):
         """See `MemoryConfig.set_defaults`."""
         super().set_defaults()
         has_sinusoids = self.position == "sinusoidal" or self.depth == "universal"
-        self.fill(embedding_multiplier=self.hidden_size**0.5 if has_sinusoids else 1.0)
+        self.fill(
+            embedding_multiplier=self.hidden_size**0.5 if has_sinusoids else 1.0,
+            sliding_window=512 if {"memorizing", "infinite"} & {*self.pasts} else None,
+        )
 
     @property
     def patterns(self) -> list[str]:
-        """The pattern of each layer."""
-        return [self.pattern] * self.num_hidden_layers if isinstance(self.pattern, str) else self.pattern
+        """The pattern of each layer; `"full"` in layers for which `layer_types` says what is seen."""
+        if not isinstance(self.pattern, str):
+            return self.pattern
+        return [self.pattern if kind == "memory" else "full" for kind in self.layer_types]
 
     @property
     def pasts(self) -> list[str]:
@@ -148,7 +158,10 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
-        if self.layer_types[layer_idx] != "memory":
+        kind = self.layer_types[layer_idx]
+        if kind == "sliding_heads" and self.position != "rope":
+            return LocalMixer
+        if kind != "memory":
             return super().mixer_class(layer_idx)
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
         if past == "compressive" and self.compression == "most_used":
@@ -163,26 +176,23 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """See `MemoryConfig.attends`; None unless position and depth are the teacher's and the pattern has no gaps."""
+        if self.position != "rope" or self.depth != "fixed":
+            return None
         if self.layer_types[layer_idx] != "memory":
             return super().attends(layer_idx, length)
         past, pattern = self.pasts[layer_idx], pattern_of(self, layer_idx)
-        if (
-            self.patterns[layer_idx] in BUCKETS
-            or self.position != "rope"
-            or self.depth != "fixed"
-            or (pattern and pattern.has_gaps)
-        ):
+        if self.patterns[layer_idx] in BUCKETS or (pattern and pattern.has_gaps):
             return None
         if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
             return length if length <= self.max_span + 1 else None
         if (past, self.memory_join) == ("memorizing", "gate"):  # which starts closed
-            return min(length, self.past_window)
-        if self.patterns[layer_idx] == "sliding":
-            return min(length, self.pattern_size)
+            return min(length, self.sliding_window)
         seen = length if pattern is None else pattern.reach + pattern.first
-        if past != "cache":
+        if past in ("infinite", "memorizing"):
             found = min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
-            seen = self.past_window + {"infinite": self.num_global_tokens, "memorizing": found}.get(past, 0)
+            seen = self.sliding_window + (self.num_sink_tokens if past == "infinite" else found)
+        elif past != "cache":
+            seen = self.past_window
         return length if length <= seen else None
 
     def validate_architecture(self):
@@ -197,8 +207,10 @@ class MemoryTransformerConfig(MemoryConfig):
         check_each(self, "past", self.pasts, tuple(PASTS))
         check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
-        is_alone = position not in RELATIONS or {*self.layer_types} == {"memory"}
-        check(is_alone, "layer_types", f"all 'memory' with position={position!r}", self.layer_types)
+        is_alone = position not in RELATIONS or {*self.layer_types} <= {*OWN}
+        check(is_alone, "layer_types", f"only {' and '.join(OWN)} with position={position!r}", self.layer_types)
+        has_heads = position == "rope" or not self.full_attention_heads
+        check(has_heads, "full_attention_heads", f"None with position={position!r}", self.full_attention_heads)
         for past, pattern in zip(self.pasts, self.patterns):
             check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
         self._check_sizes()
@@ -249,7 +261,7 @@ class MemoryTransformerConfig(MemoryConfig):
                 is_one = len({*(getattr(self, name) or "-")}) == 1
                 check(is_one, name, "the same for all layers with depth='universal'", getattr(self, name))
             kind = self.layer_types[0]
-            check(kind == "memory", "layer_types", "'memory' with depth='universal'", kind)
+            check(kind in OWN, "layer_types", f"{' or '.join(OWN)} with depth='universal'", kind)
             return
         here = "with depth='reversible'"
         check({*self.feed_forwards} <= {"mlp", "none"}, "mlp_types", f"'mlp' or 'none' {here}", self.mlp_types)

@@ -35,16 +35,14 @@ def _blockwise(config) -> Window:
 
 
 def _longformer_by_head(config) -> Window:
-    w, step, first = config.pattern_size, config.dilation, config.num_global_tokens
+    w, step, first = config.pattern_size, config.dilation, config.num_sink_tokens
     near = (by_head(window(w), dilated(w, step)) | sinks(first)) & window(w * step)
     return Window(near, w * step, first, has_gaps=True, kinds=2)
 
 
 LOCAL: dict[str, Callable[..., Window]] = {  # by name, from a config; caches drop all tokens that are not seen
-    "sliding": lambda c: Window(window(c.pattern_size), c.pattern_size),
     "block_local": lambda c: Window(block_local(c.pattern_size), 2 * c.pattern_size),
     "dilated": lambda c: Window(dilated(c.pattern_size, c.dilation), c.pattern_size * c.dilation, has_gaps=True),
-    "longformer": lambda c: Window(window(c.pattern_size), c.pattern_size, c.num_global_tokens),
     "longformer_by_head": _longformer_by_head,
     "blockwise": _blockwise,
 }
@@ -61,6 +59,8 @@ SPARSE: dict[str, Callable[..., Window]] = {
 def pattern_of(config, layer_idx: int) -> Any:
     """The pattern of a layer; None if it sees all tokens, or if the choice depends on their content."""
     name = config.patterns[layer_idx]
+    if config.layer_types[layer_idx] == "sliding_heads":
+        return Window.of_last(config.sliding_window, config.num_sink_tokens)
     if name == "adaptive_span":
         reach = config.span_limits[layer_idx] if config.span_limits else config.max_span + config.span_ramp
         return Window.of_last(reach)

@@ -30,7 +30,7 @@ class TopTokensMixer(TransformerMixer):
     """Attention to the last tokens, and to those of a store of older ones that have the highest scores.
 
     One softmax has the scores of the window and the memory_top_k highest ones of the store, which drops the oldest
-    tokens first. So it is attention to everything while a text has at most past_window + memory_top_k tokens. It has
+    tokens first. So it is attention to everything while a text has at most sliding_window + memory_top_k tokens. It has
     no parameters of its own. The store is searched exactly, and gets no gradient.
     """
 
@@ -53,14 +53,14 @@ class TopTokensMixer(TransformerMixer):
 
 
 def _store(config, prefix: str = "") -> Window:
-    return Window.of_last(config.past_window, prefix=prefix, spare=config.memory_size)
+    return Window.of_last(config.sliding_window, prefix=prefix, spare=config.memory_size)
 
 
 def best_of_store(
     mixer: TransformerMixer, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context
 ) -> Attended:
     """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
-    W, kept, T, k = mixer.config.past_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
+    W, kept, T, k = mixer.config.sliding_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
     stored = columns(
         tokens, context.states.get("count"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
     )
@@ -149,7 +149,7 @@ class MemorizingMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `count`, and of the window and the store, without rotation and with keys
-        of unit length, `memory_keys` and `memory_values` [B, past_window + memory_size - 1, H, D]."""
+        of unit length, `memory_keys` and `memory_values` [B, sliding_window + memory_size - 1, H, D]."""
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, count = context.places(k)
         asking, keys = self.rotate(q, k, context.positions)

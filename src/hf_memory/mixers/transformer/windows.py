@@ -78,7 +78,7 @@ class InfiniteMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window`, `count`, and `last_angles` [B, 1, channels], the rotation of the largest
         position."""
-        most = self.config.num_global_tokens + self.config.past_window - 1
+        most = self.config.num_sink_tokens + self.config.sliding_window - 1
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
         tokens, count = context.places(k)
         asking, k = self.rotate(q, k, context.positions)
@@ -115,7 +115,7 @@ class InfiniteMixer(TransformerMixer):
 
 
 def _first_and_last(config) -> Window:
-    return Window.of_last(config.past_window, config.num_global_tokens)
+    return Window.of_last(config.sliding_window, config.num_sink_tokens)
 
 
 def _last_turn(q: Tensor, angles: Positions, tokens: Tokens, most: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
