@@ -66,8 +66,8 @@ class AtlasMixer(NeuralMemoryMixer):
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """Arguments of the op: gamma is the rate of gradients, lr that of Muon's steps."""
         return {
-            "lr": wide(self.token_proj(hidden_states)).sigmoid(),
-            "momentum": F.logsigmoid(wide(self.momentum_proj(hidden_states))),
+            "lr": self.logit("token", hidden_states).sigmoid(),
+            "momentum": F.logsigmoid(self.logit("momentum", hidden_states)),
             "muon_lr": self.inner_rate(hidden_states),
             "decay": self.log_decay(hidden_states),
         }

@@ -4,6 +4,8 @@ https://arxiv.org/abs/2501.00663. Learned persistent tokens precede every sequen
 attention always sees them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -33,7 +35,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
         is_added = config.variant == "mal" or (config.variant == "mag" and config.memory_gate == "add")
-        self.gate = nn.Parameter(torch.empty(config.hidden_size)) if is_added else None
+        self.gate: Any = nn.Parameter(torch.empty(config.hidden_size)) if is_added else None
 
     def init_own_parameters(self) -> None:
         """Persistent tokens start like embeddings, and the gate at one."""

@@ -69,6 +69,10 @@ class Context(NamedTuple):
             "backend": backend,
         }
 
+    def past(self, State: Any) -> Any:
+        """The states that are fields of a NamedTuple, or None if nothing was read."""
+        return State(*(self.states[name] for name in State._fields)) if self.states else None
+
     @property
     def is_whole(self) -> bool:
         """Whether the tokens are one sequence a row from its beginning, and none is padding."""

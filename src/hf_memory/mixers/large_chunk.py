@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
-from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, convolution_spec
 from hf_memory.mixers.neural_memory import NeuralMemoryMixer
 from hf_memory.ops import LargeChunkState, large_chunk_memory
@@ -54,13 +53,12 @@ class LargeChunkMixer(NeuralMemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Tensor]:
         """The arguments lr and eta [B, T, HV] of the op, in float32."""
-        lr, eta = wide(self.lr_proj(hidden_states)), wide(self.momentum_proj(hidden_states))
+        lr, eta = self.logit("lr", hidden_states), self.logit("momentum", hidden_states)
         return {"lr": F.softplus(lr), "momentum": eta.sigmoid()}
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory."""
-        past, options = context.states, context.options(self.config.mixer_backend)
-        options["initial_state"] = LargeChunkState(*map(past.get, LargeChunkState._fields)) if past else None
+        options = context.options(self.config.mixer_backend) | {"initial_state": context.past(LargeChunkState)}
         o, state = large_chunk_memory(
             q,
             k,

@@ -38,6 +38,7 @@ class LinearAttentionMixer(MemoryMixer):
         """The states are `memory` [N, H, F, D], `normalizer` [N, H, F], and for favor `running_max` [N, H]."""
         q, k, v, _ = self.project(hidden_states, context)
         q, k, g, new_states = self.feature_map(q, k, context)
+        past = context.past(LinearState) if self.config.normalize else context.states.get("memory")
         o, state = linear_attention(
             q.to(v.dtype),  # softmax and exp return float32 under autocast
             k.to(v.dtype),
@@ -45,14 +46,9 @@ class LinearAttentionMixer(MemoryMixer):
             g,
             normalize=self.config.normalize,
             in_place=True,
-            **context.options(self.config.mixer_backend) | {"initial_state": self._initial_state(context.states)},
+            **context.options(self.config.mixer_backend) | {"initial_state": past},
         )
         if self.config.output_norm:
             o = self.o_norm(o)
         new_states |= state._asdict() if self.config.normalize else {"memory": state}
         return self.o_proj(o.flatten(-2)), new_states
-
-    def _initial_state(self, states: States) -> Tensor | LinearState | None:
-        if not states:
-            return None
-        return LinearState(states["memory"], states["normalizer"]) if self.config.normalize else states["memory"]

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.neural_memory import Gate, NeuralMemoryMixer
 
@@ -48,5 +47,5 @@ class MirasMixer(NeuralMemoryMixer):
         """The gates of each token. A threshold of sqrt(V) means an error of one in each channel."""
         gates = {"lr": self.inner_rate(hidden_states), "momentum": None, "decay": self.log_decay(hidden_states)}
         if self.config.rule.learning.get("loss") == "huber":
-            gates["threshold"] = self.value_dim**0.5 * F.softplus(wide(self.threshold_proj(hidden_states)))
+            gates["threshold"] = self.value_dim**0.5 * F.softplus(self.logit("threshold", hidden_states))
         return gates

@@ -45,7 +45,7 @@ class InitialWeights(nn.Module):
 
     def forward(self) -> tuple[Tensor, ...]:
         """The weights in float32."""
-        weights = [self.get_parameter(f"layer_{i}") for i in range(self.depth)]
+        weights: list[Tensor] = [self.get_parameter(f"layer_{i}") for i in range(self.depth)]
         if self.has_bias:
             weights = [torch.cat([W, self.get_parameter(f"bias_{i}")], dim=1) for i, W in enumerate(weights)]
         return tuple(map(wide, weights))
@@ -170,9 +170,8 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def learn(self, q: Tensor, k: Tensor, v: Tensor, learning: dict, context: Context) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and states of the memory, given the arguments from `learning`."""
-        config, past = self.config, context.states
-        options = context.options(config.mixer_backend)
-        options["initial_state"] = NeuralMemoryState(*map(past.get, NeuralMemoryState._fields)) if past else None
+        config = self.config
+        options = context.options(config.mixer_backend) | {"initial_state": context.past(NeuralMemoryState)}
         o, state = neural_memory(
             q,
             k,
@@ -191,18 +190,22 @@ class NeuralMemoryMixer(MemoryMixer):
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
         """Arguments of the op for each token, such as lr, log eta and log a [B, T, HV] in float32."""
-        eta = wide(self.momentum_proj(hidden_states))
+        eta = self.logit("momentum", hidden_states)
         lr = self.inner_rate(hidden_states) * (-eta).sigmoid()
         return {"lr": lr, "momentum": F.logsigmoid(eta), "decay": self.log_decay(hidden_states)}
 
+    def logit(self, gate: str, hidden_states: Tensor) -> Tensor:
+        """W x of a gate, [B, T, HV] in float32."""
+        return wide(self.get_submodule(f"{gate}_proj")(hidden_states))
+
     def log_decay(self, hidden_states: Tensor) -> Tensor:
         """log a = log sigmoid(-W x), [B, T, HV]."""
-        return F.logsigmoid(-wide(self.decay_proj(hidden_states)))
+        return F.logsigmoid(-self.logit("decay", hidden_states))
 
     def inner_rate(self, hidden_states: Tensor) -> Tensor:
         """memory_max_lr / memory_chunk_size sigmoid(W x), [B, T, HV]."""
         scale = self.config.memory_max_lr / self.config.memory_chunk_size
-        return scale * wide(self.lr_proj(hidden_states)).sigmoid()
+        return scale * self.logit("lr", hidden_states).sigmoid()
 
     def _after_persistent(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
         """Insert persistent tokens before sequences that begin here; also returns the new places of real tokens."""

@@ -57,7 +57,7 @@ class TTTMixer(NeuralMemoryMixer):
         learned = wide(self.position_rate)
         tau = (1 / torch.arange(1, b + 1, device=learned.device, dtype=learned.dtype) + learned).clamp(min=LEAST)
         decay = torch.cat([tau.new_zeros(1), tau.log().diff()])
-        lr = self.config.memory_max_lr / self.head_dim * wide(self.lr_proj(hidden_states)).sigmoid()
+        lr = self.config.memory_max_lr / self.head_dim * self.logit("lr", hidden_states).sigmoid()
         return {"lr": lr * tau[place][..., None], "momentum": None, "decay": decay[place][..., None].expand_as(lr)}
 
     def _places(self, hidden_states: Tensor, context: Context) -> Tensor:

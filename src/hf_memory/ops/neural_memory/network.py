@@ -70,7 +70,7 @@ class NeuralMemoryState(NamedTuple):
     phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
 
 
-def checked_state(state: Any, State: type, widths: tuple[int, int, int], dims: Dims, q: Tensor) -> Any:
+def checked_state(state: Any, State: Any, widths: tuple[int, int, int], dims: Dims, q: Tensor) -> Any:
     """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     if state is None:
