@@ -11,16 +11,16 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, wide
-from hf_memory.mixers.base import Context, OutputGate, States
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
-from hf_memory.mixers.levels import LevelsMixer
+from hf_memory.mixers.levels import Levels
 from hf_memory.ops import linear_attention
 from hf_memory.ops.contract import repeat_heads
 
 BY_CHANNEL = ("vector", "gdn2", "preconditioned_vector")  # gates with a decay for each key channel
 
 
-class DeltaNetMixer(LevelsMixer):
+class DeltaNetMixer(Levels, MemoryMixer):
     """S <- e^g S;   S <- S + beta k (v - S^T k)^T, with keys and queries of unit length.
 
     https://arxiv.org/abs/2406.06484 without decay, https://arxiv.org/abs/2412.06464 with a decay for each head,

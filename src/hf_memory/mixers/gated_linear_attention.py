@@ -6,12 +6,12 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
-from hf_memory.mixers.base import Context, OutputGate, States
+from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
-from hf_memory.mixers.levels import LevelsMixer
+from hf_memory.mixers.levels import Levels
 
 
-class GatedLinearAttentionMixer(LevelsMixer):
+class GatedLinearAttentionMixer(Levels, MemoryMixer):
     """S <- e^g S + k v^T, where g is fixed for each head, or depends on the token, for each head or key channel."""
 
     has_silu = False
@@ -40,7 +40,7 @@ class GatedLinearAttentionMixer(LevelsMixer):
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
-class Mamba2Mixer(LevelsMixer):
+class Mamba2Mixer(Levels, MemoryMixer):
     """Mamba-2 as gated linear attention: q = C, k = B, v = step x, g = -A step, and D x is added to the output.
 
     https://arxiv.org/abs/2405.21060, section 7. The norm follows the gate, over all channels that share a key.

@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import wide
-from hf_memory.mixers.base import Context, MemoryMixer, States
+from hf_memory.mixers.base import Context, States
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
 ONE = math.log(math.e - 1)  # softplus(ONE) = 1
@@ -35,20 +35,23 @@ class LevelWeights(nn.Module):
         return F.softplus(wide(self.proj(hidden_states)) + ONE).unflatten(-1, (-1, self.levels + 1))
 
 
-class LevelsMixer(MemoryMixer):
-    """Base class of mixers with an additive memory or the delta rule, both of which may have levels."""
+class Levels:
+    """What a `MemoryMixer` with an additive memory or the delta rule has besides: both may have levels."""
 
     has_levels = True
+    config: Any
+    spec: Spec
+    num_output_heads: int
 
     def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx)  # type: ignore[call-arg]
         if config.levels == "log":
             self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks."""
-        spec = super().state_spec(config, layer_idx)
+        spec = super().state_spec(config, layer_idx)  # type: ignore[misc]
         if config.levels == "one":
             return spec
         memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
