@@ -1,4 +1,7 @@
-"""Ops: the memories as pure functions of tensors. The contract tests run over all entries of OPS."""
+"""Ops: the memories as pure functions of tensors. The contract tests run over all entries of OPS.
+
+An argument with a wrong shape, dtype or value raises a ValueError whose message names it.
+"""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple

@@ -11,7 +11,7 @@ Dimensions, which have these letters throughout the package:
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
@@ -80,9 +80,11 @@ def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], *, like: Tensor) 
         raise ValueError(f"{name} must be on {like.device}, the device of q, got {x.device}")
 
 
-def check_gate(name: str, g: Tensor, dims: Dims, *, like: Tensor, vector: bool) -> None:
-    """Check that a gate is [B, T, HV], or, if `vector` allows it, [B, T, HV, K]."""
+def check_gate(name: str, g: Tensor | None, dims: Dims, *, like: Tensor, vector: bool = False) -> None:
+    """Check that a gate, if there is one, is [B, T, HV], or, if `vector` allows it, [B, T, HV, K]."""
     scalar_shape = (dims.B, dims.T, dims.HV)
+    if g is None:
+        return None
     if vector and tuple(g.shape) == (*scalar_shape, dims.K):
         return check_tensor(name, g, tuple(g.shape), like=like)
     if tuple(g.shape) != scalar_shape:
@@ -117,6 +119,26 @@ def matrix_state(name: str, state: Tensor | None, dims: Dims, *, like: Tensor) -
         raise ValueError(f"{name} must be a tensor of shape {shape}, got {type(state).__name__}")
     check_tensor(name, state, shape, like=like)
     return state.to(dtype)
+
+
+def named_state(state: Any, State: Any, shapes: Sequence[tuple[int, ...]], *, like: Tensor) -> Any:
+    """The given initial state, or zeros; float64 if `like` is, else float32, but numbers of tokens [N] are int64.
+
+    Args:
+        state: a NamedTuple, a tuple of as many tensors, or None.
+        State: the type of the NamedTuple.
+        shapes: those of its tensors.
+        like: q.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    dtypes = [torch.long if len(shape) == 1 else wide for shape in shapes]
+    if state is None:
+        return State(*(like.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)))
+    if not isinstance(state, tuple) or len(state) != len(shapes):
+        raise ValueError(f"initial_state must be a {State.__name__}, got {type(state).__name__}")
+    for name, x, shape in zip(State._fields, state, shapes):
+        check_tensor(f"initial_state.{name}", x, shape, like=like)
+    return State(*(x.to(dtype) for x, dtype in zip(state, dtypes)))
 
 
 def may_overwrite(in_place: bool, *states: Tensor) -> bool:

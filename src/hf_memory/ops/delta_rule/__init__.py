@@ -77,32 +77,24 @@ def delta_rule(
         a: vectors [B, T, HV, K] that read the memory before the write, S^T a; None means the rule above.
         b: vectors [B, T, HV, K] along which the result is added; required with a.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
-            padding.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
-        in_place: allow the op to overwrite `initial_state`, if there are no gradients and only one token. The final
-            state may then be the same tensor.
+        in_place: without gradients, let one token overwrite `initial_state`, so that the final state is this tensor.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
     Returns:
         o [B, T, HV, V], or with HQ heads of q [B, T, HQ, V], in the dtype of q, and the final state or None.
 
-    Raises:
-        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
-
     Sources: https://arxiv.org/abs/2406.06484, https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2510.26692, and
     https://arxiv.org/abs/2503.14456, equation 16, for a and b.
     """
     dims = check_inputs(q, k, v, cu_seqlens, grouped=True)
-    check_gate("beta", beta, dims, like=q, vector=False)
-    if g is not None:
-        check_gate("g", g, dims, like=q, vector=True)
+    check_gate("beta", beta, dims, like=q)
+    check_gate("g", g, dims, like=q, vector=True)
     state = matrix_state("initial_state", initial_state, dims, like=q)
-    forms, rest = FORMS, [g]
-    if a is not None or b is not None:
-        forms, rest = RANK_ONE, _rank_one(g, a, b, dims, q)
+    forms, rest = (FORMS, [g]) if a is b is None else (RANK_ONE, _rank_one(g, a, b, dims, q))
     inputs = without_padding(mask, q, k, v, beta, *rest)
     o, state = forms.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
     return o, state if output_final_state else None

@@ -59,14 +59,13 @@ def deltaformer(
         write_kernel: one of KERNELS.
         read_kernel: one of KERNELS.
         beta_mode: "erase" (a = 1), "delta" (a = beta), "none" (a = beta = 1).
-        mask: [B, T], or [B, S + T] with the past, zero where there is no token: at padding, and at unused entries of a
-            buffer. Their keys and values are not read, and their output is zero. None means no padding.
+        mask: [B, T], or [B, S + T] with the past: zero at padding and at unused entries of a buffer, whose keys and
+            values are not read and whose output is zero; or None.
         window: number of tokens that a token sees in both sums, itself included; None means all.
         scale: factor of the products of queries and keys in the read; default: K ** -0.5 for softmax, else 1.
         write_scale: factor of the products of keys in the write; the same defaults.
         initial_state: keys [B, S, H, K] and corrected values [B, S, HV, V] of the past.
-        output_final_state: return the keys and corrected values of past and present; float32, or float64 for float64
-            inputs.
+        output_final_state: return keys and corrected values of all tokens; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row; without states.
         backend: "reference", "chunk", "triton" (for the softmax write of sequences without state, mask and window) or
             "auto": the kernels on CUDA where they can, else chunk.
@@ -78,10 +77,10 @@ def deltaformer(
     state = _state(initial_state, k, v)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("initial_state and output_final_state must be left out when cu_seqlens packs sequences")
-    shared: Any = {"mask": mask, "window": window, "cu_seqlens": cu_seqlens, "backend": backend}
-    write: Any = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, "initial_state": initial_state}
     _check_word("write_kernel", write_kernel, KERNELS)
     _check_word("read_kernel", read_kernel, KERNELS)
+    shared: Any = {"mask": mask, "window": window, "cu_seqlens": cu_seqlens, "backend": backend}
+    write: Any = {"kernel": write_kernel, "beta_mode": beta_mode, "scale": write_scale, "initial_state": initial_state}
     u = corrected_values(k, v, beta, **write, **shared)
     state = DeltaFormerState(torch.cat([state.k, k.to(state.k.dtype)], 1), torch.cat([state.u, u], 1))
     o = read(q, state.k, state.u, kernel=read_kernel, scale=scale, **shared)
@@ -107,7 +106,7 @@ def corrected_values(
     _check_word("kernel", kernel, KERNELS)
     _check_word("beta_mode", beta_mode, BETA_MODES)
     if beta is not None:
-        check_gate("beta", beta, dims, like=k, vector=False)
+        check_gate("beta", beta, dims, like=k)
     elif beta_mode != "none":
         raise ValueError(f"beta must be given when beta_mode is {beta_mode!r}, got None")
     past = _state(initial_state, k, v, dims.N)

@@ -13,13 +13,13 @@ from hf_memory.ops.contract import (
     check_inputs,
     check_tensor,
     choose_backend,
+    named_state,
     per_sequence,
     without_padding,
 )
 from hf_memory.ops.large_chunk_memory import chunk, reference
 from hf_memory.ops.large_chunk_memory.reference import LargeChunkRule, LargeChunkState, Layers
 from hf_memory.ops.neural_memory.forms import in_graphs
-from hf_memory.ops.neural_memory.network import checked_state
 
 __all__ = ["LargeChunkState", "large_chunk_memory"]
 
@@ -76,18 +76,15 @@ def large_chunk_memory(
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
-    Raises:
-        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
-
     Source: https://arxiv.org/abs/2505.23884.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
-    check_gate("lr", lr, dims, like=q, vector=False)
-    check_gate("momentum", momentum, dims, like=q, vector=False)
+    check_gate("lr", lr, dims, like=q)
+    check_gate("momentum", momentum, dims, like=q)
     _check_weights(weights, dims, q)
     check_chunk_size(chunk_size)
     P = sum(W.shape[1] * W.shape[2] for W in weights)
-    state = checked_state(initial_state, LargeChunkState, (P, P, P), dims, q)
+    state = named_state(initial_state, LargeChunkState, [*[(dims.N, dims.HV, P)] * 3, (dims.N,)], like=q)
     chosen = choose_backend(backend, q, "this memory runs in PyTorch alone")
     op = form(chosen, dims.T, initial_state is None)
     rows, rule = without_padding(mask, q, k, v, lr, momentum), LargeChunkRule(chunk_size, step_size)

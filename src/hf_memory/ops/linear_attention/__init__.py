@@ -10,8 +10,8 @@ from hf_memory.ops.contract import (
     Forms,
     check_gate,
     check_inputs,
-    check_tensor,
     matrix_state,
+    named_state,
     without_padding,
 )
 from hf_memory.ops.linear_attention import chunk, one_token, reference
@@ -57,26 +57,20 @@ def linear_attention(
             [B, T, HV, K]; None means no decay.
         normalize: divide by the sum of the weights. `scale` would cancel and is not used.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
-            padding.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
         initial_state: [N, HV, K, V], or `LinearState` with `normalize`; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
-        in_place: allow the op to overwrite `initial_state`, if there are no gradients and only one token. The final
-            state may then be the same tensor.
+        in_place: without gradients, let one token overwrite `initial_state`, so that the final state is this tensor.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
         backend: "reference", "chunk", "triton", or "auto": the kernels on CUDA, else chunk.
 
     Returns:
         o [B, T, HV, V], or with HQ heads of q [B, T, HQ, V], in the dtype of q, and the final state or None.
 
-    Raises:
-        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
-
     Sources: https://arxiv.org/abs/2006.16236, https://arxiv.org/abs/2312.06635, https://arxiv.org/abs/2405.21060.
     """
     dims = check_inputs(q, k, v, cu_seqlens, grouped=True)
-    if g is not None:
-        check_gate("g", g, dims, like=q, vector=True)
+    check_gate("g", g, dims, like=q, vector=True)
     state = _initial_state(initial_state, dims, q, normalize)
     inputs = without_padding(mask, q, k, v, g)
     o, state = FORMS.run(backend, dims, inputs, state, scale=scale, in_place=in_place, cu_seqlens=cu_seqlens)
@@ -89,11 +83,5 @@ def _initial_state(state, dims: Dims, q: Tensor, normalize: bool) -> Tensor | Li
         if isinstance(state, tuple):
             raise ValueError(f"initial_state must be a tensor with normalize=False, got {type(state).__name__}")
         return matrix_state("initial_state", state, dims, like=q)
-    if state is None:
-        memory = matrix_state("initial_state", None, dims, like=q)
-        return LinearState(memory, memory.new_zeros(memory.shape[:3]))
-    if not isinstance(state, tuple) or len(state) != 2:
-        raise ValueError(f"initial_state must be a LinearState with normalize=True, got {type(state).__name__}")
-    memory = matrix_state("initial_state.memory", state[0], dims, like=q)
-    check_tensor("initial_state.normalizer", state[1], tuple(memory.shape[:3]), like=q)
-    return LinearState(memory, state[1].to(memory.dtype))
+    heads = (dims.N, dims.HV, dims.K)
+    return named_state(state, LinearState, [(*heads, dims.V), heads], like=q)

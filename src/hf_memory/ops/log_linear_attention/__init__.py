@@ -3,16 +3,15 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import (
     Backend,
-    Dims,
     check_gate,
     check_inputs,
     check_tensor,
     choose_backend,
+    named_state,
     per_sequence,
     without_padding,
 )
@@ -52,11 +51,9 @@ def log_linear_attention(
         v: values [B, T, HV, V], HV a multiple of H.
         level_weights: weights of the levels [B, T, HV, L + 1], level 0 first.
         beta: write strength [B, T, HV] of the delta rule; None means an additive memory.
-        g: natural logarithm of the decay, <= 0: one for each value head [B, T, HV], or for each of its key channels
-            [B, T, HV, K]; None means no decay.
+        g: natural logarithm of the decay of value heads [B, T, HV], or of their key channels [B, T, HV, K]; or None.
         scale: factor of q, default K ** -0.5.
-        mask: [B, T] bool, False at padding, which does not change the memory, is not counted in blocks, and has an
-            output of zero. None means no padding.
+        mask: [B, T] bool, False at padding, which no memory and no block counts, and whose output is zero; or None.
         initial_state: a state with L levels; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
@@ -65,20 +62,14 @@ def log_linear_attention(
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
 
-    Raises:
-        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
-
     Source: https://arxiv.org/abs/2506.04761.
     """
     dims = check_inputs(q, k, v, cu_seqlens)
-    if level_weights.ndim != 4 or level_weights.shape[:3] != v.shape[:3] or level_weights.shape[3] < 2:
-        wanted = f"{(*v.shape[:3], 'L + 1')} with L >= 1"
-        raise ValueError(f"level_weights must have shape {wanted}, got {tuple(level_weights.shape)}")
-    if beta is not None:
-        check_gate("beta", beta, dims, like=q, vector=False)
-    if g is not None:
-        check_gate("g", g, dims, like=q, vector=True)
-    state = _initial_state(initial_state, dims, level_weights.shape[3] - 1, q)
+    L = max(1, level_weights.shape[-1] - 1)
+    check_tensor("level_weights", level_weights, (dims.B, dims.T, dims.HV, L + 1), like=q)
+    check_gate("beta", beta, dims, like=q)
+    check_gate("g", g, dims, like=q, vector=True)
+    state = named_state(initial_state, LogLinearState, [(dims.N, L, dims.HV, dims.K, dims.V), (dims.N,)], like=q)
     inputs = without_padding(mask, q, k, v, level_weights, beta, g)
     backend = choose_backend(backend, q, "log-linear attention has none")
     op = reference.log_linear_attention
@@ -88,16 +79,3 @@ def log_linear_attention(
     scale = dims.K**-0.5 if scale is None else scale
     o, state = per_sequence(op, cu_seqlens, *inputs, counted, initial_state=state, scale=scale)
     return o, state if output_final_state else None
-
-
-def _initial_state(state: LogLinearState | None, dims: Dims, L: int, q: Tensor) -> LogLinearState:
-    """The given state, or an empty one; float64 if q is, else float32."""
-    shape = (dims.N, L, dims.HV, dims.K, dims.V)
-    if state is None:
-        levels = q.new_zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        return LogLinearState(levels, q.new_zeros(dims.N, dtype=torch.long))
-    if not isinstance(state, tuple) or len(state) != 2:
-        raise ValueError(f"initial_state must be a LogLinearState, got {type(state).__name__}")
-    check_tensor("initial_state.levels", state[0], shape, like=q)
-    check_tensor("initial_state.num_tokens", state[1], (dims.N,), like=q)
-    return LogLinearState(state[0].to(torch.promote_types(q.dtype, torch.float32)), state[1])

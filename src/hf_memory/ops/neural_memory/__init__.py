@@ -7,7 +7,7 @@ weights or zero; both learn one pair a token by its squared error. They take chu
 to 64 channels, 16 with 128; in float32 32 with 16 channels, 16 with 64.
 """
 
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from hf_memory.ops.contract import (
     check_tensor,
     choose_backend,
     kernel_limits,
+    named_state,
     per_sequence,
     without_padding,
 )
@@ -32,7 +33,6 @@ from hf_memory.ops.neural_memory.network import (
     NeuralMemoryState,
     Norm,
     Rule,
-    checked_state,
 )
 
 __all__ = ["EarlierPairs", "Learning", "NeuralMemoryState", "neural_memory"]
@@ -113,22 +113,20 @@ def neural_memory(
     """Train a matrix or a small network to map k to v while reading, and apply it to q; `Learning` has the equations.
 
     The result depends on chunk_size, so a model must be used with the one it was trained with. Chunks are counted from
-    the first token of a sequence, across calls, and without padding, so each row has its own phase.
+    the first token of a sequence, across calls, and without padding, so each row has its own phase. Sources:
+    https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
 
     Args:
         q: queries [B, T, H, K].
         k: keys [B, T, H, K], best of unit length.
         v: values [B, T, HV, V], HV a multiple of H.
-        lr: inner learning rate [B, T, HV], >= 0. Steps of a chunk add up, so it should be proportional to
-            1 / chunk_size.
+        lr: inner learning rate [B, T, HV], >= 0; since steps of a chunk add up, best proportional to 1 / chunk_size.
         momentum: natural logarithm of eta [B, T, HV], <= 0, or None for none.
         decay: natural logarithm of a [B, T, HV], <= 0, or None for a = 1; -inf forgets everything.
-        weights: initial weights, one tensor [HV, d_in, d_out] for each layer. The first d_in is K, the last d_out V.
-            If the first has K + 1 rows, all have one more row, which is their bias.
+        weights: initial weights of each layer [HV, d_in, d_out], from K to V channels; one more row each is a bias.
         chunk_size: tokens whose gradients are taken at the same weights.
         threshold: [B, T, HV], > 0, only with loss="huber": the error from which on the gradient is bounded.
-        muon_lr: [B, T, HV], >= 0: W becomes a_t W + muon_lr_t NS(S), where NS are the five Newton-Schulz steps of Muon;
-            only with momentum.
+        muon_lr: [B, T, HV], >= 0, only with momentum: W becomes a_t W + muon_lr_t NS(S), with Muon's five steps NS.
         earlier: further pairs that a token learns.
         mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
         initial_state: the final state of an earlier call; default: `weights`, with no momentum.
@@ -139,45 +137,39 @@ def neural_memory(
 
     Returns:
         o [B, T, HV, V] in the dtype of q, and the final state or None.
-
-    Raises:
-        ValueError: if an argument has a wrong shape, dtype or value; the message names it.
-
-    Sources: https://arxiv.org/abs/2501.00663, equations 8-18; https://arxiv.org/abs/2407.04620 (TTT).
     """
     dims = check_inputs(q, k, v, cu_seqlens)
-    gates = {"lr": lr, "momentum": momentum, "decay": decay, "threshold": threshold, "muon_lr": muon_lr}
-    for name, gate in gates.items():
-        if gate is not None:
-            check_gate(name, gate, dims, like=q, vector=False)
-    window = 1 if earlier is None else 1 + _check_earlier(earlier, dims, q)
-    rule, norm = _rule(dims, q, weights, chunk_size, muon_lr is not None, window, **learning)
-    if (rule.loss == "huber") != (threshold is not None):
-        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
-    if rule.muon and momentum is None:
-        raise ValueError("momentum must be given with muon_lr, got None")
-    if rule.forget_to == "anchor" and chunk_size == 1:
-        decay = None  # only the steps since the anchor could decay, and there are none
-    P = sum(W.shape[1] * W.shape[2] for W in weights)
-    widths = (P, P if momentum is not None else 0, P if chunk_size > 1 else 0)
-    state = checked_state(initial_state, NeuralMemoryState, widths, dims, q)
-    chosen, fresh = choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)), initial_state is None
-    if earlier is not None:
-        k, v, lr = (torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier))
-    rows: Any = without_padding(mask, q, k, v, lr, momentum, decay, threshold, muon_lr)
-    memory: Any = {"initial_state": state, "weights": tuple(weights), "norm": norm, "rule": rule}
-    o, state = per_sequence(form(chosen, dims.T, fresh), cu_seqlens, *rows, mask, **memory)
+    given = _checked(dims, q, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr)
+    pairs, window = _pairs(k, v, lr, earlier, dims)
+    rule, norm = _rule(dims, q, weights, chunk_size, given, window, **learning)
+    decay = None if chunk_size == 1 and rule.forget_to == "anchor" else decay  # else steps since the anchor decay
+    P = sum(W[0].numel() for W in weights)
+    shapes = [(dims.N, dims.HV, width) for width in (P, 0 if momentum is None else P, P if chunk_size > 1 else 0)]
+    state = named_state(initial_state, NeuralMemoryState, [*shapes, (dims.N,)], like=q)
+    rows = *without_padding(mask, q, *pairs, momentum, decay, threshold, muon_lr), mask
+    op = form(choose_backend(backend, q, _kernels_refuse(q, dims, weights, norm, rule)), dims.T, initial_state is None)
+    o, state = per_sequence(op, cu_seqlens, *rows, initial_state=state, weights=tuple(weights), norm=norm, rule=rule)
     return o, state if output_final_state else None
 
 
-def _check_earlier(earlier: EarlierPairs, dims: Dims, q: Tensor) -> int:
-    """The number c of earlier pairs."""
+def _checked(dims: Dims, q: Tensor, **gates: Tensor | None) -> set[str]:
+    """The names of gates that are given."""
+    for name, gate in gates.items():
+        check_gate(name, gate, dims, like=q)
+    return {name for name, gate in gates.items() if gate is not None}
+
+
+def _pairs(k: Tensor, v: Tensor, lr: Tensor, earlier: EarlierPairs | None, dims: Dims) -> tuple[list[Tensor], int]:
+    """k, v and lr, to which earlier pairs are appended; and the number of pairs that each token learns."""
+    if earlier is None:
+        return [k, v, lr], 1
     if not isinstance(earlier, tuple) or len(earlier) != 3 or earlier[0].ndim != 5:
         raise ValueError(f"earlier must be EarlierPairs with k [B, T, H, c, K], got {type(earlier).__name__}")
     c = earlier[0].shape[3]
-    for name, x, shape in zip(EarlierPairs._fields, earlier, ((dims.H, c, dims.K), (dims.HV, c, dims.V), (dims.HV, c))):
-        check_tensor(f"earlier.{name}", x, (dims.B, dims.T, *shape), like=q)
-    return c
+    shapes = ((dims.H, c, dims.K), (dims.HV, c, dims.V), (dims.HV, c))
+    for name, x, shape in zip(EarlierPairs._fields, earlier, shapes):
+        check_tensor(f"earlier.{name}", x, (dims.B, dims.T, *shape), like=k)
+    return [torch.cat([x[:, :, :, None], y.to(x.dtype)], 3) for x, y in zip((k, v, lr), earlier)], 1 + c
 
 
 def _rule(
@@ -185,7 +177,7 @@ def _rule(
     q: Tensor,
     weights: tuple[Tensor, ...],
     chunk_size: int,
-    muon: bool,
+    given: set[str],
     window: int,
     *,
     activation: str = "silu",
@@ -205,8 +197,12 @@ def _rule(
     _check_choice("retention", retention, tuple(RETENTIONS))
     forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
     rule = Rule(
-        chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, muon=muon, window=window
+        chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, "muon_lr" in given, window
     )
+    if (loss == "huber") != ("threshold" in given):
+        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={loss!r}")
+    if rule.muon and "momentum" not in given:
+        raise ValueError("momentum must be given with muon_lr, got None")
     if max_grad_norm is not None and not (max_grad_norm > 0 and rule.is_linear):
         raise ValueError(
             "max_grad_norm must be positive, or None with another loss or retention, Muon or earlier pairs, "

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import Dims, check_tensor
-
 NORM_EPS = 1e-6
 STEEPNESS = 10.0  # factor in the tanh that approximates the sign
 Norm = tuple[Tensor, Tensor]  # weight and bias of the layer norm
@@ -68,20 +66,6 @@ class NeuralMemoryState(NamedTuple):
     momentum: Tensor  # [N, H, P], or [N, H, 0] without momentum
     anchor: Tensor  # [N, H, P]: weights at which gradients are taken, in the same form; [N, H, 0] if chunk_size is 1
     phase: Tensor  # [N] int64: number of tokens read of the incomplete chunk
-
-
-def checked_state(state: Any, State: Any, widths: tuple[int, int, int], dims: Dims, q: Tensor) -> Any:
-    """The given state, checked and in float32 or float64, or that of a memory that has read nothing."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    if state is None:
-        none = (q.new_zeros(dims.N, dims.HV, width, dtype=dtype) for width in widths)
-        return State(*none, torch.zeros(dims.N, dtype=torch.long, device=q.device))
-    if not isinstance(state, State):
-        raise ValueError(f"initial_state must be a {State.__name__}, got {type(state).__name__}")
-    shapes = [*((dims.N, dims.HV, width) for width in widths), (dims.N,)]
-    for name, x, shape in zip(State._fields, state, shapes):
-        check_tensor(f"initial_state.{name}", x, shape, like=q)
-    return State(*(x.to(dtype) for x in state[:3]), state[3])
 
 
 def lift(x: Tensor, rule: Rule, value: float = 1.0) -> Tensor:

@@ -40,8 +40,7 @@ def selective_scan(
         v: values [B, T, HV, V], HV a multiple of H.
         g: natural logarithm of the decay at a rate of one, <= 0 [B, T, HV, V].
         rate: decay rate of each number of the state, > 0 [HV, K, V].
-        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero. None means no
-            padding.
+        mask: [B, T] bool, False at padding, which does not change the memory and has an output of zero; or None.
         initial_state: [N, HV, K, V]; default: an empty memory.
         output_final_state: return the state after the last token; float32, or float64 for float64 inputs.
         cu_seqlens: boundaries [N + 1] of sequences packed into one row.
