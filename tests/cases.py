@@ -12,6 +12,7 @@ import hf_memory
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
+from hf_memory.mixers.windowed import Sinks
 
 NEW = 6  # tokens that `generate` writes
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
@@ -29,6 +30,7 @@ SIZES = {
 PRODUCT_KEYS = {"num_product_keys": 6, "product_key_heads": 2, "product_key_dim": 8, "product_key_top_k": 3}
 FULL_HYBRID = {"layer_types": ["memory", "full_attention"]}
 WINDOW = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 4}
+SINKS = {"sliding_window": 4, "attention_sinks": True}
 SLIDING_HYBRID = {"layer_types": ["sliding_attention", "memory"], "sliding_window": 4}
 
 PAST = {
@@ -190,6 +192,11 @@ CASES = (
         },
     ),
     Case(
+        "gated-sinks",
+        "hf_memory_gated",
+        {**SINKS, "layer_types": ["sliding_memory"] * 2, "full_attention_heads": [[1], []], "num_memory_slots": 5},
+    ),
+    Case(
         "retention-memory-layers",
         "hf_memory_gated",
         {"gate": "retention", "mlp_types": ["mlp_and_memory", "memory"], **PRODUCT_KEYS},
@@ -322,6 +329,7 @@ CASES = (
             "full_attention_heads": [[1], []],
         },
     ),
+    Case("attention-sinks", "hf_memory_transformer", {**SINKS, "layer_types": ["sliding_heads", "full_attention"]}),
 )
 
 CASE = {case.name: case for case in CASES}
@@ -361,6 +369,8 @@ def _make(case: Case, options: dict):
     for module in model.modules():
         if isinstance(module, LevelWeights):  # where all weigh one, as they do at first, a wrong level would not show
             torch.nn.init.normal_(module.proj.weight, std=0.3)
+        if isinstance(module, Sinks):  # where all values are zero, it would not show which head has which
+            torch.nn.init.normal_(module.values)
         if isinstance(module, AdaptiveSpan):  # where all are empty, a head that sees too far would not show
             torch.nn.init.uniform_(module.span)
     return model

@@ -18,6 +18,7 @@ from teachers import RUN, SCHEDULE, convert, make_teacher, text
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
 SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
+SHARDED += ("attention-sinks",)
 
 
 def run(command):

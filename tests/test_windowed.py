@@ -1,5 +1,7 @@
 """A memory beside attention over a window: each part against its equation, token by token, in float64."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -24,6 +26,7 @@ from hf_memory.mixers.transformer.relations import RELATIONS
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
 WINDOWS = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
+SINKS = {"layer_types": ["sliding_heads"] * 2, "attention_sinks": True, "num_sink_tokens": 0}
 
 
 def heads(T: int, HQ: int = 4, H: int = 2, D: int = 8):
@@ -155,6 +158,64 @@ def test_without_its_memory_a_layer_is_attention_over_the_window():
     assert not difference[9:].any()
 
 
+@pytest.mark.parametrize("heads", [[[], []], [[0], []]])
+def test_a_sink_is_a_token_with_a_learned_score_and_value(heads):
+    config = make_config(**SINKS, full_attention_heads=heads)
+    mixer = config.mixer_class(0)(config, 0).double()
+    for x in mixer.sinks.parameters():
+        x.data.normal_()
+    hidden = torch.randn(2, 12, 32, dtype=torch.float64)
+    q, k, v = mixer.projected(hidden)
+    near = mixer.near_heads
+    place = torch.arange(12)
+    is_near = torch.tensor([h in near for h in range(2)]).repeat_interleave(2)[None, :, None, None]
+    distance = place[:, None] - place
+    visible = (distance >= 0) & ((distance < 5) | ~is_near)
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = (mixer.scaling * torch.einsum("bthd,bshd->bhts", q, k)).masked_fill(~visible, -torch.inf)
+    logits, values = torch.full((4,), -torch.inf).double(), torch.zeros(4, 8).double()
+    logits[is_near.flatten()] = mixer.sinks.logits
+    values[is_near.flatten()] = mixer.sinks.values.repeat_interleave(2, 0)
+    weights = torch.cat([logits[None, :, None, None].expand(2, -1, 12, 1), scores], -1).softmax(-1)
+    values = torch.cat([values.expand(2, 1, 4, 8), v], 1)
+    expected = mixer.o_proj(torch.einsum("bhts,bshd->bthd", weights, values).flatten(2))
+    output, _ = mixer(hidden)
+    assert_close(output, expected)
+    parameters = list(mixer.parameters())
+    do = torch.randn_like(output)
+    assert_close(*(torch.autograd.grad((x * do).sum(), parameters) for x in (output, expected)))
+
+
+def test_the_value_of_a_sink_is_two_biases():
+    """-u for the values, and W_o u for the output: see `Sinks`."""
+    config = make_config(**SINKS, attention_bias=True, attention_output_bias=True)
+    mixer = config.mixer_class(0)(config, 0).double()
+    for x in mixer.sinks.parameters():
+        x.data.normal_()
+    hidden = torch.randn(2, 12, 32, dtype=torch.float64)
+    expected, _ = mixer(hidden)
+    u = mixer.sinks.values.detach()
+    with torch.no_grad():
+        mixer.v_proj.bias -= u.flatten()
+        mixer.o_proj.bias += mixer.o_proj.weight @ u.repeat_interleave(2, 0).flatten()
+        mixer.sinks.values.zero_()
+    assert_close(mixer(hidden)[0], expected)
+
+
+@torch.no_grad()
+def test_sinks_start_as_what_late_queries_see_in_first_tokens():
+    """First tokens with one key, of a score that all queries give alike, are one sink of their mass and mean value."""
+    config = make_config(**SINKS, head_dim=8)
+    mixer = config.mixer_class(0)(config, 0).double()
+    q, k, v = (x[:1] for x in heads(40))
+    q[..., 0], k[..., 0], k[:, :2] = 1.0, 0.0, 0.0
+    k[:, :2, :, 0] = 3.0
+    mixer.projected = lambda _: (q, k, v)
+    mixer.start_sinks(q, None, first=2)
+    assert_close(mixer.sinks.logits, torch.full((4,), 3 * mixer.scaling + math.log(2), dtype=torch.float64))
+    assert_close(mixer.sinks.values, v[0, :2].mean(0))
+
+
 def test_centroids_are_those_of_clusters():
     centers = 10 * torch.eye(4)
     points = centers.repeat(50, 1) + 0.01 * torch.randn(200, 4)
@@ -189,6 +250,7 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
         ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
         ({"full_attention_heads": [[0]]}, "full_attention_heads"),
         ({"full_attention_heads": [[0], []], "full_attention_window": 2}, "full_attention_window"),
+        ({"attention_sinks": True, "full_attention_window": 6}, "full_attention_window"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(options, named):

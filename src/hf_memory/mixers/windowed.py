@@ -1,21 +1,56 @@
 """A memory beside attention over a window: tokens that leave the window are written to the memory.
 
-The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence
-(https://arxiv.org/abs/2309.17453), in one softmax with a memory of all tokens between. Some heads can keep all keys and
-values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
+The projections are those of attention. Most key-value heads see a window and the first tokens of the sequence or a
+learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax with a memory of all tokens between. Some
+heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import attended_rows, full_attention, rows_of
+from hf_memory.mixers.attention_blocks import (
+    Attended,
+    Blocks,
+    Columns,
+    attended_rows,
+    full_attention,
+    joined_softmax,
+    rows_of,
+)
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.pasts import Everything, Past, Ring
 from hf_memory.mixers.positions import Positions
-from hf_memory.ops.masks import Tokens
+from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
+
+
+class Sinks(nn.Module):
+    """A sink takes part in the softmax of a head like a key whose score c is learned, and whose value u is too.
+
+        o = sum_i p_i v_i + p u,   with p and p_i the softmax of c and of the scores of the tokens
+
+    Each query head has a score, as `sinks` of gpt-oss, where the value is zero; each key-value head has a value. Since
+    all p add up to one, biases can have the value's effect: -u that of the values, W_o u that of the output.
+    """
+
+    def __init__(self, query_heads: int, heads: int, value_dim: int):
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(query_heads))
+        self.values = nn.Parameter(torch.empty(heads, value_dim))
+
+    def init_own_parameters(self) -> None:
+        """As a token of score and value zero."""
+        init.zeros_(self.logits)
+        init.zeros_(self.values)
+
+    def forward(self, attended: Attended) -> Attended:
+        """Add the sinks to the results [B, T, HQ, V] of a softmax over tokens, and to its mass."""
+        o, mass = attended
+        values = self.values.repeat_interleave(len(self.logits) // len(self.values), 0)
+        return joined_softmax(attended, (values.to(o.dtype), self.logits.to(mass.dtype)))
 
 
 class WindowedMixer(MemoryMixer):
@@ -32,6 +67,8 @@ class WindowedMixer(MemoryMixer):
         self.places = [order.index(h) for h in range(len(order))]  # place of each head among the outputs
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
+        near, groups = len(self.near_heads), self.num_key_value_groups
+        self.sinks = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -63,8 +100,9 @@ class WindowedMixer(MemoryMixer):
 
     @property
     def new_part(self) -> nn.Module | None:
-        """Only the memory; other weights have the same meaning as in the teacher."""
-        return self.far
+        """Only the memory and the sinks; other weights have the same meaning as in the teacher."""
+        parts = [part for part in (self.far, self.sinks) if part is not None]
+        return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
 
     @property
     def normalizes(self) -> bool:
@@ -99,6 +137,24 @@ class WindowedMixer(MemoryMixer):
         units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[None, :, None]  # unit vectors as keys
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
 
+    def start_sinks(self, hidden_states: Tensor, positions: Positions | None, first: int) -> None:
+        """Initialise sinks to what late queries of hidden states [B, T, hidden_size] see in the first tokens.
+
+        Their logit is the mean logarithm of the mass of these tokens, and their value is the mean value by mass.
+        """
+        if self.sinks is None:
+            return
+        q, k, v = self._of(self.near_heads, *self.projected(hidden_states))
+        q, k = self.rotate(q, k, positions)
+        W, tokens = self.config.sliding_window, all_tokens(q.shape[1], q)
+        late = slice(min(W + first, q.shape[1] - 1), None)
+        near, firsts = Columns(tokens, k, v, causal & window(W)), Columns(tokens, k, v, everything).of(slice(first))
+        weights, logsumexp = self.scores.weights(Blocks.of(q[:, late], tokens.of(late), firsts, near))
+        mass = weights[..., :first]  # [B, H, groups, T, first]
+        self.sinks.logits.copy_((logsumexp[..., 0] + mass.sum(-1).log()).mean((0, 3)).flatten())
+        values = torch.einsum("bhgts,bshd->hd", mass, wide(v[:, :first]))
+        self.sinks.values.copy_(values / mass.sum((0, 2, 3, 4))[:, None])
+
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, D], k and v [B, T, H, D] of attention, before rotation."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
@@ -114,9 +170,12 @@ class WindowedMixer(MemoryMixer):
         ring = _window(self.config, self.config.sliding_window)
         past = ring._replace(leaves=self.far is not None).read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
-        if self.far is None:
+        if self.far is None and self.sinks is None:
             return rows_of(map(self.scores.attend, groups), q), past.states
-        o, logsumexp = attended_rows(map(self.scores.attend_with_mass, groups), q)
+        attended = attended_rows(map(self.scores.attend_with_mass, groups), q)
+        o, logsumexp = attended if self.sinks is None else self.sinks(attended)
+        if self.far is None:
+            return o, past.states
         leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
         remembered, mass, memory = self.far(q, leaving, context)
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)

@@ -58,6 +58,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
         **{f"layers.*.mixer.far.{x}": "local_params" for x in ("k_slots", "q_slots", "decay")},
         **{f"layers.*.mixer.far.{x}_slots.{name}": "colwise" for x in "kq" for name in ("weight", "bias")},
         **{f"layers.*.mixer.far.{x}": "colwise" for x in ("b_proj", "decay.proj")},
+        "layers.*.mixer.sinks": "local_params",
+        "layers.*.mixer.sinks.logits": "colwise",
+        "layers.*.mixer.sinks.values": "colwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
@@ -150,8 +153,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, H
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
-        has_window = self.mixer_class(layer_idx) is WindowedMixer
-        return length if has_window and length <= self.sliding_window + self.num_sink_tokens else None
+        if self.mixer_class(layer_idx) is not WindowedMixer or self.attention_sinks:
+            return None
+        return length if length <= self.sliding_window + self.num_sink_tokens else None
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer class of a layer."""

@@ -64,6 +64,8 @@ class AttentionWindow(PreTrainedConfig):
         sliding_window (`int`, *optional*): tokens that attention with a window sees, the present one included.
         num_sink_tokens (`int`, defaults to 0): number of first tokens of the sequence that it sees too, in
             `"sliding_heads"` and `"sliding_memory"` layers.
+        attention_sinks (`bool`, defaults to `False`): whether each head of these layers that has a window has a learned
+            sink, which takes part in its softmax like a further token that every token sees.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
             attend to all tokens instead of a window, and keep all their keys and values.
         full_attention_window (`int`, *optional*): window of these heads, so that the cache stops growing; they see the
@@ -77,6 +79,7 @@ class AttentionWindow(PreTrainedConfig):
 
     sliding_window: int | None = None
     num_sink_tokens: int = 0
+    attention_sinks: bool = False
     full_attention_heads: list[list[int]] | None = None
     full_attention_window: int | None = None
     num_memory_slots: int = 64
@@ -89,10 +92,13 @@ class AttentionWindow(PreTrainedConfig):
         check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
         has_sinks = not self.num_sink_tokens or {*self.sink_types} & {*self.layer_types}
         check(has_sinks, "num_sink_tokens", f"0 without a layer type of {self.sink_types}", self.num_sink_tokens)
-        can_be_full = not heads or {"sliding_heads", "sliding_memory"} & {*sliding}
-        check(can_be_full, "full_attention_heads", "None without 'sliding_heads' or 'sliding_memory' layers", heads)
+        has_windows, learned = {"sliding_heads", "sliding_memory"} & {*sliding}, self.attention_sinks
+        without = "without 'sliding_heads' or 'sliding_memory' layers"
+        check(has_windows or not heads, "full_attention_heads", f"None {without}", heads)
+        check(has_windows or not learned, "attention_sinks", f"False {without}", learned)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
+        check(not (longer and learned), "full_attention_window", "None with attention_sinks", longer)
         if heads is not None:
             check_each(self, "full_attention_heads", heads)
             last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}

@@ -35,7 +35,8 @@ class AttentionTransfer(nn.Module):
         mixers = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
         self.mixers = {i: mixer for i, mixer in mixers.items() if mixer.new_part is not None}  # others stay as they are
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
-        self._no_split_modules = sorted({type(part).__name__ for part in self.learned.values()})
+        parts = [x for part in self.learned.values() for x in (part if isinstance(part, nn.ModuleList) else [part])]
+        self._no_split_modules = sorted({type(part).__name__ for part in parts})
         self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # a submodule would be trained and saved
         self.checkpointing = False
 

@@ -79,6 +79,8 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, "num_sink_tokens": SINKS if has_window else 0} | PRESETS.get(to, {})
+    if options.get("attention_sinks"):
+        presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]
     _check_options(family, shared, options)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
+from hf_memory.conversion.students import SINKS
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.convertible import Convertible
 from hf_memory.files.text import Text
@@ -50,7 +51,7 @@ def start_near(
     runs = observed or teacher
     number = min(CALIBRATION, max(1, CALIBRATION_TOKENS // length), len(tokens) // length)
     windows = Text.of(tokens).windows(length * torch.arange(number), length).to(runs.device)
-    _fill_slots(student, runs, windows)
+    _start_windows(student, runs, windows)
     start_open(student, length)
     if not is_exact:
         steady_gates(student, runs, windows)
@@ -60,16 +61,17 @@ def start_near(
 
 
 @torch.no_grad()
-def _fill_slots(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Initialise the slots of memories beside a window with keys of the teacher."""
+def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
+    """Initialise what is beside a window from the teacher: slots with its keys, and sinks with its first tokens."""
     mixers = {i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)}
-    if not any(mixer.far for mixer in mixers.values()):
+    if not any(mixer.new_part for mixer in mixers.values()):
         return
     seen = attention_seen(teacher, windows)
     window = student.config.sliding_window or 0
     distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
     for i, mixer in mixers.items():
-        hidden_states = seen[i][0]["hidden_states"]
+        hidden_states, angles = (seen[i][0][name] for name in ("hidden_states", "position_embeddings"))
+        mixer.start_sinks(hidden_states, Positions(*angles), SINKS)
         mixer.start_near(hidden_states, Positions(*student.model.rotary_emb(hidden_states, distances)))
 
 
