@@ -33,7 +33,10 @@ GDN = {"gate": "scalar", "output_gate": "silu", "linear_key_head_dim": 8, "linea
 KDA = {"gate": "vector", "output_gate": "sigmoid", "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 STUDENT = {"gate": "mamba2", "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {"gate": "mamba2", "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-DELTANET, GATED = "hf_memory_deltanet", "hf_memory_gated"
+WINDOWS = {"num_hidden_layers": 3, "layer_types": ["sliding_heads", "full_attention", "sliding_heads"]}
+WINDOWS |= {"sliding_window": 4}
+SINKS = {"attention_sinks": True}
+DELTANET, GATED, TRANSFORMER = "hf_memory_deltanet", "hf_memory_gated", "hf_memory_transformer"
 
 
 class Line(NamedTuple):
@@ -93,6 +96,13 @@ EXACT = (
     Line("bailing", Case("gdn", DELTANET, {**GDN, "output_gate": "sigmoid", "tie_word_embeddings": True})),
     Line("kimi", Case("kda", DELTANET, {**KDA, "output_gate_low_rank_dim": 8})),
     Line("kimi", Case("gdn", DELTANET, {**KDA, "gate": "scalar", "output_gate_low_rank_dim": 4})),
+    Line("granite_swa", Case("sinks", TRANSFORMER, {**SINKS, **WINDOWS})),
+    Line("granite_swa", Case("qwen2", TRANSFORMER, {**SINKS, **WINDOWS, "attention_bias": True, "head_dim": 12})),
+    Line(
+        "granite_swa",
+        Case("smollm3", TRANSFORMER, {**SINKS, **WINDOWS, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": True}),
+    ),
+    Line("granite_swa", Case("windows", TRANSFORMER, {**WINDOWS, "mlp_bias": True, "embedding_multiplier": 2.0})),
 )
 every_line = pytest.mark.parametrize("line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT])
 PURE = r"layer_types all 'memory' .*got attention in \[3\]"
@@ -132,6 +142,16 @@ REFUSED = (
     ),
     (GATED, {**STUDENT, **ALTERNATING, "no_rope_layers": [1, 1, 0, 1]}, "granite needs no_rope_layers the same"),
     (GATED, {**STUDENT, **HYBRID, "intermediate_size": 0}, f"mamba2 needs {PURE}"),
+    (TRANSFORMER, {**WINDOWS, "num_sink_tokens": 2}, "granite_swa needs num_sink_tokens=0 .*may have sinks.*got 2"),
+    (TRANSFORMER, {**WINDOWS, "full_attention_heads": [[0], [], []]}, "needs full_attention_heads=None .*see as far"),
+    (TRANSFORMER, {**WINDOWS, **SINKS, "use_qk_norm": True}, "needs use_qk_norm=False .*no q/k norm there"),
+    (TRANSFORMER, {**WINDOWS, "norm_placement": "post"}, "granite_swa needs norm_placement='pre'"),
+    (TRANSFORMER, {**WINDOWS, "attn_logit_softcapping": 2.0}, "granite_swa needs attn_logit_softcapping=None"),
+    (
+        TRANSFORMER,
+        {**WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5}},
+        "granite_swa needs rotation of all 8 channels of a head, got 4",
+    ),
 )
 UNSERVED = (
     ("hf_memory_linear", {}),

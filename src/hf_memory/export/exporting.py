@@ -108,7 +108,7 @@ def _check_file(gguf: Path, folder: Path) -> None:
 def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
     """A model of the target's class in transformers that has our weights, on the CPU."""
     config, layers = model.config, model.config.num_hidden_layers
-    kinds = ["linear_attention" if kind == "memory" else kind for kind in config.layer_types]
+    kinds = [target.layer_types[kind] for kind in config.layer_types]
     if target.needs_attention and not kept_layers(config):
         kinds.append("full_attention")
     shape = {"num_hidden_layers": len(kinds)} | ({"layer_types": kinds} if target.needs_attention else {})

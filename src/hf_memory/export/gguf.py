@@ -1,6 +1,7 @@
-"""GGUF files for llama.cpp, for the two targets that it supports. The package `gguf` has tensor names and format."""
+"""GGUF files for llama.cpp, for the targets that it supports. The package `gguf` has tensor names and format."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_gguf_available
 
+from hf_memory.export.granite_swa import GraniteSWA
 from hf_memory.export.mamba import LLAMA_CPP_EXPAND, Granite
 from hf_memory.export.qwen3_5 import Qwen35
 from hf_memory.export.target import Target
@@ -29,10 +31,11 @@ PRE_TOKENIZERS = {  # ways to split text before BPE: llama.cpp's name, and the s
 class Layout(NamedTuple):
     """How a target is written for llama.cpp."""
 
-    architecture: str  # a name in gguf.MODEL_ARCH
+    architecture: str  # a name in gguf.MODEL_ARCH, with the names of the tensors
     parameters: Callable[..., None]
     tensors: Callable[[PreTrainedConfig, str, Tensor], Iterator[tuple[str, Tensor]]]  # with names from gguf's table
     target: Target  # whose options and weights are written, which may be padded
+    name: str = ""  # llama.cpp's name, where the package gguf does not have the architecture
 
 
 def _common(writer, config: PreTrainedConfig) -> None:
@@ -85,17 +88,46 @@ def _apart(x: Tensor, heads: int, more: int) -> Tensor:
     return x.unflatten(0, (heads, more // heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
+def _scales(writer, config: PreTrainedConfig) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _granite_swa(writer, config: PreTrainedConfig) -> None:
+    _common(writer, config)
+    _scales(writer, config)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_sliding_window(config.sliding_window or config.max_position_embeddings)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config.layer_rope_theta])
+
+
+def _granite_swa_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.sinks", name)
+    yield f"blk.{layer[1]}.attn_sinks.weight" if layer else name, _neighbours(config, name, x)
+
+
+def _neighbours(config: PreTrainedConfig, name: str, x: Tensor) -> Tensor:
+    """Rows of queries and keys in llama.cpp's order, which rotates neighbouring channels."""
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    count = next((count for part, count in heads.items() if part in name), 0)
+    return x.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2) if count else x
+
+
 def _granite(writer, config: PreTrainedConfig) -> None:
     _common(writer, config)
+    _scales(writer, config)
     is_attention = [kind == "full_attention" for kind in config.layer_types]
     writer.add_feed_forward_length(config.shared_intermediate_size)
     writer.add_head_count_kv([config.num_key_value_heads if kept else 0 for kept in is_attention])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")  # False turns RoPE off
-    writer.add_attention_scale(config.attention_multiplier)
-    writer.add_embedding_scale(config.embedding_multiplier)
-    writer.add_residual_scale(config.residual_multiplier)
-    writer.add_logit_scale(config.logits_scaling)
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
@@ -104,11 +136,8 @@ def _granite(writer, config: PreTrainedConfig) -> None:
 
 
 def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """llama.cpp rotates neighbouring channels, and names a shared expert without other experts as an MLP."""
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
-    for part, count in heads.items():
-        if part in name:
-            x = x.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+    """llama.cpp names a shared expert without other experts as an MLP."""
+    x = _neighbours(config, name, x)
     if name.endswith("input_linear.weight"):
         parts = (name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up"))
         yield from zip(parts, x.chunk(2))
@@ -127,6 +156,7 @@ def _granite_tensors(config: PreTrainedConfig, name: str, x: Tensor) -> Iterator
 LAYOUTS = {
     "qwen3_5": Layout("QWEN35", _qwen3_5, _qwen3_5_tensors, Qwen35()),
     "granite": Layout("GRANITE_HYBRID", _granite, _granite_tensors, Granite(LLAMA_CPP_EXPAND)),
+    "granite_swa": Layout("GRANITE", _granite_swa, _granite_swa_tensors, GraniteSWA(), "granite_swa"),
 }
 
 
@@ -184,7 +214,7 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
     layout, config = LAYOUTS[target.name], theirs.config
     architecture = gguf.MODEL_ARCH[layout.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(file, layout.name or gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(folder.name)
     layout.parameters(writer, config)
@@ -193,7 +223,7 @@ def write_gguf(theirs: PreTrainedModel, target: Target, folder: Path, file: Path
     for name, x in theirs.state_dict().items():
         if name not in tied and not name.endswith(target.unsaved):
             for part, y in layout.tensors(config, name, x):
-                _add_tensor(writer, names.get_name(part, try_suffixes=(".weight", ".bias")), y)
+                _add_tensor(writer, names.get_name(part, try_suffixes=(".weight", ".bias")) or part, y)
     if (factors := _rope_factors(config)) is not None:
         _add_tensor(writer, "rope_freqs.weight", factors)
     writer.write_header_to_file()

@@ -24,6 +24,8 @@ REASONS = {  # why a target does not accept other values of a field
     "memory_rope": "queries and keys of a memory are not rotated there",
     "output_gate": "the output gate has this activation there",
     "allow_negative_eigenvalues": "the write strength is at most 1 there",
+    "num_sink_tokens": "heads with a window do not see the first tokens there, but may have sinks (attention_sinks)",
+    "full_attention_heads": "all heads of a layer see as far there",
     "attention_bias": "memory layers have no biases there",
     "attention_output_bias": "memory layers have no biases there",
     "use_qk_norm": "attention has no q/k norm there",
@@ -45,6 +47,7 @@ class Target(ABC):
         files: further files that some engines need, and their text.
         unsaved: ending of the names of zeros that are left out.
         cache: the name of the cache in its forward.
+        layer_types: the names there of the layer types that fit.
         needs_attention: whether a model without attention layers gets one that adds zero.
         has_our_attention: whether its attention layers can be ours; if not, only models without attention fit.
         has_mlp: whether it has an MLP in every layer.
@@ -59,6 +62,7 @@ class Target(ABC):
     files: ClassVar[Mapping[str, str]] = {}
     unsaved = "-"
     cache = "past_key_values"
+    layer_types: ClassVar[Mapping[str, str]] = {"memory": "linear_attention", "full_attention": "full_attention"}
     needs_attention = True
     has_our_attention = False
     has_mlp = True
@@ -79,9 +83,9 @@ class Target(ABC):
     def engines(self, config: MemoryConfig) -> dict[str, str]:
         """Engines that have the architecture; for each, the reason why it cannot run this model, or ""."""
 
-    @abstractmethod
     def memory(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
         """The weights of a memory layer, from those of our mixer."""
+        raise AssertionError("the target takes models without memory layers only")
 
     def attention(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
         """The weights of an attention layer, from those of our mixer."""
@@ -106,10 +110,11 @@ class Target(ABC):
             if value not in accepted:
                 reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
                 faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
-        if config.has_memory_qk_norm:
+        if "memory" in self.layer_types and config.has_memory_qk_norm:
             faults.append("memory_qk_norm=False (memories have no q/k norm there), got q/k norm")
-        if others := sorted(set(config.layer_types) - {"memory", "full_attention"}):
-            faults.append(f"layer_types with only 'memory' and 'full_attention', got {', '.join(map(repr, others))}")
+        if others := sorted(set(config.layer_types) - set(self.layer_types)):
+            only, got = (" and ".join(map(repr, kinds)) for kinds in (self.layer_types, others))
+            faults.append(f"layer_types with only {only}, got {got}")
         if (kept := kept_layers(config)) and not self.has_our_attention:
             faults.append(f"layer_types all 'memory' (its attention differs from ours), got attention in {kept}")
         if self.has_mlp and not config.intermediate_size:

@@ -1,19 +1,21 @@
 """The table of export targets: architectures that inference engines have, and which models they represent exactly."""
 
 from hf_memory.export.delta import Bailing, Kimi, OlmoHybrid
+from hf_memory.export.granite_swa import GraniteSWA
 from hf_memory.export.mamba import Granite, Mamba2
 from hf_memory.export.qwen3_5 import Qwen35
 from hf_memory.export.target import Target
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
-TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), OlmoHybrid(), Bailing(), Kimi())
+TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), OlmoHybrid(), Bailing(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
 
 
 def has_targets(config: MemoryConfig) -> bool:
-    """Whether there are targets for the memory of this config."""
-    return isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
+    """Whether there are targets for the memory of this config, or it has none."""
+    has_memory = {"memory", "sliding_memory"} & {*config.layer_types}
+    return not has_memory or isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
 
 
 class NotExportable(ValueError):
