@@ -284,7 +284,8 @@ def test_files_have_what_single_engines_want(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("teacher", "to"), [(Qwen3Config, "deltanet"), (LlamaConfig, "deltanet"), (LlamaConfig, "gated")]
+    ("teacher", "to"),
+    [(Qwen3Config, "deltanet"), (LlamaConfig, "deltanet"), (LlamaConfig, "gated"), (LlamaConfig, "attention")],
 )
 def test_servable_students_are_exported(teacher, to, tmp_path):
     config = teacher(**{**SIZES, "num_hidden_layers": 4, "head_dim": 8})
@@ -384,10 +385,26 @@ def test_a_gguf_file_of_granite_is_padded_and_ropes(tmp_path):
     )  # halves of a head are neighbours
 
 
+def test_a_gguf_file_of_granite_swa_has_sinks_and_patterns(tmp_path):
+    case = Case("", TRANSFORMER, {**SINKS, **WINDOWS, "no_rope_layers": [1, 0, 1]})
+    fields, tensors = written_gguf(case, tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    assert fields["general.architecture"] == "granite_swa"
+    assert fields["granite_swa.attention.sliding_window"] == 4
+    assert fields["granite_swa.attention.sliding_window_pattern"] == [True, False, True]
+    assert fields["granite_swa.attention.rope_pattern"] == [True, False, True]
+    assert torch.equal(tensors["blk.0.attn_sinks.weight"], weights["model.layers.0.self_attn.sinks"])
+    assert (tensors["blk.1.attn_sinks.weight"] <= -1e30).all()
+    assert torch.equal(tensors["blk.2.attn_output.bias"], weights["model.layers.2.self_attn.o_proj.bias"])
+    k = weights["model.layers.2.self_attn.k_proj.bias"]
+    assert torch.equal(tensors["blk.2.attn_k.bias"][:8], k[[0, 4, 1, 5, 2, 6, 3, 7]])  # halves of a head are neighbours
+    assert len(tensors) == len(weights)
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (Case("", DELTANET, KDA), "hf_memory writes GGUF files of qwen3_5 and granite only"),
+        (Case("", DELTANET, KDA), "hf_memory writes GGUF files of qwen3_5, granite and granite_swa only"),
         (Case("", DELTANET, {**GDN, "linear_value_head_dim": 16}), "it needs keys and values of the same width"),
         (Case("", GATED, {**STUDENT, **HYBRID, "attention_bias": True}), "its memory layers have no biases"),
         (

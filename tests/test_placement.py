@@ -165,6 +165,18 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     assert best.head in config.full_attention_heads[best.layer]
 
 
+def test_layers_of_a_student_without_memory_are_those_that_retrieve():
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    made = convert(teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True)
+    sums = [0.0] * teacher.config.num_hidden_layers
+    for score in rank_heads(teacher, tokens):
+        sums[score.layer] += score.score
+    assert made.plan.kept == (sums.index(max(sums)),)
+    kinds = {0: "sliding_heads"} | dict.fromkeys(made.plan.kept, "full_attention")
+    assert made.student.config.layer_types == [kinds.get(i, "sliding_heads") for i in range(len(sums))]
+    assert made.losses.keys() == {"attention transfer", "distillation"}  # sinks are not what a teacher has
+
+
 def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
     beside = {"sliding_window": 6, "num_memory_slots": 4}

@@ -30,15 +30,20 @@ Memory = Annotated[
     str, typer.Option(help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.")
 ]
 Keep = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--keep-attention", "--keep", help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}."
+        "--keep-attention",
+        "--keep",
+        help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}; default: none, or auto for a "
+        "servable student without a memory.",
     ),
 ]
 Servable = Annotated[
     bool,
     typer.Option(
-        "--servable", help="Set the options with which inference engines can run the student (see hf-memory export)."
+        "--servable",
+        help="Set the options with which inference engines can run the student (see hf-memory export). Without --to, "
+        "it keeps whole layers, and the others have a window and sinks.",
     ),
 ]
 Transfer = Annotated[Words, typer.Option(callback=options.after_file, help=f"Schedule of attention transfer: {FIELDS}")]
@@ -66,7 +71,7 @@ def convert(
     text: options.Texts,
     output: Output,
     to: Memory = "attention",
-    keep: Keep = "none",
+    keep: Keep = None,
     option: options.Option = None,
     servable: Servable = False,
     transfer: Transfer = None,
@@ -90,7 +95,7 @@ def convert(
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     recipe = Recipe(
         to=to,
-        keep=keep,
+        keep=keep or ("auto" if servable and to == DEFAULT.to else "none"),
         options=(_servable(to) if servable else {}) | options.read_pairs(option),
         transfer=read_schedule("transfer", DEFAULT.transfer, transfer),
         distillation=read_schedule("distillation", DEFAULT.distillation, distillation),

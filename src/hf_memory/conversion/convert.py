@@ -76,12 +76,12 @@ def convert(
         models = {"teacher": teacher, "quantized": quantized, "tokens": tokens}
         claim(run.checkpoints, plan.describe(run) | models)
     observed, ranking = teacher.eval() if quantized is None else quantized, ()
-    if plan.ranked:
+    if plan.ranks_heads:
+        (heads,) = broadcast_object_list([rank_heads(observed, tokens)])
+        plan = plan.retrieving(heads)
+    elif plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
         plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
-    if plan.ranked_heads:
-        (heads,) = broadcast_object_list([tuple(rank_heads(observed, tokens))])
-        plan = plan.keeping_heads((score.layer, score.head) for score in heads[: plan.ranked_heads])
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {stage.name: _learn(stage, student, observed, tokens, plan, run.of(stage.slot)) for stage in plan.stages}
     student.config.use_cache = True  # the Trainer turns it off

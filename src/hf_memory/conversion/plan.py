@@ -1,7 +1,7 @@
 """Plans: all decisions of a conversion are made here, once, and errors that can be foreseen are raised here."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import WINDOW, is_exact, student_config
-from hf_memory.conversion.students.heads import by_layer
+from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_retrieval
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
@@ -57,7 +57,7 @@ class Plan:
         student_parameters: number of the student's parameters.
         kept: layers that keep the teacher's attention, without those that a ranking will choose.
         ranked: number of layers that a ranking will choose.
-        ranked_heads: number of key-value heads that will be chosen by their retrieval in the teacher.
+        ranked_heads: number of key-value heads that a ranking will choose.
         is_exact: whether the student equals its teacher before any training.
         window: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
@@ -94,15 +94,22 @@ class Plan:
         """Bits of the weights of the teacher that the student learns from; None if it is not quantised."""
         return self.recipe.teacher_bits
 
+    @property
+    def ranks_heads(self) -> bool:
+        """Whether the ranking is of heads, by their retrieval in the teacher, so that it needs no student."""
+        return bool(self.ranked_heads) or (self.ranked > 0 and self.recipe.to == "attention")
+
     def keeping(self, layers: tuple[int, ...]) -> "Plan":
         """The plan with the layers that the ranking has chosen."""
         to, options = str(self.recipe.to), self.recipe.options
         return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
 
-    def keeping_heads(self, heads: Iterable[tuple[int, int]]) -> "Plan":
-        """The plan with the heads that the ranking has chosen, each a pair of a layer and a head in it."""
-        config = _with_heads(self.recipe, self.teacher, heads)
-        return replace(self, ranked_heads=0, student=config)
+    def retrieving(self, heads: Sequence[HeadScore]) -> "Plan":
+        """The plan with the layers or heads that retrieve most, according to a ranking of all heads."""
+        if self.ranked:
+            return self.keeping(tuple(sorted(rank_by_retrieval(heads)[: self.ranked])))
+        chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
+        return replace(self, ranked_heads=0, student=_with_heads(self.recipe, self.teacher, chosen))
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""

@@ -62,8 +62,9 @@ class Recipe:
         to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
             attention over a window; None to fine-tune a model and leave its architecture as it is.
         keep: what keeps the teacher's attention. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
-            keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`); to find them, a
-            student without attention is trained by attention transfer first, see `rank_layers`. `"heads:1/10"` keeps
+            keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`): without a memory
+            those whose heads retrieve most in the teacher, see `rank_heads`; with one, a student without attention is
+            trained by attention transfer first to find them, see `rank_layers`. `"heads:1/10"` keeps
             no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
             most in the teacher. The other heads have a window of 128 tokens, or `sliding_window` of the options, and
             the memory, if there is one, has what left it.

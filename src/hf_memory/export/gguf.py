@@ -164,7 +164,8 @@ def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokeni
     """Raise ValueError if a model cannot be written as a GGUF file."""
     fault = target.engines(config).get("llama.cpp", "it does not support the target")
     if target.name not in LAYOUTS:
-        fault = f"hf_memory writes GGUF files of {' and '.join(LAYOUTS)} only"
+        *first, last = LAYOUTS
+        fault = f"hf_memory writes GGUF files of {', '.join(first)} and {last} only"
     if fault:
         raise ValueError(f"the model must be supported by llama.cpp to be written as GGUF, but {fault}")
     if not is_gguf_available():

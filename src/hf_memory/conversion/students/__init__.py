@@ -37,6 +37,7 @@ PRESETS: dict[str, dict] = {
     },
 }
 SERVABLE: dict[str, dict] = {  # options with which inference engines can run the student, for most teachers
+    "attention": {"attention_sinks": True},  # for teachers without q/k norm, with whole layers kept
     "deltanet": {"gate": "scalar", "output_gate": "silu", "memory_rope": False, "memory_qk_norm": False},
     "gated": {"gate": "mamba2", "memory_rope": False},  # for teachers without q/k norm
 }

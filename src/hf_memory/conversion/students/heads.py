@@ -1,5 +1,6 @@
 """Which key-value heads of a teacher retrieve what it has read before, and so should keep all keys and values."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -68,6 +69,14 @@ def _rows(text: Text, passage: int, between: int, passages: int) -> Iterator[Ten
         read = text.tokens[start : start + passage]
         other = text.tokens[start + passage + between : start + passage + 2 * between]
         yield text.begun(torch.cat([read, other, read])[None])
+
+
+def rank_by_retrieval(heads: Iterable[HeadScore]) -> list[int]:
+    """The layers of ranked heads; the one whose heads retrieve most together comes first."""
+    sums: Counter[int] = Counter()
+    for head in heads:
+        sums[head.layer] += head.score  # type: ignore[assignment]
+    return [layer for layer, _ in sums.most_common()]
 
 
 def by_layer(heads: Iterable[tuple[int, int]], num_layers: int) -> list[list[int]]:
