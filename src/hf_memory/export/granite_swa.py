@@ -19,7 +19,7 @@ class GraniteSWA(Target):
     name = model_type = "granite_swa"
     family = MemoryTransformerConfig
     accepts = {**ANY, **dict.fromkeys(FREE), "attention_sinks": None, "use_qk_norm": (False,)}
-    layer_types = {name: "sliding_attention" for name in ("sliding_heads", "sliding_attention")}
+    layer_types = dict.fromkeys(("sliding_heads", "sliding_attention"), "sliding_attention")
     layer_types |= {"full_attention": "full_attention"}
     has_our_attention = True
 
