@@ -24,6 +24,7 @@ import pasts
 import positions
 import reach
 import recall
+import regression
 import swaps
 from claim import write
 from page import texts
@@ -42,6 +43,7 @@ CLAIMS = {
         mosaics,
         levels,
         context,
+        regression,
         facts,
         swaps,
         length,
