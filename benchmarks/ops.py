@@ -13,6 +13,9 @@ token and head with K = V = D and chunks of C tokens, each multiplication and ad
 
     linear attention   4 C D + 4 D^2                (scores and their product with values; read and write of the state)
     delta rule         8 C D + 6 D^2                (the scores and the solve of the correction besides; one more read)
+    Gated DeltaNet-2   16 C D + 8 D^2               (and Comba: two more products of scores; one more write)
+    DeltaProduct       16 C D + 12 D^2              (the delta rule for each of two steps)
+    ridge regression   248 C D + 66 D^2             (30 steps of conjugate gradients; two states)
     DeltaFormer        4 T D                        (two triangles of T / 2 pairs, each two products)
     neural memory      2 (6 W - W_1) + sum over layers of 2 C (d_in + d_out)
                        (W weights, W_1 in the first layer: recall and gradient at the key, but of the key itself;
@@ -46,9 +49,10 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from hf_memory.ops import delta_rule, deltaformer, linear_attention, neural_memory
+from hf_memory.ops import delta_rule, deltaformer, linear_attention, neural_memory, ridge_regression
 from hf_memory.ops.delta_rule.chunk import CHUNK as DELTA_CHUNK
 from hf_memory.ops.linear_attention.chunk import CHUNK as LINEAR_CHUNK
+from hf_memory.ops.ridge_regression.chunk import CHUNK as RIDGE_CHUNK
 
 RESULTS = Path(__file__).parent / "results"
 CUDA_SHAPES = (
@@ -89,6 +93,16 @@ def delta_operations(T: int, D: int) -> float:
     return 8 * DELTA_CHUNK * D + 6 * D**2
 
 
+def rank_one_operations(T: int, D: int) -> float:
+    """See above."""
+    return 16 * DELTA_CHUNK * D + 8 * D**2
+
+
+def ridge_operations(T: int, D: int) -> float:
+    """See above."""
+    return 248 * RIDGE_CHUNK * D + 66 * D**2
+
+
 def memory_operations(layers: list[tuple[int, int]]) -> float:
     """See above."""
     W = sum(a * b for a, b in layers)
@@ -104,6 +118,40 @@ def linear(normalize: bool = False) -> Callable:
 def delta(x: Arguments, backend: str) -> Tensor:
     """The delta rule with whatever decay there is."""
     return delta_rule(**x, backend=backend)[0]
+
+
+def gated_deltanet_2(x: Arguments, backend: str) -> Tensor:
+    """Gated DeltaNet-2 as the delta rule with vectors of its own."""
+    q, k, v, g, b, w = (x[name] for name in ("q", "k", "v", "g", "b", "w"))
+    one = torch.ones(v.shape[:3], device=v.device)
+    return delta_rule(q, k, w * v, one, g, -(g.exp() * b * k).to(k.dtype), k, backend=backend)[0]
+
+
+def comba(x: Arguments, backend: str) -> Tensor:
+    """Comba, which asks with p before the decay."""
+    b = (x["beta"][..., None] * x["k"]).to(x["k"].dtype)
+    return delta_rule(x["q"], x["k"], x["v"], x["beta"], x["g"], -x["p"], b, backend=backend)[0]
+
+
+def delta_product(x: Arguments, backend: str) -> Tensor:
+    """Two steps for each token: a token of the delta rule each, of which the second reads."""
+    q, g = (
+        F.pad(y[:, :, None], (0, 0) * (y.ndim - 2) + pad).flatten(1, 2)
+        for y, pad in ((x["q"], (1, 0)), (x["g"], (0, 1)))
+    )
+    return delta_rule(q, x["k"], x["v"], x["beta"], g, backend=backend)[0][:, 1::2]
+
+
+def mesa(x: Arguments, backend: str) -> Tensor:
+    """MesaNet's read with a regulariser of one."""
+    ridge = torch.ones(*x["v"].shape[2:3], x["k"].shape[3], device=x["k"].device)
+    return ridge_regression(**x, ridge=ridge, backend="auto" if backend == "triton" else backend)[0]
+
+
+def fla_mesa(x: Arguments) -> Tensor:
+    """The same in flash-linear-attention."""
+    lamb = torch.ones(*x["v"].shape[2:3], x["k"].shape[3], device=x["k"].device)
+    return import_module("fla.ops.mesa_net").chunk_mesa_net(**x, lamb=lamb)[0]
 
 
 def memory(depth: int) -> Form:
@@ -208,6 +256,28 @@ FORMS = (
         {"Kimi Linear (transformers)": kimi, **fla("kda", "chunk_kda")},
     ),
     Form(
+        "Gated DeltaNet-2",
+        gated_deltanet_2,
+        (*QKV, "vector_g", "b", "w"),
+        rank_one_operations,
+        fla("gdn2", "chunk_gdn2"),
+    ),
+    Form("Comba", comba, (*QKV, "p", "beta", "g"), rank_one_operations, fla("comba", "chunk_comba")),
+    Form(
+        "DeltaProduct, two steps",
+        delta_product,
+        ("q", "keys_2", "values_2", "beta_2", "g"),
+        lambda T, D: 2 * delta_operations(T, D),
+        fla("gated_delta_product", "chunk_gated_delta_product", num_householder=2),
+    ),
+    Form(
+        "ridge regression (MesaNet)",
+        mesa,
+        ("unit_q", "k", "v", "beta", "g"),
+        ridge_operations,
+        {"fla": fla_mesa} if fla("mesa_net", "chunk_mesa_net") else {},
+    ),
+    Form(
         "DeltaFormer",
         lambda x, backend: deltaformer(**x, backend=backend)[0],
         (*QKV, "beta"),
@@ -217,7 +287,15 @@ FORMS = (
     memory(1),
     memory(2),
 )
-NAMES = {"phi_q": "q", "phi_k": "k", "vector_g": "g"}  # what the ops call them
+NAMES = {
+    "phi_q": "q",
+    "phi_k": "k",
+    "unit_q": "q",
+    "vector_g": "g",
+    "keys_2": "k",
+    "values_2": "v",
+    "beta_2": "beta",
+}  # what the ops call them
 
 
 def make_arguments(form: Form, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Arguments:
@@ -238,6 +316,13 @@ def make_arguments(form: Form, shape: tuple[int, ...], device: str, dtype: torch
         "beta": lambda: random(*gates).sigmoid(),
         "g": lambda: F.logsigmoid(random(*gates) + 2),
         "vector_g": lambda: F.logsigmoid(random(*rows) + 2),
+        "unit_q": lambda: F.normalize(random(*rows), dim=-1).to(dtype),
+        "p": lambda: F.normalize(random(*rows), dim=-1).to(dtype),
+        "b": lambda: random(*rows).sigmoid().to(dtype),
+        "w": lambda: random(*rows).sigmoid().to(dtype),
+        "keys_2": lambda: F.normalize(random(B, 2 * T, H, D), dim=-1).to(dtype),
+        "values_2": lambda: random(B, 2 * T, H, D, like=dtype),
+        "beta_2": lambda: random(B, 2 * T, H).sigmoid(),
         "lr": lambda: random(*gates).sigmoid() * 0.1 / MEMORY_CHUNK,
         "momentum": lambda: F.logsigmoid(random(*gates)),
         "decay": lambda: F.logsigmoid(random(*gates) + 3),
