@@ -203,11 +203,7 @@ class PreconditionedMixer(DeltaNetMixer):
             k.square(),
             self.key_decay(hidden_states)[0],
             scale=1.0,
-            mask=context.attention_mask,
-            initial_state=context.states.get("key_squares"),
-            output_final_state=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **context.options(self.config.mixer_backend, "key_squares"),
         )
         excess = F.softsign((wide(squares) + 1e-6).log() - wide(self.center)[:, None])
         writes = (k * (-math.log(1.5) * excess).exp()).to(k.dtype)

@@ -72,12 +72,8 @@ class Mamba3Mixer(MemoryMixer):
             ((steps * share + later)[..., None] * x).to(x.dtype),
             g,
             scale=1.0,
-            mask=context.attention_mask,
-            initial_state=memory,
-            output_final_state=True,
             in_place=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
+            **(context.options(self.config.mixer_backend) | {"initial_state": memory}),
         )
         unseen = later * (wide(q) * wide(k)).sum(-1)
         o = (o + (wide(self.D) - unseen)[..., None].to(x.dtype) * x).flatten(-2)

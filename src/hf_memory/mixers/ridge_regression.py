@@ -52,18 +52,10 @@ class MesaMixer(MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        past = context.states
-        o, state = ridge_regression(
-            unit_length(q),
-            unit_length(k),
-            v,
-            **self.gates(hidden_states),
-            mask=context.attention_mask,
-            initial_state=RidgeState(past["key_products"], past["memory"]) if past else None,
-            output_final_state=True,
-            cu_seqlens=context.cu_seqlens,
-            backend=self.config.mixer_backend,
-        )
+        options = context.options(self.config.mixer_backend) | self.gates(hidden_states)
+        if context.states:
+            options["initial_state"] = RidgeState(context.states["key_products"], context.states["memory"])
+        o, state = ridge_regression(unit_length(q), unit_length(k), v, **options)
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
