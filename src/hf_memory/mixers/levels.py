@@ -1,7 +1,8 @@
-"""One memory for the whole past, or one for each of log2 T blocks of it (log-linear attention), chosen by `levels`."""
+"""One memory for the whole past, or one for each of log2 T blocks or of its segments, chosen by `levels`."""
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import initialization as init
 from hf_memory.cache import Spec, State
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, States
+from hf_memory.mixers.segments import read_segments
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
 ONE = math.log(math.e - 1)  # softplus(ONE) = 1
@@ -42,18 +44,28 @@ class Levels:
     config: Any
     spec: Spec
     num_output_heads: int
+    head_dim: int
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
         if config.levels == "log":
             self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
+        if config.levels == "segments":
+            self.u_proj = nn.Linear(config.hidden_size, self.num_output_heads * self.head_dim, bias=False)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks."""
+        """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks.
+
+        With segments, a matrix for each head and segment, the sums of their keys, and the number of tokens.
+        """
         spec = super().state_spec(config, layer_idx)  # type: ignore[misc]
         if config.levels == "one":
             return spec
+        if config.levels == "segments":
+            memory = replace(spec["memory"], growth="segment", every=config.segment_length)
+            own = {"memory": memory, "key_sums": replace(memory, shape=memory.shape[:2])}
+            return spec | own | {"num_tokens": State((), torch.long)}
         memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
         return spec | {"memory": memory, "num_tokens": State((), torch.long)}
 
@@ -79,9 +91,25 @@ class Levels:
             weights = self.level_weights(hidden_states)[..., : levels + 1]
             o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
             return o, {"memory": after.levels, "num_tokens": after.num_tokens}
+        if self.config.levels == "segments":
+            return self._segments(hidden_states, context, (q, k, v, g) if beta is None else (q, k, v, beta, g), scale)
         options["in_place"] = True
         if beta is None:
             o, memory = linear_attention(q, k, v, g, **options)
         else:
             o, memory = delta_rule(q, k, v, beta, g, **erase, **options)
         return o, {"memory": memory}
+
+    def _segments(self, hidden_states: Tensor, context: Context, tokens: tuple, scale: float | None):
+        """The same with a memory for each segment; packed sequences are read one after the other."""
+        u = self.u_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        op: Any = linear_attention if len(tokens) == 4 else delta_rule
+        length, options = self.config.segment_length, {"scale": scale, "backend": self.config.mixer_backend}
+        if context.cu_seqlens is None:
+            return read_segments(op, u, tokens, context, length, **options)
+        parts = []
+        for start, end in pairwise(context.cu_seqlens.unique().tolist()):
+            own = [x if x is None else x[:, start:end] for x in tokens]
+            apart = context._replace(cu_seqlens=None).of(slice(start, end), {})
+            parts.append(read_segments(op, u[:, start:end], own, apart, length, **options)[0])
+        return torch.cat(parts, 1), {}
