@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cases import PRODUCT_KEYS
-from hf_memory import conversion
+from hf_memory import DeltaNetConfig, conversion
 from hf_memory.cli.progress import Lines
 from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, results_of
+from hf_memory.conversion.engines import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.evaluation import Cost, ModelResult
@@ -64,6 +65,31 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     about = card[: card.index("## Results")]  # what follows explains columns
     assert [words for words in true if words not in about] == []
     assert [words for words in false if words in about] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "true", "false"),
+    [
+        ({"to": "deltaformer"}, ("cannot be exported", "vLLM does not run it"), ("hf-memory export", "vllm serve")),
+        ({"to": "gated"}, ("cannot be exported", "vllm serve FOLDER"), ("llama-server",)),
+        (
+            {"to": "attention", "keep": "heads:1/2"},
+            ("vLLM does not run it",),
+            ("vllm serve FOLDER",),
+        ),
+    ],
+)
+def test_a_card_says_how_this_model_is_served(recipe, true, false):
+    said = " ".join(ways_to_serve(planned(**recipe).student))
+    assert [words for words in true if words not in said] == []
+    assert [words for words in false if words in said] == []
+
+
+def test_a_card_names_the_engines_of_an_export():
+    said = " ".join(ways_to_serve(DeltaNetConfig(gate="scalar")))
+    assert "as `qwen3_5_text` with the same logits" in said
+    assert "`vllm serve served`" in said
+    assert "llama-server" not in said  # values are wider than keys
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_folder_with_two_files_or_a_config_is_told_apart(folder, tmp_path, mon
     (tmp_path / "config.json").touch()
     assert find_gguf(str(tmp_path)) is None
     monkeypatch.setattr("hf_memory.conversion.teachers.gguf.is_gguf_available", lambda: False)
-    with pytest.raises(ValueError, match="pip install 'hf-memory"):
+    with pytest.raises(ValueError, match="pip install gguf"):
         find_gguf(str(folder[0]))
 
 

@@ -151,9 +151,8 @@ def test_every_family_loads_saves_and_generates_without_an_import_or_says_how_to
     tokens = saved["sharded"].generate(torch.tensor([[5, 9, 7]]), max_new_tokens=6, do_sample=False)[0, 3:]
     assert generated.split() == [f"w{token}" for token in tokens]
     assert missing == (
-        "ImportError This model is made of classes from the package hf-memory, which could not be imported: "
-        "No module named 'hf_memory'. Install it with `pip install hf-memory`, or update it with "
-        "`pip install --upgrade hf-memory`."
+        "ImportError This model is made of classes from the package hf_memory, which could not be imported: "
+        "No module named 'hf_memory'. Install the newest version with `pip install .` in a clone of its repository."
     )
     assert untrusted.startswith("ValueError")
     assert "trust_remote_code=True" in untrusted

@@ -39,9 +39,7 @@ def datastore(
     ] = None,
     index: Annotated[
         str | None,
-        typer.Option(
-            help="Index for faiss (needs hf-memory\\[retrieval]), such as IVF4096,PQ64; default: search all keys."
-        ),
+        typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
     ] = None,
     max_tokens: MaxTokens = None,
     device: Device = None,

@@ -50,7 +50,7 @@ Prompts = Annotated[
 ]
 LmEval = Annotated[
     str | None,
-    typer.Option(help="Tasks of lm-eval (needs hf-memory\\[eval]), separated by commas; a name may be a YAML file."),
+    typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
 ]
 Store = Annotated[
     Path | None,

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.describe import past, settings, story
+from hf_memory.conversion.engines import ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
@@ -34,6 +35,7 @@ class Results:
         losses: losses by stage.
         rows: measurements of each model, the reference first and the student last.
         window: tokens of the longest window of attention in the student; 0 if it has none.
+        serving: how the student is served, a sentence for each way.
     """
 
     teacher: str
@@ -45,6 +47,7 @@ class Results:
     losses: dict[str, History]
     rows: list[ModelResult]
     window: int = 0
+    serving: tuple[str, ...] = ()
 
     @property
     def is_far(self) -> bool:
@@ -71,6 +74,7 @@ def results_of(
         losses=losses,
         rows=rows,
         window=longest_window(plan.student),
+        serving=tuple(ways_to_serve(plan.student)),
     )
 
 

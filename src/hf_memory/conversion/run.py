@@ -141,5 +141,5 @@ def _check_installed(arguments: TrainingArguments) -> None:
         for logger in get_reporting_integration_callbacks(arguments.report_to):
             logger()
     except (RuntimeError, ImportError, AssertionError) as error:
-        wanted = "report_to must be a logger that is installed (hf-memory[report] has tensorboard)"
+        wanted = "report_to must be a logger that is installed, such as tensorboard"
         raise ValueError(f"{wanted}, got {error}") from error

@@ -277,5 +277,5 @@ def _faiss():
     try:
         import faiss
     except ImportError as error:
-        raise ValueError("an index needs faiss: pip install hf-memory[retrieval]") from error
+        raise ValueError("an index needs faiss: pip install faiss-cpu") from error
     return faiss

@@ -26,7 +26,7 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"lm_eval needs lm-eval: pip install 'hf-memory[eval]', got {task}") from error
+        raise ValueError(f"lm_eval needs lm-eval: pip install lm-eval, got {task}") from error
     name, folder = task_name(task), str(Path(task).parent) if task.endswith(YAML) else None
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     manager = TaskManager(include_path=folder)

@@ -169,7 +169,7 @@ def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokeni
     if fault:
         raise ValueError(f"the model must be supported by llama.cpp to be written as GGUF, but {fault}")
     if not is_gguf_available():
-        raise ValueError("a GGUF file needs gguf: pip install hf-memory[gguf]")
+        raise ValueError("a GGUF file needs gguf: pip install gguf")
     if tokenizer is not None:
         pre_tokenizer(tokenizer)
 

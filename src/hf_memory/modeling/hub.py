@@ -15,7 +15,7 @@ from hf_memory.files.folders import replaced
 from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
 
 SHIM_MODULE = "modeling_hf_memory"
-SHIM = '''"""The classes of this model; they live in the package hf-memory: `pip install hf-memory`."""
+SHIM = '''"""The classes of this model; they live in the package hf_memory: `pip install .` in a clone of it."""
 
 try:
     from hf_memory import (
@@ -23,8 +23,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "This model is made of classes from the package hf-memory, which could not be imported: "
-        f"{{error}}. Install it with `pip install hf-memory`, or update it with `pip install --upgrade hf-memory`."
+        "This model is made of classes from the package hf_memory, which could not be imported: "
+        f"{{error}}. Install the newest version with `pip install .` in a clone of its repository."
     ) from error
 '''
 

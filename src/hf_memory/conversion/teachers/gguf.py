@@ -55,7 +55,7 @@ def find_gguf(name: str) -> Path | None:
     if len(files) > 1:
         raise ValueError(f"teacher must be one GGUF file, got {name} with {', '.join(file.name for file in files)}")
     if not is_gguf_available():
-        raise ValueError(f"a teacher in a GGUF file needs gguf: pip install 'hf-memory[gguf]', got {files[0].name}")
+        raise ValueError(f"a teacher in a GGUF file needs gguf: pip install gguf, got {files[0].name}")
     return files[0]
 
 
