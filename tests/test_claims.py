@@ -63,6 +63,8 @@ def test_other_seeds_have_the_rate_that_was_best(module):
         ("groups", {"group": "S3", "model": "RWKV-7, [-1, 1], two tokens", "seed": 0, "steps": 2}),
         ("levels", {"model": "Mamba-2, log-linear", "lr": 0.01, "seed": 0, "steps": 1}),
         ("facts", {"model": "16,384 slots", "seed": 0, "facts": 64, "steps": 1}),
+        ("regression", {"keys": "equal", "noise": 0.5, "memory": "MesaNet", "seed": 0}),
+        ("groups", {"group": "Z3", "model": "DeltaProduct, [-1, 1], two steps", "seed": 0, "steps": 2}),
         ("context", {"rule": "network", "memory": "TTT-Linear", "seed": 0}),
         ("positions", {"position": "alibi", "seed": 0, "steps": 1}),
         ("pasts", {"model": "window of 32", "seed": 0, "steps": 1}),

@@ -19,9 +19,10 @@ most the whole component along a unit key, so it cannot flip the sign of that co
 RWKV-7; for Z2 one suffices. All others are at chance, which is 0.50, 0.33, 0.17 and 0.02 for the four groups.
 
 **How the results differ.** Not every seed finds the solution within 800 steps: of three seeds, one of RWKV-7 fails at
-parity and one of DeltaNet at S3. Probably RWKV-7's token shift is in the way, as short convolutions are: the key that
-it erases mixes a token with the one before, so that not every step flips the same direction. Errors of rotations add up
-over the steps, so accuracy is lower at 64 elements than at 16, most of all for Z3.
+parity, one of DeltaNet with two tokens at S3, and two of DeltaProduct at each of Z3 and S3. Probably RWKV-7's token
+shift is in the way, as short convolutions are: the key that it erases mixes a token with the one before, so that not
+every step flips the same direction. Errors of rotations add up over the steps, so accuracy is lower at 64 elements than
+at 16, most of all for Z3.
 """
 
 from functools import partial
