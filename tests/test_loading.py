@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import CASE, SIZES, make_model
 from hf_memory import export_model
-from hf_memory.cli.writing import load
+from hf_memory.cli.writing import LoadingFlags
 from hf_memory.conversion import load_teacher
 from hf_memory.modeling.loading import load_config, load_model
 
@@ -35,7 +35,7 @@ def test_whole_models_are_loaded(folder):
 
 
 @pytest.mark.parametrize(
-    "use", [load_model, load_teacher, lambda x: load(x, "cpu", "auto"), lambda x: export_model(x, f"{x}-exported")]
+    "use", [load_model, load_teacher, LoadingFlags("cpu").load, lambda x: export_model(x, f"{x}-exported")]
 )
 def test_missing_weights_are_refused_by_name(folder, use):
     file = folder / "model.safetensors"

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-__all__ = ["LAYER_TYPES", "MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
+__all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
 LAYER_TYPES = ("memory", "sliding_memory", "sliding_heads")  # names in configs of layers with named states
 Growth = Literal["fixed", "log", "segment", "token"]  # how a state grows with the number of tokens

@@ -1,7 +1,11 @@
 """The commands of `hf-memory`, one in each file; `hf_memory_cli` lists them, and imports the one that is called."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from importlib import import_module
+from inspect import Parameter, Signature, signature
+from typing import Any
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
@@ -19,8 +23,28 @@ def load(name: str):
     logging.disable_progress_bar()
     function = name.replace("-", "_")
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name)(getattr(import_module(f"hf_memory.cli.{function}"), function))
+    alone.command(name)(with_flags(getattr(import_module(f"hf_memory.cli.{function}"), function)))
     return typer.main.get_command(alone)
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer needs it: with a parameter for each field of the dataclasses that the command takes."""
+    parameters, groups = list[Parameter](), dict[str, Any]()
+    for parameter in signature(command).parameters.values():
+        group: Any = parameter.annotation
+        if is_dataclass(group):
+            groups[parameter.name] = group
+            parameters += signature(group).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    def run(**given) -> None:
+        made = {name: group(**{x.name: given.pop(x.name) for x in fields(group)}) for name, group in groups.items()}
+        command(**given, **made)
+
+    run.__doc__, run.__annotations__ = command.__doc__, {x.name: x.annotation for x in parameters}
+    run.__signature__ = Signature([x.replace(kind=Parameter.KEYWORD_ONLY) for x in parameters])  # type: ignore
+    return run
 
 
 def explain(error: Exception) -> None:

@@ -10,10 +10,9 @@ from typing import Annotated
 import torch
 import typer
 
-from hf_memory.cli.options import Seed
 from hf_memory.cli.terminal import console
 from hf_memory.cli.turns import turns
-from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, Writer, load, sampling
+from hf_memory.cli.writing import LoadingFlags, SamplingFlags, Writer
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.serving import Conversation, load_memory, save_memory
 
@@ -31,25 +30,19 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt; the tokenizer must have a chat template.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 200,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    greedy: Greedy = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
+    *,
+    sampling: SamplingFlags,
+    loading: LoadingFlags,
 ) -> None:
     """Chat with a model; the conversation is in its memory. /exit ends it, /reset empties the memory."""
-    options = sampling(temperature, top_p, top_k, greedy)
+    how: dict = {"max_new_tokens": max_new_tokens, "options": sampling.options(), "seed": sampling.seed}
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = loading.load(model)
     if memory is not None and not isinstance(loaded, MemoryForCausalLM):
         raise ValueError(f"memory must not be given for a model of another package, got a {type(loaded).__name__}")
     cache = load_memory(memory, loaded) if memory and memory.exists() else None
-    conversation = Conversation(
-        loaded, tokenizer, cache=cache, system=system, max_new_tokens=max_new_tokens, options=options, seed=seed
-    )
+    conversation = Conversation(loaded, tokenizer, cache=cache, system=system, **how)
     try:
         with _ended_by_signals():
             _talk(conversation)

@@ -1,7 +1,7 @@
 """hf-memory convert."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,103 +19,88 @@ from hf_memory.evaluation import ModelResult
 from hf_memory.evaluation.model_result import OF_CARD
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
-FIELDS = f"name=value,... with names from {', '.join(Schedule._fields)}; may be repeated."
 DEFAULT = Recipe()
 RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
-Words = list[str] | None
-TeacherName = Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")]
-Output = Annotated[Path, typer.Option(help="Folder for the student.")]
-Memory = Annotated[
-    str, typer.Option(help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.")
-]
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        "--keep-attention",
-        "--keep",
-        help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}; default: none, or auto for a "
-        "servable student without a memory.",
-    ),
-]
-Servable = Annotated[
-    bool,
-    typer.Option(
-        "--servable",
-        help="Set the options with which inference engines can run the student (see hf-memory export). Without --to, "
-        "it keeps whole layers, and the others have a window and sinks.",
-    ),
-]
-Transfer = Annotated[Words, typer.Option(callback=options.after_file, help=f"Schedule of attention transfer: {FIELDS}")]
-Distillation = Annotated[Words, typer.Option(callback=options.after_file, help=f"Schedule of distillation: {FIELDS}")]
-FineTuning = Annotated[
-    Words, typer.Option(callback=options.after_file, help=f"Schedule of fine-tuning, by default of 0 steps: {FIELDS}")
-]
-Temperature = Annotated[float, typer.Option(help="Temperature of the distillation loss.")]
-CrossEntropy = Annotated[
-    float | None,
-    typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
-]
-TeacherBits = Annotated[
-    int | None, typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation.")
-]
-TeacherLogits = Annotated[
-    Path | None, typer.Option(help="Save the teacher's most likely tokens to this folder first, then distil from them.")
-]
-TopK = Annotated[int | None, typer.Option(help=f"Likely tokens to save at each position; default: {conversion.TOP_K}.")]
+
+def schedule(stage: str):
+    """The flag for the schedule of a stage."""
+    fields = ", ".join(Schedule._fields)
+    words = f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
+    return typer.Option(callback=options.after_file, help=words)
+
+
+@dataclass(frozen=True)
+class StudentFlags:
+    """Flags of a student and of its training. One with the name of a field of `Recipe` sets that field."""
+
+    to: Annotated[
+        str, typer.Option(help=f"The student's memory, or attention for none: {', '.join(conversion.STUDENTS)}.")
+    ] = "attention"
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-attention",
+            "--keep",
+            help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}; default: none, or auto for a "
+            "servable student without a memory.",
+        ),
+    ] = None
+    option: options.Option = None
+    servable: Annotated[
+        bool,
+        typer.Option(
+            "--servable",
+            help="Set the options with which inference engines can run the student (see hf-memory export). Without "
+            "--to, it keeps whole layers, and the others have a window and sinks.",
+        ),
+    ] = False
+    transfer: Annotated[list[str] | None, schedule("attention transfer")] = None
+    distillation: Annotated[list[str] | None, schedule("distillation")] = None
+    fine_tuning: Annotated[list[str] | None, schedule("fine-tuning, by default of 0 steps")] = None
+    lora_rank: options.LoraRank = None
+    temperature: Annotated[float, typer.Option(help="Temperature of the distillation loss.")] = 1.0
+    cross_entropy: Annotated[
+        float | None,
+        typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
+    ] = None
+    teacher_bits: Annotated[
+        int | None,
+        typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."),
+    ] = None
+    teacher_logits: Annotated[
+        Path | None,
+        typer.Option(help="Save the teacher's most likely tokens to this folder first, then distil from them."),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Likely tokens to save at each position; default: {conversion.TOP_K}.")
+    ] = None
+    seed: options.Seed = 0
+
+    def recipe(self) -> Recipe:
+        """The recipe that these flags make."""
+        if self.servable and self.to not in conversion.SERVABLE:
+            raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
+        given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
+        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.schedules.items()}
+        given["keep"] = self.keep or ("auto" if self.servable and self.to == DEFAULT.to else "none")
+        given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
+        given["top_k"] = conversion.TOP_K if self.teacher_logits and self.top_k is None else self.top_k
+        return Recipe(**given)
 
 
 def convert(
     context: typer.Context,
-    teacher: TeacherName,
+    teacher: Annotated[str, typer.Argument(help=f"Folder, Hub name or GGUF file of a model of type {TEACHER_TYPES}.")],
     text: options.Texts,
-    output: Output,
-    to: Memory = "attention",
-    keep: Keep = None,
-    option: options.Option = None,
-    servable: Servable = False,
-    transfer: Transfer = None,
-    distillation: Distillation = None,
-    fine_tuning: FineTuning = None,
-    lora_rank: options.LoraRank = None,
-    max_tokens: options.MaxTokens = None,
-    measure_tokens: options.MeasureTokens = 2**16,
-    temperature: Temperature = 1.0,
-    cross_entropy: CrossEntropy = None,
-    teacher_bits: TeacherBits = None,
-    teacher_logits: TeacherLogits = None,
-    top_k: TopK = None,
-    seed: options.Seed = 0,
-    checkpoints: options.Checkpoints = None,
-    arguments: options.Training = None,
-    overwrite: options.Overwrite = False,
-    dry_run: options.DryRun = False,
-    config: options.Config = None,
+    output: Annotated[Path, typer.Option(help="Folder for the student.")],
+    student: StudentFlags,
+    training: options.TrainingFlags,
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
-    recipe = Recipe(
-        to=to,
-        keep=keep or ("auto" if servable and to == DEFAULT.to else "none"),
-        options=(_servable(to) if servable else {}) | options.read_pairs(option),
-        transfer=read_schedule("transfer", DEFAULT.transfer, transfer),
-        distillation=read_schedule("distillation", DEFAULT.distillation, distillation),
-        fine_tuning=read_schedule("fine_tuning", DEFAULT.fine_tuning, fine_tuning),
-        lora_rank=lora_rank,
-        temperature=temperature,
-        cross_entropy=cross_entropy,
-        top_k=conversion.TOP_K if teacher_logits and top_k is None else top_k,
-        teacher_bits=teacher_bits,
-        seed=seed,
-    )
-    run, flags = Run(checkpoints, teacher_logits, training=options.read_pairs(arguments)), Flags.of(context)
-    asked = Asked(teacher, recipe, run, text, output, flags, overwrite, dry_run, max_tokens, measure_tokens, servable)
+    run = Run(training.checkpoints, student.teacher_logits, training=options.read_pairs(training.training))
+    asked = Asked(teacher, student.recipe(), run, text, output, Flags.of(context), training, student.servable)
     carry_out(asked, _convert)
-
-
-def _servable(to: str) -> dict:
-    if to not in conversion.SERVABLE:
-        raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {to!r}")
-    return conversion.SERVABLE[to]
 
 
 def _convert(job: Job) -> Made | None:

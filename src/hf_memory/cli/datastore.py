@@ -10,10 +10,10 @@ from hf_memory import conversion
 from hf_memory.cli.options import SOURCES, MaxTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console
-from hf_memory.cli.writing import Device, Dtype, load
+from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, build_datastore
 from hf_memory.decoding import tune as choose
-from hf_memory.files.folders import check_output
+from hf_memory.files.folders import check_output, size_of
 from hf_memory.files.text import Text, check_tokens
 
 KEY_DTYPES = ("float16", "bfloat16", "float32")
@@ -42,8 +42,8 @@ def datastore(
         typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
     ] = None,
     max_tokens: MaxTokens = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
+    *,
+    loading: LoadingFlags,
 ) -> None:
     """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
     if key_dtype not in KEY_DTYPES:
@@ -53,7 +53,7 @@ def datastore(
     made = None if text else Datastore(output)
     if made is None:
         check_output(output)
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = loading.load(model)
     with signs_of_life() as report:
 
         def read(sources: list[str], limit: int | None = None) -> Text:
@@ -66,6 +66,7 @@ def datastore(
             made = build_datastore(loaded, read(text or [], max_tokens), output, **how, report=report)
         if tune:
             made.keep_mixture(choose(loaded, made, read(tune), length=length))
-    size = sum(file.stat().st_size for file in output.iterdir())
     mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())
-    console.out(f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size / 1e6:,.1f} MB{mixture}")
+    console.out(
+        f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size_of(output) / 1e6:,.1f} MB{mixture}"
+    )

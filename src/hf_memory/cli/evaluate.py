@@ -15,7 +15,7 @@ from hf_memory.cli.options import SOURCES, MaxTokens, MeasureTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
-from hf_memory.cli.writing import Device, Dtype, load
+from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
@@ -77,8 +77,8 @@ def evaluate(
     lm_eval: LmEval = None,
     datastore: Store = None,
     output: Output = Path("evaluation"),
-    device: Device = None,
-    dtype: Dtype = "auto",
+    *,
+    loading: LoadingFlags,
 ) -> None:
     """Measure a model, and compare it with its teacher. Each figure has a 95 % interval (bootstrap).
 
@@ -90,7 +90,7 @@ def evaluate(
     mine = f"{model} with {datastore.name}" if datastore else model
     with claimed(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
-        models = {name: load(source, device, dtype) for name, source in sources.items()}
+        models = {name: loading.load(source) for name, source in sources.items()}
         weights = _weights(models, store)
         tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
         tokens = split(tokens)[1] if held_out else tokens
@@ -98,7 +98,7 @@ def evaluate(
             check_tokens(tokens, loaded.config, min(sizes))
         how: dict = {"samples": samples, "seed": seed, "prompts": asked}
         settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": max_new_tokens}
-        settings |= {"dtype": dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
+        settings |= {"dtype": loading.dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
         known = record.open_record(output, settings | {"against": weights[against] if against else None})
         keep = partial(record.keep, output, known)
         how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": max_new_tokens}

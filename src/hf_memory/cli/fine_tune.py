@@ -28,20 +28,15 @@ def fine_tune(
     batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size,
     length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length,
     lora_rank: options.LoraRank = None,
-    max_tokens: options.MaxTokens = None,
-    measure_tokens: options.MeasureTokens = 2**16,
     seed: options.Seed = 0,
-    checkpoints: options.Checkpoints = None,
-    arguments: options.Training = None,
-    overwrite: options.Overwrite = False,
-    dry_run: options.DryRun = False,
-    config: options.Config = None,
+    *,
+    training: options.TrainingFlags,
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
     schedule = Schedule(steps, learning_rate, batch_size, length)
     recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
-    run, flags = Run(checkpoints, training=options.read_pairs(arguments)), Flags.of(context)
-    asked = Asked(model, recipe, run, text, output, flags, overwrite, dry_run, max_tokens, measure_tokens)
+    run = Run(training.checkpoints, training=options.read_pairs(training.training))
+    asked = Asked(model, recipe, run, text, output, Flags.of(context), training)
     with tempfile.TemporaryDirectory() as folder:
         carry_out(asked, partial(_fine_tune, adapter=Path(folder) if lora_rank else None))
 

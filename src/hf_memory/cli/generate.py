@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memory.cli.options import Seed
-from hf_memory.cli.writing import Device, Dtype, Greedy, Temperature, TopK, TopP, load, sampling, write
+from hf_memory.cli.writing import LoadingFlags, SamplingFlags, write
 from hf_memory.decoding import Datastore, NearestNeighbours
 
 
@@ -15,13 +14,6 @@ def generate(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.", min=1)] = 100,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    greedy: Greedy = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
     datastore: Annotated[
         Path | None, typer.Option(help="Folder of a datastore that hf-memory datastore has built with this model.")
     ] = None,
@@ -29,12 +21,15 @@ def generate(
         float | None,
         typer.Option(help="Weight of the datastore's prediction, 0 to 1; default: that chosen by --tune, or 0.25."),
     ] = None,
+    *,
+    sampling: SamplingFlags,
+    loading: LoadingFlags,
 ) -> None:
     """Continue a prompt."""
-    options = sampling(temperature, top_p, top_k, greedy)
+    options = {"max_new_tokens": max_new_tokens, **sampling.options()}
     if datastore_weight is not None and datastore is None:
         raise ValueError(f"datastore_weight must not be given without datastore, got {datastore_weight}")
     store = Datastore(datastore) if datastore else None
-    loaded, tokenizer = load(model, device, dtype)
+    loaded, tokenizer = loading.load(model)
     with NearestNeighbours(loaded, store, weight=datastore_weight) if store else nullcontext():
-        write(loaded, tokenizer, prompt, seed, max_new_tokens=max_new_tokens, **options).say_speed()
+        write(loaded, tokenizer, prompt, sampling.seed, **options).say_speed()

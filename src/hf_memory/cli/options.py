@@ -1,5 +1,6 @@
 """Flags that several commands have, and how their values are read."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -35,21 +36,32 @@ MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the tex
 MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
 LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
-Training = Annotated[
-    list[str] | None,
-    typer.Option("--training", "-t", help="name=value, an option of transformers' TrainingArguments; may be repeated."),
-]
-Overwrite = Annotated[bool, typer.Option(help="Replace the result of an earlier run.")]
-DryRun = Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        is_eager=True,
-        callback=_flags_of_file,
-        help=f"YAML file with values for these options, such as {RUN} in the folder of a student.",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Flags of the commands that train a model."""
+
+    max_tokens: MaxTokens = None
+    measure_tokens: MeasureTokens = 2**16
+    checkpoints: Checkpoints = None
+    training: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--training", "-t", help="name=value, an option of transformers' TrainingArguments; may be repeated."
+        ),
+    ] = None
+    overwrite: Annotated[bool, typer.Option(help="Replace the result of an earlier run.")] = False
+    dry_run: Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")] = False
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=_flags_of_file,
+            help=f"YAML file with values for these options, such as {RUN} in the folder of a student.",
+        ),
+    ] = None
 
 
 def read_pairs(pairs: list[str] | None) -> dict:

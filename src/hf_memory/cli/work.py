@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import found
+from hf_memory.cli.options import TrainingFlags, found
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
@@ -38,10 +38,7 @@ class Asked(NamedTuple):
     text: list[str]  # its sources
     output: Path
     flags: Flags  # of the command, for the run file
-    overwrite: bool
-    dry_run: bool
-    max_tokens: int | None  # of the text; None: all
-    measure_tokens: int  # of the held-out text
+    training: TrainingFlags
     servable: bool = False  # by inference engines
 
 
@@ -57,7 +54,9 @@ class Job(NamedTuple):
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
         """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
-        subject = Subject(model, self.held_out, teacher, lengths_beyond(self.plan.student), self.asked.measure_tokens)
+        subject = Subject(
+            model, self.held_out, teacher, lengths_beyond(self.plan.student), self.asked.training.measure_tokens
+        )
         found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
         return measure(name, subject, found=found, report=self.asked.run.report, **how)
 
@@ -83,12 +82,12 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
         asked: what is asked for.
         make: makes the model; returns None in all processes except the first.
     """
-    with nullcontext() if asked.dry_run or not IS_FIRST else claimed(asked.output):
+    with nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output):
         with signs_of_life() as report:
             job = _prepare(asked._replace(run=replace(asked.run, report=report)))
-            made = None if asked.dry_run else make(job)
+            made = None if asked.training.dry_run else make(job)
             results = None if made is None else _saved_and_measured(job, made)
-        if asked.dry_run:
+        if asked.training.dry_run:
             print_table(conversion.plan_rows(job.plan), title="plan")
         if results is None:
             return
@@ -104,17 +103,18 @@ def _prepare(asked: Asked) -> Job:
     if recipe.teacher_bits and conversion.find_gguf(found(asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     if resumed := asked.flags.are_unfinished(output, recipe):
-        asked = asked._replace(overwrite=True)  # the result of this very command
+        asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
-    conversion.check_run(plan, run, output=output, overwrite=asked.overwrite)
+    conversion.check_run(plan, run, output=output, overwrite=asked.training.overwrite)
     if asked.servable:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
     sources = [_written(source, asked, tokenizer) for source in asked.text]
-    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, limit=asked.max_tokens, report=run.report))
+    limit = asked.training.max_tokens
+    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, limit=limit, report=run.report))
     plan = conversion.resolve(recipe, config, tokens)
-    if not asked.dry_run:  # which may be on another machine
+    if not asked.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)
     known = record.open_record(output, {}) if resumed else {"settings": {}, "models": {}}
     return Job(asked, plan, tokenizer, tokens, held_out, known)
@@ -125,7 +125,7 @@ def _written(source: str, asked: Asked, tokenizer) -> str:
     wanted = parse_source(source)
     if wanted is None:
         return source
-    if asked.dry_run:
+    if asked.training.dry_run:
         raise ValueError(f"text must exist for a dry run, got {source}, which the teacher would have to generate")
     folder, (num_tokens, prompts) = asked.output.with_name(f"{asked.output.name}-text"), wanted
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
     goes_on = f"the same command resumes from {checkpoints}" if checkpoints else "--checkpoints makes a run resumable"
     with (
         written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
-        conversion.new_folder(asked.output, overwrite=asked.overwrite) as folder,
+        conversion.new_folder(asked.output, overwrite=asked.training.overwrite) as folder,
     ):
         conversion.write_model(folder, made.model, job.tokenizer)
         if made.adapter is not None:

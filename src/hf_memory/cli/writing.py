@@ -1,6 +1,7 @@
 """Functions that generate and chat share: flags for sampling, loading a model, and printing its tokens."""
 
 import time
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -9,53 +10,67 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_memory import conversion
-from hf_memory.cli.options import found
+from hf_memory.cli.options import Seed, found
 from hf_memory.cli.terminal import console, errors
 from hf_memory.modeling.loading import load_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature; default: the model's generation config.")
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Nucleus sampling: smallest set of tokens with this total probability; default: the model's."),
-]
-TopK = Annotated[
-    int | None, typer.Option(help="Sample from this many most likely tokens, 0 for all; default: the model's.")
-]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")]
-Dtype = Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved.")]
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Flags of how tokens are sampled."""
+
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; default: the model's generation config.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Nucleus sampling: smallest set of tokens with this total probability; default: the model's."
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from this many most likely tokens, 0 for all; default: the model's.")
+    ] = None
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token instead of sampling.")] = False
+    seed: Seed = 0
+
+    def options(self) -> dict:
+        """These flags as options of a GenerationConfig."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.greedy and given:
+            raise ValueError(f"greedy must not be given with {', '.join(given)}")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
+        return {"do_sample": False} if self.greedy else given and {"do_sample": True, **given}
 
 
-def sampling(temperature: float | None, top_p: float | None, top_k: int | None, greedy: bool) -> dict:
-    """Flags as options of a GenerationConfig."""
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    given = {name: value for name, value in given.items() if value is not None}
-    if greedy and given:
-        raise ValueError(f"greedy must not be given with {', '.join(given)}")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"top_p must be from 0 to 1, got {top_p}")
-    return {"do_sample": False} if greedy else given and {"do_sample": True, **given}
+@dataclass(frozen=True)
+class LoadingFlags:
+    """Flags of where a model runs, and in which dtype."""
 
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: cuda if there is one.")] = None
+    dtype: Annotated[
+        str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}; auto: as they were saved.")
+    ] = "auto"
 
-def load(model: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:  # unknown or missing devices, and those without numbers
-        raise ValueError(f"device must be available to torch, got {device}: {error}") from error
-    if conversion.find_gguf(found(model)):
-        loaded = conversion.load_teacher(model).eval()
-        loaded = loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
-    else:
-        loaded = load_model(model, dtype=dtype)
-    return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
+    def load(self, model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load a model and its tokenizer."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError) as error:  # unknown or missing devices, and those without numbers
+            raise ValueError(f"device must be available to torch, got {device}: {error}") from error
+        if conversion.find_gguf(found(model)):
+            loaded = conversion.load_teacher(model).eval()
+            loaded = loaded if self.dtype == "auto" else loaded.to(getattr(torch, self.dtype))
+        else:
+            loaded = load_model(model, dtype=self.dtype)
+        return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
 
 
 class Writer(TextStreamer):

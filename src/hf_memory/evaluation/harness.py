@@ -35,11 +35,13 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
         for key, value in row.items():  # such as {"acc,none": 0.5, "acc_stderr,none": 0.1}
             metric, _, filtered = key.partition(",")
             if filtered and not metric.endswith("_stderr"):
-                error = row.get(f"{metric}_stderr,{filtered}")
-                ends = [value - WIDTH * error, value + WIDTH * error] if isinstance(error, float) else [None, None]
+                spread = row.get(f"{metric}_stderr,{filtered}")
+                low, high = (
+                    (value - WIDTH * spread, value + WIDTH * spread) if isinstance(spread, float) else (None, None)
+                )
                 label = metric if filtered == "none" else f"{metric} ({filtered})"
                 label = label if part == name else f"{part} {label}"  # a group has several tasks
-                figures[label] = {"value": value, "low": ends[0], "high": ends[1]}
+                figures[label] = {"value": value, "low": low, "high": high}
     return figures
 
 
