@@ -158,15 +158,13 @@ def test_an_imported_model_is_its_formulas(kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["gated_deltanet2", "forgetting_transformer"])
 @torch.no_grad()
-def test_one_layer_is_imported_alone():
-    config, weights = config_of("gated_deltanet2"), weights_of("gated_deltanet2")
-    x = torch.randn(2, 9, W, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_one_layer_is_imported_alone(kind):
+    config, weights = config_of(kind), weights_of(kind)
+    x = torch.randn(2, 9, W, generator=torch.Generator().manual_seed(0)).double()
     mine = {name.removeprefix("model.layers.1.attn."): y for name, y in weights.items() if "layers.1.attn." in name}
-    found = import_mixer(config, {name: y.float() for name, y in weights.items()}, 1)(x.float())[0]
-    expected = layer("gated_deltanet2", config, mine, x)
-    rounded = layer("gated_deltanet2", config, {name: y.float() for name, y in mine.items()}, x.float())
-    assert_close(found, expected, rounded)
+    assert_close(import_mixer(config, weights, 1).double()(x)[0], layer(kind, config, mine, x))
 
 
 @pytest.mark.parametrize(

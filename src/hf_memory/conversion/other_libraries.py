@@ -213,9 +213,10 @@ def _mesa_net(config: dict) -> dict:
 
 def _forgetting_transformer(config: dict) -> dict:
     _refuse(config, qk_norm=(False,), use_output_gate=(False,))
-    window = config.get("window_size")
-    pattern = {"pattern": "sliding", "pattern_size": window} if window else {}
-    return {**_fla(config), **pattern, "position": "forget", "attention_bias": config.get("qkv_bias", False)}
+    options = {"position": "forget", "attention_bias": config.get("qkv_bias", False)}
+    if window := config.get("window_size"):
+        options |= {"layer_types": ["sliding_heads"] * config["num_hidden_layers"], "sliding_window": window}
+    return {**_fla(config), **options}
 
 
 def _delta(config: dict) -> dict:
@@ -434,8 +435,9 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
     the weights of that layer.
     """
     source, theirs = _find(config)
-    ours = source.config(hidden_size=theirs["hidden_size"], **source.options(theirs))
-    mixer = ours.mixers["memory"](ours, layer)
+    sizes = {"hidden_size": theirs["hidden_size"], "num_hidden_layers": theirs["num_hidden_layers"]}
+    ours = source.config(**sizes, **source.options(theirs))
+    mixer: Any = ours.mixer_class(layer)(ours, layer)
     prefix = f"model.layers.{layer}.mixer."
     found = _ours(source, theirs, {name: x for name, x in weights.items() if re.search(rf"layers\.{layer}\.", name)})
     _load(mixer, {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)})

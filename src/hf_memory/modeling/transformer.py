@@ -207,7 +207,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check_each(self, "past", self.pasts, tuple(PASTS))
         check_each(self, "span_limits", self.span_limits or self.layer_types)
         check_numbers({"span_limits": min(self.span_limits or [1])})
-        is_alone = position not in RELATIONS or {*self.layer_types} <= {*OWN}
+        is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*OWN}
         check(is_alone, "layer_types", f"only {' and '.join(OWN)} with position={position!r}", self.layer_types)
         has_heads = position == "rope" or not self.full_attention_heads
         check(has_heads, "full_attention_heads", f"None with position={position!r}", self.full_attention_heads)
