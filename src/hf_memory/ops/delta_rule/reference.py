@@ -1,10 +1,11 @@
 """The definition of the delta rule, one token at a time. Every other backend is tested against it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 
 @in_float32
@@ -51,42 +52,17 @@ def diagonal_plus_rank_one(
     return scale * torch.stack(outputs, dim=1), S
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    decay: str = "none",
-    beta: str = "random",
-    erase: str = "k",
-) -> dict:
-    """Valid random arguments.
+def example(*, decay: str = "none", beta: str = "random", erase: str = "k", **sizes: Any) -> dict:
+    """Valid random arguments; `sizes` are arguments of `Sample`.
 
     `decay` is "none", "scalar" or "vector", `beta` "random" or "extreme" (0, 1 or 2), `erase` "k" or "own".
     """
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    strength = (
-        2 * random(B, T, HV).sigmoid() if beta == "random" else random(B, T, HV).mul(1.5).round().abs().clamp(max=2)
-    )
-    arguments = {
-        "q": random(B, T, H, K).to(dtype),
-        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "beta": strength.to(wide),
-    }
-    if decay != "none":
-        shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
-        arguments["g"] = F.logsigmoid(random(*shape) + 1).to(wide)
+    s = Sample(**sizes)
+    strength = s(s.HV)
+    strength = 2 * strength.sigmoid() if beta == "random" else strength.mul(1.5).round().abs().clamp(max=2)
+    rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
+    g = s.decay(decay)
     if erase == "own":
-        a = F.normalize(random(B, T, HV, K), dim=-1)
-        arguments |= {"a": a.to(dtype), "b": (-a * random(B, T, HV, K).sigmoid()).to(dtype)}
-    arguments["initial_state"] = random(B, HV, K, V).to(wide)
-    return {name: x.to(device) for name, x in arguments.items()}
+        a = s.unit(s.HV, s.K)
+        rows |= {"a": a, "b": -a * s(s.HV, s.K).sigmoid()}
+    return s.arguments(rows, beta=strength, g=g, initial_state=s.state())

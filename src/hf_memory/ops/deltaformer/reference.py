@@ -1,11 +1,12 @@
 """The definition of DeltaFormer, one token at a time. Every other backend is tested against it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
-from hf_memory.ops.contract import in_float32, normal_numbers
+from hf_memory.ops.contract import Sample, in_float32
 from hf_memory.ops.deltaformer.weights import DeltaFormerState, Rule, weights
 from hf_memory.ops.masks import seen
 
@@ -37,37 +38,18 @@ def read(q: Tensor, k: Tensor, u: Tensor, rule: Rule) -> tuple[Tensor, tuple]:
 
 
 def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    write_kernel: str = "softmax",
-    read_kernel: str = "softmax",
-    beta_mode: str = "erase",
+    *, write_kernel: str = "softmax", read_kernel: str = "softmax", beta_mode: str = "erase", **sizes: Any
 ) -> dict:
-    """Valid random arguments, with a state of three tokens."""
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-
-    def unit(*shape: int) -> Tensor:
-        return F.normalize(random(*shape), dim=-1)
-
-    arguments = {
-        "q": (3 * unit(B, T, H, K)).to(dtype),
-        "k": unit(B, T, H, K).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "beta": random(B, T, HV).sigmoid().to(wide),
-        "mask": torch.ones(B, T, dtype=torch.bool),
-        "initial_state": (unit(B, 3, H, K).to(wide), random(B, 3, HV, V).to(wide)),
-    }
-    if beta_mode == "none":
-        del arguments["beta"]
-    arguments = tree_map(lambda x: x.to(device), arguments)
-    return {**arguments, "write_kernel": write_kernel, "read_kernel": read_kernel, "beta_mode": beta_mode}
+    """Valid random arguments, with a state of three tokens; `sizes` are arguments of `Sample`."""
+    s = Sample(**sizes)
+    rows = {"q": 3 * s.unit(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
+    beta, past_k = s(s.HV).sigmoid(), F.normalize(s.normal(s.B, 3, s.H, s.K), dim=-1)
+    return s.arguments(
+        rows,
+        beta=None if beta_mode == "none" else beta,
+        mask=torch.ones(s.B, s.T, dtype=torch.bool),
+        initial_state=(past_k, s.normal(s.B, 3, s.HV, s.V)),
+        write_kernel=write_kernel,
+        read_kernel=read_kernel,
+        beta_mode=beta_mode,
+    )

@@ -1,14 +1,13 @@
 """The definition of the large-chunk memory, one token at a time, with inner gradients by autograd."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 from hf_memory.ops.neural_memory.network import NORM_EPS, keep, orthogonal, pack, unpack
 
 Layers = tuple[Tensor, ...]  # W_1, W_2 and W_3 [..., d_in, d_out]
@@ -95,37 +94,19 @@ def _gradient(weights: Layers, k: Tensor, v: Tensor, lr: Tensor) -> Layers:
     return grad(lambda weights: (lr * network(k, weights) * v).sum())(weights)
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 8,
-    V: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    chunk_size: int = 32,
-    width: int = 6,
-) -> dict:
-    """Valid random arguments of the op."""
-    HV, V, wide = HV or H, V or K, torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    shapes = ((K, width), (K, width), (width, V))
-    P = sum(d_in * d_out for d_in, d_out in shapes)
-    open_phase = torch.arange(1, B + 1) % chunk_size
-    open_sum = random(B, HV, P) * (open_phase > 0)[:, None, None]
-    moved, momentum = 0.1 * random(B, HV, P), random(B, HV, P)
-    state = LargeChunkState(moved.to(wide), momentum.to(wide), open_sum.to(wide), open_phase)
-    arguments = {
-        "q": random(B, T, H, K).to(dtype),
-        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "lr": random(B, T, HV).exp().to(wide),
-        "momentum": random(B, T, HV).sigmoid().to(wide),
-        "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
-        "mask": torch.ones(B, T, dtype=torch.bool),
-        "initial_state": state,
-    }
-    return {**tree_map_only(Tensor, lambda x: x.to(device), arguments), "chunk_size": chunk_size}
+def example(*, chunk_size: int = 32, width: int = 6, **sizes: Any) -> dict:
+    """Valid random arguments; `sizes` are arguments of `Sample`."""
+    s = Sample(**{"K": 8, **sizes})
+    shapes = ((s.K, width), (s.K, width), (width, s.V))
+    P, phase = sum(d_in * d_out for d_in, d_out in shapes), torch.arange(1, s.B + 1) % chunk_size
+    open_sum = s.normal(s.B, s.HV, P) * (phase > 0)[:, None, None]
+    moved, momentum = 0.1 * s.normal(s.B, s.HV, P), s.normal(s.B, s.HV, P)
+    return s.arguments(
+        {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)},
+        lr=s(s.HV).exp(),
+        momentum=s(s.HV).sigmoid(),
+        weights=tuple(s.normal(s.HV, *shape) * shape[0] ** -0.5 for shape in shapes),
+        mask=torch.ones(s.B, s.T, dtype=torch.bool),
+        initial_state=LargeChunkState(moved, momentum, open_sum, phase),
+        chunk_size=chunk_size,
+    )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 EPS = 1e-6  # keeps the normaliser from zero
 
@@ -43,34 +43,11 @@ def linear_attention(
     return (o, LinearState(S, z)) if normalize else (scale * o, S)
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    decay: str = "none",
-    normalize: bool = False,
-) -> dict:
-    """Valid random arguments of the op; `decay` is "none", "scalar" or "vector"."""
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    feature = torch.nn.functional.softplus if normalize else (lambda x: x)
-    arguments = {
-        "q": feature(random(B, T, H, K)).to(dtype),
-        "k": feature(random(B, T, H, K)).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "normalize": normalize,
-    }
-    if decay != "none":
-        shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
-        arguments["g"] = torch.nn.functional.logsigmoid(random(*shape) + 1).to(wide)
-    state = random(B, HV, K, V).to(wide)
-    arguments["initial_state"] = LinearState(state, 1 + random(B, HV, K).to(wide).abs()) if normalize else state
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+def example(*, decay: str = "none", normalize: bool = False, **sizes: Any) -> dict:
+    """Valid random arguments; `decay` is "none", "scalar" or "vector", `sizes` are arguments of `Sample`."""
+    s, feature = Sample(**sizes), torch.nn.functional.softplus if normalize else (lambda x: x)
+    rows = {"q": feature(s(s.H, s.K)), "k": feature(s(s.H, s.K)), "v": s(s.HV, s.V)}
+    g, state = s.decay(decay), s.state()
+    if normalize:
+        state = LinearState(state, 1 + s.normal(s.B, s.HV, s.K).abs())
+    return s.arguments(rows, g=g, initial_state=state, normalize=normalize)

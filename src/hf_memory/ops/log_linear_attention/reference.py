@@ -1,12 +1,12 @@
 """The definition of log-linear attention, one token at a time. The chunk form is tested against it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 
 class LogLinearState(NamedTuple):
@@ -62,37 +62,14 @@ def _joined(S: Tensor, level: Tensor) -> Tensor:
     return torch.where(levels == level, joined, S.where(levels > level, 0))[:, 1:]
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    decay: str = "none",
-    delta: bool = False,
-    levels: int = 8,
-) -> dict:
-    """Valid random arguments; `decay` is "none", "scalar" or "vector", with `delta` there is a beta."""
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    arguments = {
-        "q": random(B, T, H, K).to(dtype),
-        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "level_weights": F.softplus(random(B, T, HV, levels + 1)).to(wide),
-    }
-    if delta:
-        arguments["beta"] = 2 * random(B, T, HV).sigmoid().to(wide)
-    if decay != "none":
-        shape = (B, T, HV) if decay == "scalar" else (B, T, HV, K)
-        arguments["g"] = F.logsigmoid(random(*shape) + 1).to(wide)
-    arguments = {name: x.to(device) for name, x in arguments.items()}
-    num_tokens = 13 - 7 * torch.arange(B, device=device) % 16  # another number for each row
-    state = LogLinearState(random(B, levels, HV, K, V).to(device, wide), num_tokens)
-    return {**arguments, "initial_state": state}
+def example(*, decay: str = "none", delta: bool = False, levels: int = 8, **sizes: Any) -> dict:
+    """Valid random arguments; `decay` is "none", "scalar" or "vector", with `delta` there is a beta.
+
+    `sizes` are arguments of `Sample`.
+    """
+    s = Sample(**sizes)
+    rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
+    level_weights, beta = F.softplus(s(s.HV, levels + 1)), 2 * s(s.HV).sigmoid() if delta else None
+    g, num_tokens = s.decay(decay), 13 - 7 * torch.arange(s.B) % 16  # another number for each row
+    state = LogLinearState(s.normal(s.B, levels, s.HV, s.K, s.V), num_tokens)
+    return s.arguments(rows, level_weights=level_weights, beta=beta, g=g, initial_state=state)

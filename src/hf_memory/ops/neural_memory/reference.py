@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import grad
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 from hf_memory.ops.neural_memory.network import (
     LOSSES,
     RETENTIONS,
@@ -95,15 +94,6 @@ def _where(real: Tensor | None, new: Layers, old: Layers) -> Layers:
 
 def example(
     *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 8,
-    V: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
     depth: int = 1,
     chunk_size: int = 1,
     expansion: int = 2,
@@ -113,35 +103,29 @@ def example(
     norm: bool = False,
     muon: bool = False,
     earlier: int = 0,
-    **options,
+    **sizes: Any,
 ) -> dict:
-    """Valid random arguments of the op; `options` are passed on to it."""
-    HV, V, wide = HV or H, V or K, torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    sizes = [K, *[expansion * K] * (depth - 1), V]
-    shapes = [(d_in + bias, d_out) for d_in, d_out in zip(sizes, sizes[1:])]
-    P = sum(d_in * d_out for d_in, d_out in shapes)
-    rate = (0.1 if depth > 1 else 0.5) / (10 if options.get("loss") == "cubed" else 1)  # since its gradients are larger
-    arguments: dict = {
-        "q": random(B, T, H, K).to(dtype),
-        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "lr": (random(B, T, HV).sigmoid() * rate / chunk_size).to(wide),
-        "momentum": F.logsigmoid(random(B, T, HV)).to(wide) if momentum else None,
-        "decay": F.logsigmoid(random(B, T, HV) + 3).to(wide) if decay else None,
-        "weights": tuple((random(HV, *shape) * shape[0] ** -0.5).to(wide) for shape in shapes),
-        "threshold": random(B, T, HV).exp().to(wide) if options.get("loss") == "huber" else None,
-        "muon_lr": (random(B, T, HV).sigmoid() / chunk_size).to(wide) if muon else None,
-        "mask": torch.ones(B, T, dtype=torch.bool),
-    }
+    """Valid random arguments; `sizes` are arguments of `Sample`, and options of the rule, which are passed on."""
+    options = {name: sizes.pop(name) for name in Rule._fields if name in sizes}
+    s, loss = Sample(**{"K": 8, **sizes}), options.get("loss")
+    widths = [s.K, *[expansion * s.K] * (depth - 1), s.V]
+    shapes = [(d_in + bias, d_out) for d_in, d_out in zip(widths, widths[1:])]
+    P, phase = sum(d_in * d_out for d_in, d_out in shapes), torch.arange(1, s.B + 1) % chunk_size
+    rate = (0.1 if depth > 1 else 0.5) / (10 if loss == "cubed" else 1) / chunk_size  # its gradients are larger
+    rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
+    given: dict[str, Any] = {"lr": rate * s(s.HV).sigmoid(), "mask": torch.ones(s.B, s.T, dtype=torch.bool)}
+    given["momentum"] = F.logsigmoid(s(s.HV)) if momentum else None
+    given["decay"] = F.logsigmoid(s(s.HV) + 3) if decay else None
+    given["weights"] = tuple(s.normal(s.HV, *shape) * shape[0] ** -0.5 for shape in shapes)
+    given["threshold"] = s(s.HV).exp() if loss == "huber" else None
+    given["muon_lr"] = s(s.HV).sigmoid() / chunk_size if muon else None
     if earlier:
-        keys, values = F.normalize(random(B, T, H, earlier, K), dim=-1), random(B, T, HV, earlier, V)
-        rates = (random(B, T, HV, earlier).sigmoid() * rate / chunk_size).to(wide)
-        arguments["earlier"] = (keys.to(dtype), values.to(dtype), rates)
+        keys, values = s.unit(s.H, earlier, s.K), s(s.HV, earlier, s.V)
+        given["earlier"] = (keys, values, rate * s(s.HV, earlier).sigmoid())
     if norm:
-        arguments["norm"] = tuple((random(HV, V) * 0.1 + one).to(wide) for one in (1, 0))
-    phase = torch.arange(1, B + 1) % chunk_size
-    start, slope, anchor = (0.1 * random(B, HV, width) for width in (P, P * momentum, P))
+        given["norm"] = tuple(0.1 * s.normal(s.HV, s.V) + one for one in (1, 0))
+    start, slope, anchor = (0.1 * s.normal(s.B, s.HV, width) for width in (P, P * momentum, P))
     anchor = torch.where(phase.bool()[:, None, None], anchor, start)[..., : P * (chunk_size > 1)]
-    arguments["initial_state"] = NeuralMemoryState(start.to(wide), slope.to(wide), anchor.to(wide), phase)
-    return {**tree_map_only(Tensor, lambda x: x.to(device), arguments), "chunk_size": chunk_size, **options}
+    given["initial_state"] = NeuralMemoryState(start, slope, anchor, phase)
+    gates = {"momentum": None, "decay": None}
+    return gates | s.arguments(rows, **given, chunk_size=chunk_size, **options)

@@ -1,13 +1,12 @@
 """The definition of test-time ridge regression, one token at a time. Every other backend is tested against it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 EPS = 1e-6  # ridge of an empty memory
 
@@ -51,34 +50,16 @@ def ridge_regression(
     return scale * torch.stack(outputs, dim=1), RidgeState(H, S)
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    ratio: float = 0.0,
-) -> dict:
-    """Valid random arguments; with a `ratio` of more than 0 there is no other ridge, and part of q reads unsolved."""
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    roots = random(B, HV, K, K)
-    arguments: dict = {
-        "q": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "k": F.normalize(random(B, T, H, K), dim=-1).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "beta": random(B, T, HV).sigmoid().to(wide),
-        "g": F.logsigmoid(random(B, T, HV) + 2).to(wide),
-        "initial_state": RidgeState((roots @ roots.mT / K).to(wide), random(B, HV, K, V).to(wide)),
-    }
+def example(*, ratio: float = 0.0, **sizes: Any) -> dict:
+    """Valid random arguments; with a `ratio` of more than 0 there is no other ridge, and part of q reads unsolved.
+
+    `sizes` are arguments of `Sample`.
+    """
+    s = Sample(**sizes)
+    roots = s.normal(s.B, s.HV, s.K, s.K)
+    rows = {"q": s.unit(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
+    beta, g = s(s.HV).sigmoid(), F.logsigmoid(s(s.HV) + 2)
+    given: dict = {"beta": beta, "g": g, "initial_state": RidgeState(roots @ roots.mT / s.K, s.state())}
     if ratio:
-        arguments |= {"ratio": ratio, "steps": 48, "alpha": random(B, T, HV).sigmoid().to(wide)}
-    else:
-        arguments["ridge"] = (0.25 + random(HV, K).exp()).to(wide)
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, arguments)
+        return s.arguments(rows, **given, ratio=ratio, steps=48, alpha=s(s.HV).sigmoid())
+    return s.arguments(rows, **given, ridge=0.25 + s.normal(s.HV, s.K).exp())

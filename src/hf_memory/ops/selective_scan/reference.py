@@ -1,10 +1,12 @@
 """The definition of the selective scan, one token at a time. Every other backend is tested against it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import in_float32, normal_numbers, repeat_heads
+from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 
 @in_float32
@@ -22,28 +24,9 @@ def selective_scan(
     return torch.stack(outputs, dim=1), S
 
 
-def example(
-    *,
-    B: int = 2,
-    T: int = 65,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 16,
-    V: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-) -> dict:
-    """Valid random arguments of the op."""
-    HV = HV or H
-    wide = torch.promote_types(dtype, torch.float32)
-    random = normal_numbers(seed)
-    arguments = {
-        "q": random(B, T, H, K).to(dtype),
-        "k": random(B, T, H, K).to(dtype),
-        "v": random(B, T, HV, V).to(dtype),
-        "g": F.logsigmoid(random(B, T, HV, V) + 1).to(wide),
-        "rate": random(HV, K, V).exp().to(wide),
-        "initial_state": random(B, HV, K, V).to(wide),
-    }
-    return {name: x.to(device) for name, x in arguments.items()}
+def example(**sizes: Any) -> dict:
+    """Valid random arguments; `sizes` are arguments of `Sample`."""
+    s = Sample(**sizes)
+    rows = {"q": s(s.H, s.K), "k": s(s.H, s.K), "v": s(s.HV, s.V)}
+    g, rate = F.logsigmoid(s(s.HV, s.V) + 1), s.normal(s.HV, s.K, s.V).exp()
+    return s.arguments(rows, g=g, rate=rate, initial_state=s.state())
