@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher, or_empty, walk_constants
+from hf_memory.ops.triton.launch import additive_constants, contiguous, decay_kind, launcher, or_empty
 from hf_memory.ops.triton.segments import boundary_states, cut, segment_length
 from hf_memory.ops.triton.tiles import (
     decays,
@@ -158,8 +158,8 @@ def _dv_kernel(
     tl.store(dS0 + i_s, dS, mask=in_s)
 
 
-def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> tuple[dict, dict]:
-    return walk_constants(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay_kind(g), q.dtype)
+def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> dict:
+    return additive_constants(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay_kind(g), q.dtype)[0]
 
 
 @torch.library.custom_op("hf_memory::linear_attention", mutates_args=())
@@ -177,7 +177,7 @@ def _forward(
     """o, the final S and z, the denominators, and S and z before each segment; absent ones are empty tensors."""
     q, k, v, g, S, z = contiguous(q, k, v, g, S, z)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    constants, _ = _constants_of(q, v, g)
+    constants = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         S, z = boundary_states(segments, k, v, None, g, S, z)
@@ -225,7 +225,7 @@ def _backward(
     """
     q, k, v, g, do, dd, dST, dzT = contiguous(q, k, v, g, do, dd, dST, dzT)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    constants, _ = _constants_of(q, v, g)
+    constants = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
@@ -287,7 +287,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | LinearState]:
     """Same function as the reference, for K and V up to 256."""
     S, z = state if isinstance(state, LinearState) else (state, None)
-    constants, _ = _constants_of(q, v, g)
+    constants = _constants_of(q, v, g)
     programs = v.shape[2] * triton.cdiv(v.shape[3], constants["BV"])
     segment = segment_length(q.shape[0] * q.shape[1], S.shape[0], programs)
     o, ST, zT, *_ = _forward(q, k, v, g, S, z, cu_seqlens, scale if z is None else 1.0, segment)

@@ -121,7 +121,7 @@ def example(
     given["muon_lr"] = s(s.HV).sigmoid() / chunk_size if muon else None
     if earlier:
         keys, values = s.unit(s.H, earlier, s.K), s(s.HV, earlier, s.V)
-        given["earlier"] = (keys, values, rate * s(s.HV, earlier).sigmoid())
+        given["earlier"] = (keys.to(s.dtype), values.to(s.dtype), rate * s(s.HV, earlier).sigmoid())
     if norm:
         given["norm"] = tuple(0.1 * s.normal(s.HV, s.V) + one for one in (1, 0))
     start, slope, anchor = (0.1 * s.normal(s.B, s.HV, width) for width in (P, P * momentum, P))

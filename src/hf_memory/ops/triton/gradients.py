@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, decay_kind, launcher, walk_constants
+from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, additive_constants, decay_kind, launcher
 from hf_memory.ops.triton.tiles import (
     decay_between,
     decay_of_level,
@@ -284,7 +284,7 @@ def dk_kernel(
 
 def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype, reads: bool) -> dict:
     """Compile-time arguments and launch options; those of narrow heads that are read twice save registers."""
-    _, by_key = walk_constants(H, HV, K, V, decay, dtype)
+    _, by_key = additive_constants(H, HV, K, V, decay, dtype)
     if reads and decay and V <= 64:
         by_key |= {"C": min(by_key["C"], 32)} if decay == SCALAR else {"num_warps": 8}
     return by_key

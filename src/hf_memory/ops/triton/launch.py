@@ -18,25 +18,42 @@ def decay_kind(g: Tensor | None) -> int:
     return NONE if g is None else SCALAR if g.ndim == 3 else VECTOR
 
 
-def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Compile-time arguments and launch options, chosen by register counts (kernel_report).
+def shared_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, int, int]:
+    """Compile-time arguments of all kernels, and widths of tiles that hold all key channels or all value channels."""
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"  # three tf32 products are as exact as float32
+    constants = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision}
+    return constants, *(max(16, triton.next_power_of_2(D)) for D in (K, V))
+
+
+def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Compile-time arguments and launch options for additive memories, chosen by register counts (kernel_report).
 
     Returns those of kernels that hold all key channels, and those of kernels that hold all value channels. Four warps
     share the rows of a chunk of 64 and the tensor cores of Hopper; more warps would compute the same products twice.
     """
-    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
     narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
     rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
-    precision = "tf32" if narrow else "tf32x3"  # three tf32 products are as exact as float32; ignored for 16 bits
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
-    common = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision, "num_stages": 1}
-    common["num_warps"] = 8 if wide or not narrow or decay == VECTOR else 4
-    by_value = {"C": rows, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
-    by_key = {"C": rows, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
+    common |= {"C": rows, "num_warps": 8 if wide or not narrow or decay == VECTOR else 4, "num_stages": 1}
+    by_value = {**common, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
+    by_key = {**common, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
     by_value["PARTS"], by_key["PARTS"] = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
     if decay == VECTOR and narrow and not wide:  # decays by pairs of tokens cost most: compute them once a chunk
         by_value["BV"], by_key["num_warps"] = width_v, 4
-    return {**common, **by_value}, {**common, **by_key, "num_stages": 2 if rows == 64 else 1}
+    return by_value, {**by_key, "num_stages": 2 if rows == 64 else 1}
+
+
+def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """The same for the delta rule: of kernels that compute chunks in parallel, and of those that loop over chunks."""
+    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
+    wide = dtype == torch.float32 or width_k > 128
+    tile = TILE // 2 if wide else 2 * TILE if decay == VECTOR else TILE
+    common |= {"C": 16 if wide or decay == VECTOR else 32, "BK": width_k, "PARTS": max(1, width_k // 32) if wide else 1}
+    walk = {**common, "BV": min(width_v, max(16, tile // width_k)), "num_warps": 8 if wide else 4}
+    chunk = {name: x for name, x in common.items() if name != "V"}
+    chunk |= {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}
+    return chunk, {**walk, "num_stages": 3 if common["C"] == 32 else 1}
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import VECTOR, decay_kind, launcher
+from hf_memory.ops.triton.launch import TILE, VECTOR, decay_kind, launcher, shared_constants
 from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
 
 BLOCK = 64  # the length of a segment is a multiple of this
@@ -199,14 +199,10 @@ def matrix_scan_kernel(
 
 def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of `sum_kernel`."""
-    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
     is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
-    return {
-        "H": H, "HV": HV, "K": K, "V": V, "C": 16 if is_large else 32, "DECAY": decay,
-        "BK": width_k, "BV": min(width_v, max(16, (8192 if dtype != torch.float32 else 4096) // width_k)),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 8, "num_stages": 2,
-    }  # fmt: skip
+    tile = min(width_v, max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
+    return {**common, "C": 16 if is_large else 32, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
 
 
 def scan_constants(HV: int, K: int, V: int) -> dict:

@@ -24,42 +24,20 @@ from torch import Tensor
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous, decay_kind, launcher, or_empty
+from hf_memory.ops.triton.launch import contiguous, decay_kind, delta_constants, launcher, or_empty
 from hf_memory.ops.triton.segments import Segments, boundary_states_of, cut, segment_length
 
 Walk = Callable[..., None]
-TILE = 4096  # size of the part of the state that a program holds
 
 
-def chunk_constants(H: int, HV: int, K: int, decay: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of the kernel of chunks."""
-    width = max(16, triton.next_power_of_2(K))
-    wide = dtype == torch.float32 or width > 128
-    return {
-        "H": H, "HV": HV, "K": K, "C": 32 if decay < 2 and not wide else 16,
-        "DECAY": decay, "BK": width, "PARTS": max(1, width // 32) if wide else 1,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
-        "num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1,
-    }  # fmt: skip
-
-
-def walk_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of the kernels that loop over chunks."""
-    chunk, width_v = chunk_constants(H, HV, K, decay, dtype), max(16, triton.next_power_of_2(V))
-    narrow = dtype != torch.float32 and chunk["BK"] <= 128
-    tile = TILE // 2 if not narrow else 2 * TILE if decay == VECTOR else TILE
-    sizes = {"V": V, "BV": min(width_v, max(16, tile // chunk["BK"]))}
-    return {**chunk, **sizes, "num_warps": 4 if narrow else 8, "num_stages": 3 if chunk["C"] == 32 else 1}
-
-
-def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> dict:
-    return walk_constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
+def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> tuple[dict, dict]:
+    return delta_constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
 
 
 def _matrices(q, k, beta, g, cu_seqlens, *, backward: bool) -> tuple[Tensor, Tensor]:
     """P and U of every chunk, or P and W for the backward."""
-    (B, T, H, K), HV = q.shape, beta.shape[2]
-    constants = chunk_constants(H, HV, K, decay_kind(g), q.dtype)
+    (B, T), HV = q.shape[:2], beta.shape[2]
+    constants, _ = _constants_of(q, 1, HV, g)
     C = constants["C"]
     P, inverse = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32))
     U, W = (None, inverse) if backward else (inverse, None)
@@ -137,7 +115,7 @@ def _forward(
 
     def walk(v, S0, o, e, ST, bounds):
         (M, HV, _, V), matrix = ST.shape, None if o is None else P
-        constants = _constants_of(q, V, HV, g)
+        _, constants = _constants_of(q, V, HV, g)
         launcher(forward_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
             q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, q.shape[1], **constants
         )
@@ -168,7 +146,7 @@ def _backward(
     """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment."""
     q, k, beta, g, do, dST = contiguous(q, k, beta, g, do, dST)
     (B, T), (HV, V) = q.shape[:2], e.shape[2:]
-    constants = _constants_of(q, V, HV, g)
+    _, constants = _constants_of(q, V, HV, g)
     tiles = triton.cdiv(V, constants["BV"])
     P, W = _matrices(q, k, beta, g, cu_seqlens, backward=True)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
@@ -240,6 +218,6 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
-    programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)["BV"])
+    programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)[1]["BV"])
     segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
     return _forward(q, k, v, beta, g, state, cu_seqlens, scale, segment)[:2]

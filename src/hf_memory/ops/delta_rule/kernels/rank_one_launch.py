@@ -23,12 +23,10 @@ from torch import Tensor
 from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.delta_rule.kernels.launch import (
     apart,
-    chunk_constants,
     chunks_of,
     fake_forward,
     forward_by_segments,
     in_turn,
-    walk_constants,
 )
 from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_backward_kernel,
@@ -36,13 +34,13 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_forward_kernel,
 )
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous, launcher
+from hf_memory.ops.triton.launch import VECTOR, contiguous, delta_constants, launcher
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
 
 
 def _constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options; V is 0 for the kernel of chunks."""
-    constants = walk_constants(HV, HV, K, V, VECTOR, dtype) if V else chunk_constants(HV, HV, K, VECTOR, dtype)
+    constants = delta_constants(HV, HV, K, V, VECTOR, dtype)[V > 0]
     kernel = rank_one_forward_kernel if V else rank_one_chunk_kernel
     return {n: x for n, x in constants.items() if n in (*kernel.arg_names, "num_warps", "num_stages")}
 
