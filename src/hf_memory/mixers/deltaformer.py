@@ -63,7 +63,9 @@ class DeltaFormerMixer(MemoryMixer):
         past |= context.grown({"values": u})[0]
         k, u = past["keys"][..., : self.head_dim], past["values"]
         if self.config.read_kernel == "softmax":
-            o = self._attend(q, tokens, Columns(Tokens(past["positions"], tokens.sequence), k, u), context)
+            sees = causal if self.window is None else causal & window(self.window)
+            columns = Columns(Tokens(past["positions"], tokens.sequence), k, u, sees)
+            o = full_attention(q, tokens, columns, self.scores, window=self.window, is_whole=context.is_whole)
         else:
             o = read(unit_length(q), unit_length(k), u, kernel=self.config.read_kernel, **shared)
         return self.o_proj(o.flatten(2)), {"count": count} | self._kept(past, shared["mask"])
@@ -84,17 +86,6 @@ class DeltaFormerMixer(MemoryMixer):
         past = (k[:, :-T], context.states["values"]) if context.states else None
         kinds = {"kernel": self.config.write_kernel, "beta_mode": self.config.beta_mode}
         return corrected_values(k[:, -T:], v, beta, initial_state=past, **kinds, **shared).to(v.dtype)
-
-    def _attend(self, q: Tensor, tokens: Tokens, past: Columns, context: Context) -> Tensor:
-        sees = causal if self.window is None else causal & window(self.window)
-        return full_attention(
-            q,
-            tokens,
-            past._replace(sees=sees),
-            self.scores,
-            window=self.window,
-            is_whole=context.is_whole,
-        )
 
     def _beta(self, hidden_states: Tensor) -> Tensor | None:
         """The write strength [B, T, H] in float32: how much of what is read for a key is subtracted from its value."""

@@ -62,9 +62,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
 
             return per_sequence(one, context.cu_seqlens, hidden_states, *(context.positions or ()), initial_state={})
         # after other tokens, rows may be at different places of their segments
-        return self._pieces(hidden_states, context, 1 if context.states else self.config.segment_length)
-
-    def _pieces(self, hidden_states: Tensor, context: Context, length: int) -> tuple[Tensor, States]:
+        length = 1 if context.states else self.config.segment_length
         if varies(hidden_states.shape[1]):
             return self._loop(hidden_states, context, length)
         states, outputs = context.states or self._empty(hidden_states), []

@@ -48,7 +48,11 @@ class TTTMixer(NeuralMemoryMixer):
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q, k, v and states as in `MemoryMixer.project`, rotated by positions in mini-batches."""
         if self.config.memory_rope:
-            context = context._replace(positions=self._positions(self._places(hidden_states, context)))
+            place, channels = self._places(hidden_states, context), self.config.rotary_dim
+            exponents = -torch.arange(0, channels, 2, device=place.device) / channels
+            angles = place[..., None] * self.config.rope_parameters["rope_theta"] ** exponents
+            angles = angles.repeat(1, 1, 2)
+            context = context._replace(positions=Positions(angles.cos(), angles.sin()))
         return super().project(hidden_states, context)
 
     def learning(self, hidden_states: Tensor, context: Context) -> dict[str, Any]:
@@ -70,9 +74,3 @@ class TTTMixer(NeuralMemoryMixer):
         else:
             place = torch.arange(T, device=hidden_states.device)[None]
         return (place + context.states["phase"][:, None] if context.states else place) % self.config.memory_chunk_size
-
-    def _positions(self, place: Tensor) -> Positions:
-        channels = torch.arange(0, self.config.rotary_dim, 2, device=place.device)
-        frequencies = self.config.rope_parameters["rope_theta"] ** (-channels / self.config.rotary_dim)
-        angles = (place[..., None] * frequencies).repeat(1, 1, 2)
-        return Positions(angles.cos(), angles.sin())

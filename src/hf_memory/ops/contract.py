@@ -221,7 +221,9 @@ class Forms(NamedTuple):
         else:
             op = self.reference if backend == "reference" else self.chunk
             o, state = per_sequence(op, cu_seqlens, *inputs, initial_state=initial_state, scale=scale)
-        return o, _per_value(state, dims.HV) if is_repeated else state
+        if is_repeated:  # the states of a group are equal
+            state = tree_map(lambda x: x[:, :: x.shape[1] // dims.HV], state)
+        return o, state
 
     def _one_token_kernel(self, inputs: list, state: Tensor, scale: float) -> Tensor:
         from hf_memory.ops.triton.one_token import one_token
@@ -236,11 +238,6 @@ def _per_query(inputs: list, state: Any, HV: int) -> tuple[list, Any]:
     G = q.shape[2] // HV
     others = [x if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in others]
     return [q, *others], tree_map(lambda x: x.repeat_interleave(G, 1), state)
-
-
-def _per_value(state: Any, HV: int) -> Any:
-    """The inverse for states: one state of each group, in which all are equal."""
-    return tree_map(lambda x: x[:, :: x.shape[1] // HV], state)
 
 
 def triton_is_installed() -> bool:

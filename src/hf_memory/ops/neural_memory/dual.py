@@ -12,9 +12,7 @@ stacked as M, so that one product reads or writes both. The backward pass is exp
 group of chunks, and recomputes the group from it.
 """
 
-from collections.abc import Iterator
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +60,11 @@ class _Pass(torch.autograd.Function):
         rows, norm, (M, A, I) = _group(tensors, L)
         M, has_anchor, outputs, kept = tuple(m.clone() for m in M), bool(A), [], []
         ctx.rule, ctx.closed, ctx.L, ctx.size = rule, closed, L, max(1, isqrt(len(rows.q)))
-        for n, row in enumerate(_each(rows)):
+        for n in range(len(rows.q)):
             A = pick(closed[n], _weights(M, I), A)
             if n % ctx.size == 0:
                 kept += [*(m.clone() for m in M), *(A if closed[n] is not True else [None] * L)]
-            chunk = Chunk(rule, row, norm, M, A, I)
+            chunk = Chunk(rule, rows.of(n), norm, M, A, I)
             outputs.append(chunk.read())
             A = () if closed[n + 1] is True else chunk.anchor_after()
             chunk.write(M)
@@ -105,8 +103,7 @@ def _again(ctx, rows: Rows, norm, M: Stacks, A: Layers, I: Layers, start: int) -
             M = tuple(m.clone() for m in M)
             chunks[-1].write(M)
             A = pick(ctx.closed[n], _weights(M, I), A)
-        row: Any = (None if x is None else x[n] for x in rows)
-        chunks.append(Chunk(ctx.rule, Rows(*row), norm, M, A or _weights(M, I), I))
+        chunks.append(Chunk(ctx.rule, rows.of(n), norm, M, A or _weights(M, I), I))
         chunks[-1].read()
     return chunks
 
@@ -121,12 +118,6 @@ def _group(tensors, L: int):
 
 def _some(layers) -> Layers:
     return () if layers[0] is None else tuple(layers)
-
-
-def _each(rows: Rows) -> Iterator[Rows]:
-    """The rows of each chunk."""
-    none = [None] * len(rows.q)
-    return (Rows(*parts) for parts in zip(*(none if x is None else x.unbind() for x in rows)))
 
 
 def _weights(M: Stacks, I: Layers) -> Layers:

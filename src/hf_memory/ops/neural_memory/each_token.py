@@ -41,17 +41,12 @@ def run(inputs: Inputs, coefficients, muon, memory: Memory):
         form = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)
     for n in range(len(inputs.q)):
         memory = memory._replace(A=pick(memory.closed[n] if memory.A else True, memory.W, memory.A))
-        rows = [x and _of_chunk(x, n) for x in all_rows]
+        rows = [x and type(x)(*(None if y is None else y[n] for y in x)) for x in all_rows]
         o, W, S = form(*rows, memory)
         memory = memory._replace(W=W, S=S)
         outputs.append(o)
     W, S, A = memory[:3]
     return torch.stack(outputs), (W, S, pick(memory.closed[-1], W, A) if memory.rule.chunk_size > 1 else ())
-
-
-def _of_chunk(rows: Any, n: int) -> Any:
-    """The entries of one chunk of a NamedTuple."""
-    return type(rows)(*(None if x is None else x[n] for x in rows))
 
 
 def _chunk(inputs: Inputs, coefficients, muon, memory: Memory):

@@ -26,7 +26,8 @@ def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
     x, q, v = q, lift(q, rule), v - k if rule.residual else v
     k, P = lift(k, rule), coefficients.P
     enters, leaves, through = _stacked(coefficients, k)
-    before_P, before = _before(P, enters)
+    before_P, first = F.pad(P, (0, 0, 1, -1)), torch.ones_like(enters[..., :1, :1])  # a token's error is before it
+    before = torch.cat([F.pad(first, (0, enters.shape[-1] - 1)), enters[..., :-1, :]], dim=-2)
     M = torch.cat([*memory.W, *memory.S], dim=-2)  # [N, d_in or 2 d_in, V]
     returns = coefficients.beta is not None and rule.forget_to == "initial"
     if returns:
@@ -69,12 +70,6 @@ def _stacked(coefficients, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     enters = torch.cat([one, c], dim=-1)
     through = torch.cat([enters[..., -1:, :], F.pad(H, (1, 0))], dim=-2)
     return enters, torch.cat([w * k, m * k], dim=-1), through
-
-
-def _before(P: Tensor, enters: Tensor) -> tuple[Tensor, Tensor]:
-    """P and `enters` of the memory whose error a token takes: the one before it."""
-    first = F.pad(torch.ones_like(enters[..., :1, :1]), (0, enters.shape[-1] - 1))
-    return F.pad(P, (0, 0, 1, -1)), torch.cat([first, enters[..., :-1, :]], dim=-2)
 
 
 def _outer(scales: Tensor, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A memory of depth L maps a row x to x_L, plus x itself with `residual`, where x_
 layer has no s but an optional layer norm. With `bias` every matrix has one more row, for a constant input of 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import pi, sqrt
 from typing import Any, NamedTuple
@@ -152,11 +152,6 @@ def _silu_second(x: Tensor) -> Tensor:
     return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
-def _gelu_second(x: Tensor) -> Tensor:
-    """Second derivative of x Phi(x)."""
-    return (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
-
-
 def _gelu_tanh_second(x: Tensor) -> Tensor:
     """Second derivative of the tanh approximation of gelu."""
     c, a = sqrt(2 / pi), 0.044715
@@ -179,7 +174,9 @@ def _silu_backward(g: Tensor, x: Tensor) -> Tensor:
 
 ACTIVATIONS = {
     "silu": Activation(F.silu, _silu_backward, _silu_second),
-    "gelu": Activation(F.gelu, aten.gelu_backward, _gelu_second),
+    "gelu": Activation(
+        F.gelu, aten.gelu_backward, lambda x: (-0.5 * x.square()).exp() / sqrt(2 * pi) * (2 - x.square())
+    ),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"), _gelu_tanh_second
     ),
@@ -187,15 +184,15 @@ ACTIVATIONS = {
 
 
 def unpack(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """[N, H, P] -> [N, H, d_in, d_out] for each layer of `like`; an empty tuple for [N, H, 0]."""
+    """[..., P] -> [..., d_in, d_out] for each layer of `like`; an empty tuple for [..., 0]."""
     if packed.shape[-1] == 0:
         return ()
     parts = packed.split([W.shape[-2] * W.shape[-1] for W in like], dim=-1)
     return tuple(part.unflatten(-1, W.shape[-2:]) for part, W in zip(parts, like))
 
 
-def pack(layers: tuple[Tensor, ...]) -> Tensor:
-    """[N, H, d_in, d_out] of each layer -> [N, H, P]."""
+def pack(layers: Sequence[Tensor]) -> Tensor:
+    """[..., d_in, d_out] of each layer -> [..., P]."""
     return torch.cat([x.flatten(-2) for x in layers], dim=-1)
 
 

@@ -49,6 +49,10 @@ class Rows(NamedTuple):
     leaves: Tensor  # [..., C, R]: last row of P, and m
     H: Any  # [..., 1, 1], or None
 
+    def of(self, n: int) -> "Rows":
+        """The rows of one chunk."""
+        return Rows(*(None if x is None else x[n] for x in self))
+
 
 def add(x: Any, y: Any) -> Any:
     """x + y, where None is zero."""
@@ -204,7 +208,8 @@ class Chunk:
         if self.rule.max_grad_norm is not None:
             self._backward_shorter(self.rule.max_grad_norm)
         dk, dv = self._backward_learn()
-        self._backward_anchor(dA)
+        for layer, g in enumerate(dA):
+            self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
         d_enters, d_rest = self.stack.d_scale, self.reads[1].d_scale if self.reads[1:] else None
         rows = Rows(dq, dk, dv, self.dP, d_enters, d_rest, d_leaves, dH)
         return rows, self.stack.d_matrices, self.anchor.d_matrices
@@ -250,12 +255,6 @@ class Chunk:
             back.d_matrices[layer] = add(back.d_matrices[layer], self._back * g)
             back.d_scale[:, -1:] += inner(g, back.matrices[layer])
         return self._last[0] * g
-
-    def _backward_anchor(self, dA: list) -> None:
-        """The backward of `anchor_after`."""
-        for layer, g in enumerate(dA):
-            if g is not None:
-                self.anchor.d_matrices[layer] = add(self.anchor.d_matrices[layer], g)
 
     def _backward_shorter(self, limit: float) -> None:
         """The backward of clipping: from gradients of the clipped D to those of the unclipped one, and of X."""

@@ -27,7 +27,7 @@ from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
 from hf_memory.ops.neural_memory.kernels.parts import Learned, Meta, Rows
-from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule
+from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule, pack, unpack
 from hf_memory.ops.neural_memory.one_chunk import Memory
 from hf_memory.ops.triton.launch import contiguous, launcher
 
@@ -125,7 +125,7 @@ class _Group(NamedTuple):
             return None
         rest = 1 - self.rows.beta
         reads = ((self.rows.q, rest * du), (y, rest * do))
-        read = _flat([torch.einsum("inck,incv->nkv", x, g) for x, g in reads])
+        read = pack([torch.einsum("inck,incv->nkv", x, g) for x, g in reads])
         return read + (rest[:, :, -1] * after[:, :, 0]).sum(0)
 
     def _add_last(self, grads: Rows, after: Tensor) -> None:
@@ -195,12 +195,12 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     q, k, v = inputs[:3]
     closed = closed if A else [True] * len(closed)
     anchor, C, (K, hidden) = any(x is not True for x in closed), q.shape[2], W[0].shape[1:]
-    start = torch.stack([_flat(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
+    start = torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
     decay, momentum = coefficients.beta is not None, bool(S)
     meta = _meta(C, K, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
     table = torch.stack([_row(x, q) for x in closed[:-1]]) if anchor else None
-    o, final = _Walk.apply(meta, table, start, _flat(initial) if meta.RETURNS else None, q, k, v, *coefficients)
-    after = [_layers(x, W) for x in final.unbind(1)]
+    o, final = _Walk.apply(meta, table, start, pack(initial) if meta.RETURNS else None, q, k, v, *coefficients)
+    after = [unpack(x, W) for x in final.unbind(1)]
     W, S = after[0], after[1] if S else ()
     if anchor:
         is_closed = _row(closed[-1], q).bool()[:, None, None]
@@ -208,17 +208,6 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     elif A:
         A = tuple(w.clone() for w in W)
     return o, (W, S, A)
-
-
-def _flat(layers) -> Tensor:
-    """[N, d_in, d_out] of each layer -> [N, SIZE]."""
-    return torch.cat([x.flatten(1) for x in layers], dim=1)
-
-
-def _layers(flat: Tensor, like) -> tuple[Tensor, ...]:
-    """The inverse of `_flat`."""
-    parts = flat.split([W.shape[1] * W.shape[2] for W in like], dim=1)
-    return tuple(part.unflatten(1, W.shape[1:]) for part, W in zip(parts, like))
 
 
 def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
