@@ -87,6 +87,8 @@ def test_pictures_are_those_of_the_script():
 
 def test_the_reference_has_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    families = "".join(f"`{x.__name__}`\n" for family in hf_memory.FAMILIES for x in family[:5])
+    page = page.replace("<!-- families -->", families)  # as docs/hooks.py does
     described = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
     objects = {path: pkgutil.resolve_name(path) for path in described}
     assert [path for path, x in objects.items() if inspect.ismodule(x) or not inspect.getdoc(x)] == []

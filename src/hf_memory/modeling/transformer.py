@@ -188,11 +188,11 @@ class MemoryTransformerConfig(MemoryConfig):
         if (past, self.memory_join) == ("memorizing", "gate"):  # which starts closed
             return min(length, self.sliding_window)
         seen = length if pattern is None else pattern.reach + pattern.first
-        if past in ("infinite", "memorizing"):
+        if past != "cache":
             found = min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0
-            seen = self.sliding_window + (self.num_sink_tokens if past == "infinite" else found)
-        elif past != "cache":
-            seen = self.past_window
+            beside = {"infinite": self.num_sink_tokens, "memorizing": found}  # beside its window
+            within = self.past_window if past in ("xl", "compressive") else 0
+            seen = self.sliding_window + beside[past] if past in beside else within
         return length if length <= seen else None
 
     def validate_architecture(self):
