@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from cases import CASE, SIZES, make_model
 from comparing import assert_close
+from hf_memory.conversion import import_mixer, import_model
 from hf_memory.mixers.base import Context
 from hf_memory.ops import linear_attention
 
@@ -65,3 +66,75 @@ def test_without_trapezoid_and_rotation_it_is_mamba_2():
     g, steps = mixer.decay(x)
     o = linear_attention(q, k, steps[..., None] * v, g, scale=1.0)[0] + mixer.D[:, None] * v
     assert_close(mixer(x)[0], mixer.o_proj(o.flatten(2) * F.silu(mixer.g_proj(x))))
+
+
+THEIRS = {
+    "model_type": "mamba3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "expand": 2,
+}
+THEIRS |= {"state_size": 16, "n_groups": 2, "norm_eps": 1e-5, "rope_fraction": 0.5, "A_floor": 1e-4}
+
+
+def their_weights():
+    """Random float32 weights, in float64, with the names of flash-linear-attention and, in the mixer, of mamba-ssm."""
+    shapes = {
+        "in_proj.weight": (2 * 64 + 2 * 32 + 3 * 8 + 4, 32),
+        "out_proj.weight": (32, 64),
+        "dt_bias": (8,),
+        "D": (8,),
+    }
+    shapes |= {f"{x}_{y}": shape for x in "BC" for y, shape in (("bias", (8, 1, 16)), ("norm.weight", (16,)))}
+    shapes = {f"backbone.layers.{i}.mixer.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    shapes |= {f"backbone.layers.{i}.norm.weight": (32,) for i in range(2)}
+    shapes |= {"backbone.embeddings.weight": (64, 32), "backbone.norm_f.weight": (32,), "lm_head.weight": (64, 32)}
+    generator = torch.Generator().manual_seed(0)
+    return {name: (0.3 * torch.randn(*shape, generator=generator)).double() for name, shape in shapes.items()}
+
+
+def norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def their_layer(w, x):
+    """One head of one token after the other, from the published step."""
+    z, v, k, q, dt, rate, trap, angles = (x @ w["in_proj.weight"].T).split([64, 64, 32, 32, 8, 8, 8, 4], -1)
+    q, k = (norm(y.unflatten(-1, (2, 16)), w[f"{name}_norm.weight"]) for name, y in (("C", q), ("B", k)))
+    outputs = torch.zeros(*x.shape[:2], 8, 8, dtype=x.dtype)
+    for h in range(8):
+        S, before, angle = torch.zeros(len(x), 16, 8).double(), torch.zeros(len(x), 16, 8).double(), 0.0
+        for t in range(x.shape[1]):
+            step = F.softplus(dt[:, t, h] + w["dt_bias"][h])
+            angle = angle + math.pi * step[:, None] * angles[:, t].tanh()
+            read, write = (
+                turned((y[:, t, h // 4] + w[f"{name}_bias"][h, 0])[:, None], angle[:, None])[:, 0]
+                for name, y in (("C", q), ("B", k))
+            )
+            alpha, share = (-step * F.softplus(rate[:, t, h])).exp(), trap[:, t, h].sigmoid()
+            value = v[:, t, 8 * h : 8 * h + 8]
+            now = write[:, :, None] * value[:, None]
+            S = (alpha[:, None, None] * S + (alpha * step * (1 - share))[:, None, None] * before) + (step * share)[
+                :, None, None
+            ] * now
+            before = now
+            outputs[:, t, h] = torch.einsum("bkv,bk->bv", S, read) + w["D"][h] * value
+    return (outputs.flatten(2) * F.silu(z)) @ w["out_proj.weight"].T
+
+
+@torch.no_grad()
+def test_published_weights_are_imported():
+    weights, tokens = their_weights(), torch.arange(3, 31).view(2, 14)
+    x = weights["backbone.embeddings.weight"][tokens]
+    for i in range(2):
+        own = {
+            n.removeprefix(f"backbone.layers.{i}.mixer."): y for n, y in weights.items() if f"layers.{i}.mixer." in n
+        }
+        inputs = norm(x, weights[f"backbone.layers.{i}.norm.weight"])
+        mixed = their_layer(own, inputs)
+        assert_close(import_mixer(THEIRS, weights, i).double()(inputs)[0], mixed)
+        x = x + mixed
+    expected = norm(x, weights["backbone.norm_f.weight"]) @ weights["lm_head.weight"].T
+    assert_close(import_model(THEIRS, weights).double()(tokens).logits, expected)

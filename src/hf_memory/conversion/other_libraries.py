@@ -1,9 +1,9 @@
 """Import of memory models from other libraries, as models of this package that compute the same function.
 
 Supported are `linear_attn`, `retnet`, `gla`, `delta_net`, `gated_deltanet`, `gated_deltanet2`, `comba`,
-`gated_deltaproduct`, `kda`, `mesa_net`, `forgetting_transformer` and `rwkv7` of flash-linear-attention, the authors'
-checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linear layers of Qwen3-Next, OLMo-Hybrid and Kimi
-Linear. A model with an option that this package does not have is refused.
+`gated_deltaproduct`, `kda`, `mesa_net`, `mamba3`, `forgetting_transformer` and `rwkv7` of flash-linear-attention, the
+authors' checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linear layers of Qwen3-Next, OLMo-Hybrid and
+Kimi Linear. A model with an option that this package does not have is refused.
 """
 
 import re
@@ -66,6 +66,8 @@ INSIDE = {  # names inside a layer: attn of flash-linear-attention, mixer and li
     "mixer.dt_proj.bias": "mixer.decay.dt_bias",
     "mixer.dt_proj": "mixer.decay.proj",
     "mixer.out_proj": "mixer.o_proj",
+    "mixer.rate_proj": "mixer.decay.rate_proj",
+    **{f"mixer.{old}_{x}": f"mixer.{new}_{x}" for old, new in (("B", "k"), ("C", "q")) for x in ("norm", "bias")},
     "linear_attn.norm": "mixer.output_gate.norm",
     "linear_attn.o_norm": "mixer.output_gate.norm",
     "linear_attn.g_proj": "mixer.output_gate.proj",
@@ -256,6 +258,25 @@ def _mamba2(config: dict) -> dict:
     return _any_mamba(config) | {"gate": "mamba2", "linear_value_head_dim": config["head_dim"], **heads}
 
 
+def _mamba3(config: dict) -> dict:
+    _refuse(config, use_bias=(False,), hidden_act=("silu",), is_mimo=(False,), is_outproj_norm=(False,))
+    _refuse(config, rope_fraction=(0.5,), A_floor=(1e-4,))
+    return {
+        "gate": "mamba3",
+        "intermediate_size": 0,
+        "num_attention_heads": 1,
+        "linear_num_key_heads": config["n_groups"],
+        "linear_num_value_heads": _heads_of_mamba3(config),
+        "linear_key_head_dim": config["state_size"],
+        "linear_value_head_dim": config["head_dim"],
+        "rms_norm_eps": config["norm_eps"],
+    }
+
+
+def _heads_of_mamba3(config: dict) -> int:
+    return int(config["expand"] * config["hidden_size"]) // config["head_dim"]
+
+
 def _gated_delta_layers(config: dict) -> dict:
     """Options of the linear layers of Qwen3-Next and OLMo-Hybrid."""
     _refuse(config, hidden_act=("silu",))
@@ -323,9 +344,11 @@ def _repeat_keys(config: dict, name: str, x: Tensor) -> Weights:
     return {name: heads.repeat_interleave(values // config["num_heads"], 0).flatten(0, 1)}
 
 
-def _flat_decay(config: dict, name: str, x: Tensor) -> Weights:
-    """Kimi Linear's rates have dimensions of size one."""
-    return {name: x.flatten() if name.endswith("A_log") else x}
+def _without_ones(config: dict, name: str, x: Tensor) -> Weights:
+    """Kimi Linear's rates and Mamba-3's biases have dimensions of size one."""
+    return {
+        name: x.flatten() if name.endswith("A_log") else x.flatten(0, 1) if name.endswith(("B_bias", "C_bias")) else x
+    }
 
 
 def _add_one(config: dict, name: str, x: Tensor) -> Weights:
@@ -380,6 +403,14 @@ def _parts_of_mamba2(config: dict) -> Rows:
     }
 
 
+def _parts_of_mamba3(config: dict) -> Rows:
+    """z, x, B, C, dt, A, trap and the angles are our g, v, k, q, decay, share and angle."""
+    heads, keys = _heads_of_mamba3(config), config["n_groups"] * config["state_size"]
+    wide = dict.fromkeys("gv", heads * config["head_dim"]) | dict.fromkeys("kq", keys)
+    narrow = dict.fromkeys(("dt", "rate", "share"), heads) | {"angle": config["state_size"] // 4}
+    return {"in_proj": (1, {f"{x}_proj": n for x, n in (wide | narrow).items()})}
+
+
 SOURCES = {
     "linear_attn": Source(LinearTransformerConfig, _linear_attn),
     "retnet": Source(GatedLinearAttentionConfig, _retnet),
@@ -390,12 +421,13 @@ SOURCES = {
     "comba": Source(DeltaNetConfig, _comba),
     "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
     "kda": Source(DeltaNetConfig, _kda),
-    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution_of_kimi, _flat_decay),
+    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution_of_kimi, _without_ones),
     "mesa_net": Source(GatedLinearAttentionConfig, _mesa_net),
     "forgetting_transformer": Source(MemoryTransformerConfig, _forgetting_transformer),
     "rwkv7": Source(Rwkv7Config, _rwkv7, change=_split_rwkv7, inside=INSIDE_RWKV7),
     "mamba": Source(GatedLinearAttentionConfig, _mamba, _parts_of_mamba),
     "mamba2": Source(GatedLinearAttentionConfig, _mamba2, _parts_of_mamba2),
+    "mamba3": Source(GatedLinearAttentionConfig, _mamba3, _parts_of_mamba3, _without_ones),
     "qwen3_next": Source(DeltaNetConfig, _gated_delta_layers, _by_key_head, _add_one),
     "olmo_hybrid": Source(DeltaNetConfig, _olmo_hybrid, _convolution),
 }
