@@ -276,9 +276,15 @@ CASES = (
         {**PATTERN, **PAST, "position": "forget", "past": ["infinite", "cache"]},
     ),
     Case(
-        "transformer-forget-longformer",
+        "transformer-forget-heads",
         "hf_memory_transformer",
-        {**PATTERN, "position": "forget", "layer_types": ["sliding_heads", "memory"], "sliding_window": 4},
+        {
+            **PATTERN,
+            "position": "forget",
+            "layer_types": ["sliding_heads", "memory"],
+            "sliding_window": 4,
+            "full_attention_heads": [[1], []],
+        },
     ),
     Case(
         "transformer-longformer",

@@ -252,6 +252,21 @@ def test_attention_whose_gates_forget_nothing_is_softmax_attention(kind):
 
 
 @torch.no_grad()
+def test_heads_with_forget_gates_see_a_window_or_everything():
+    """Of four query heads the last two share the key head that sees everything."""
+    window = {"position": "forget", "layer_types": ["sliding_heads"] * 2, "sliding_window": 4}
+    kinds = ({"position": "forget"}, window, window | {"full_attention_heads": [[1], []]})
+    mixers = [make(SIZES | options).model.layers[0].mixer for options in kinds]
+    x = torch.randn(1, 19, 32, dtype=torch.float64)
+    for mixer in mixers:
+        mixer.load_state_dict(mixers[0].state_dict())
+        mixer.o_proj.weight.copy_(torch.eye(32))
+    everything, near, both = (mixer(x)[0] for mixer in mixers)
+    assert (everything - near).abs().max() > 0.01
+    assert_close(both, torch.cat([near[..., :16], everything[..., 16:]], -1))
+
+
+@torch.no_grad()
 def test_forget_gates_lose_nothing_in_16_bits():
     """After 4,000 tokens the sums of the gates' logarithms are in the thousands."""
     mixer = make({"position": "forget"}).model.layers[0].mixer
@@ -260,7 +275,7 @@ def test_forget_gates_lose_nothing_in_16_bits():
     found = mixer(x)[0][:, -50:].double()
     mixer.double()
     expected = mixer(x.double())[0]
-    assert mixer._forgotten(x.double(), Context(None, None, None, {})).min() < -2000
+    assert mixer.forget.sums(x.double(), Context(None, None, None, {})).min() < -2000
     assert (found - expected[:, -50:]).norm() < 0.02 * expected[:, -50:].norm()
 
 

@@ -79,7 +79,7 @@ class WindowedMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
         full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
-        heads, D, spec = config.num_key_value_heads - full, config.head_dim, {"count": State((), torch.long)}
+        heads, D, spec = config.num_key_value_heads - full, cls.kept_channels(config), {"count": State((), torch.long)}
         if heads:
             spec |= _window(config, config.sliding_window).spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
@@ -92,6 +92,11 @@ class WindowedMixer(MemoryMixer):
         elif full:
             spec |= Everything("full_").spec(full, D, D)
         return spec
+
+    @classmethod
+    def kept_channels(cls, config) -> int:
+        """Number of channels of each kept key and value."""
+        return config.head_dim
 
     @property
     def sees_positions(self) -> bool:
@@ -114,7 +119,11 @@ class WindowedMixer(MemoryMixer):
         the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for
         the writes of tokens that are still in the window; and of heads that keep everything `full_keys` and
         `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
-        q, k, v = self.projected(hidden_states)
+        o, states = self.attend(hidden_states, *self.projected(hidden_states), context)
+        return self.o_proj(o.flatten(2)), states
+
+    def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
+        """The heads [B, T, HQ, D], and the states of `mix`."""
         tokens, count = context.places(hidden_states)
         parts, states = [], {"count": count}
         if self.near_heads:
@@ -125,8 +134,7 @@ class WindowedMixer(MemoryMixer):
             o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, context)
             parts.append(o)
             states |= new
-        o = _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2)
-        return self.o_proj(o), states
+        return _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2, 3), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""

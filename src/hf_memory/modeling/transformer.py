@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS
+from hf_memory.mixers.transformer.forgetting import ForgettingHeads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
@@ -160,7 +161,7 @@ class MemoryTransformerConfig(MemoryConfig):
         """The mixer of a layer."""
         kind = self.layer_types[layer_idx]
         if kind == "sliding_heads" and self.position != "rope":
-            return LocalMixer
+            return ForgettingHeads if self.position == "forget" else LocalMixer
         if kind != "memory":
             return super().mixer_class(layer_idx)
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
@@ -209,7 +210,7 @@ class MemoryTransformerConfig(MemoryConfig):
         check_numbers({"span_limits": min(self.span_limits or [1])})
         is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*OWN}
         check(is_alone, "layer_types", f"only {' and '.join(OWN)} with position={position!r}", self.layer_types)
-        has_heads = position == "rope" or not self.full_attention_heads
+        has_heads = position in ("rope", "forget") or not self.full_attention_heads
         check(has_heads, "full_attention_heads", f"None with position={position!r}", self.full_attention_heads)
         for past, pattern in zip(self.pasts, self.patterns):
             check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
@@ -238,6 +239,7 @@ class MemoryTransformerConfig(MemoryConfig):
         """Refuse what gates of single tokens have no meaning for."""
         here, cap = "with position='forget'", self.attn_logit_softcapping
         check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
+        check(not self.attention_sinks, "attention_sinks", f"False {here}", self.attention_sinks)
         own = {"linformer", *BUCKETS} & {*self.patterns}
         check(not own, "pattern", f"without {own} {here}", self.pattern)
         check({*self.pasts} <= {"cache", "xl", "infinite"}, "past", f"'cache', 'xl' or 'infinite' {here}", self.past)

@@ -5,32 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, States
 from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.pasts import Everything
+from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
-from hf_memory.ops.contract import blank
 from hf_memory.ops.masks import Tokens
-
-COUNT = State((), torch.long)  # of the tokens read
-PARTS = 3  # of the logarithm of a forget gate, as channels of keys: 8 bits each, and the last one the rest
-
-
-def kept_heads(config) -> tuple[int, int]:
-    """Number of the heads of keys and values that are kept, and of their channels, in eights with forget gates."""
-    query_heads, heads, _, D, _ = config.attention_heads
-    return heads, D + (-(-PARTS * query_heads // heads // 8) * 8 if config.position == "forget" else 0)
-
-
-def counts(config) -> Spec:
-    """The number of tokens read, and the sums of the logarithms of their forget gates."""
-    forgotten = {"forgotten": State((config.num_attention_heads,))} if config.position == "forget" else {}
-    return {"count": COUNT} | forgotten
 
 
 class TransformerMixer(MemoryMixer):
@@ -46,7 +29,7 @@ class TransformerMixer(MemoryMixer):
         self.relation: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
         self.forget: Any = None
         if config.position == "forget":
-            self.forget = SigmoidDecay(config.hidden_size, config.num_attention_heads, None, 0, 1)
+            self.forget = ForgetGates(config, self.scaling)
 
     @property
     def sees_positions(self) -> bool:
@@ -78,7 +61,7 @@ class TransformerMixer(MemoryMixer):
             apart = context._replace(cu_seqlens=None)
             o, states = torch.cat([self.attend(hidden_states[:, x], apart.of(x, {}))[0] for x in bounds], 1), {}
         if self.forget is not None and states:
-            states = states | {"forgotten": self._forgotten(hidden_states, context)[:, -1]}
+            states = states | {"forgotten": self.forget.sums(hidden_states, context)[:, -1]}
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -98,33 +81,9 @@ class TransformerMixer(MemoryMixer):
         q, k, v = self.project_heads(hidden_states, context.positions)
         pattern = pattern_of(self.config, self.layer_idx)
         self.check_split(q, 1 if pattern is None else pattern.kinds)
-        return (q, k, v) if self.forget is None else self._with_gates(q, k, v, self._forgotten(hidden_states, context))
-
-    def _forgotten(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """c_i = log f_1 + ... + log f_i for the forget gates f of all tokens up to each, [B, T, HQ] in float32.
-
-        In packed sequences the sums begin anywhere, since their differences alone matter.
-        """
-        g = self.forget(hidden_states)
-        g = g if context.attention_mask is None else blank(g, context.attention_mask)
-        before = context.states["forgotten"][:, None] if context.states else 0
-        return before + g.cumsum(1)
-
-    def _with_gates(self, q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with more channels, whose products are -c_j, so that s_ij has c_i - c_j, but for a constant of i.
-
-        https://arxiv.org/abs/2503.02130. c is kept in parts, so that in 16 bits nothing of it is lost.
-        """
-        parts = []
-        for _ in range(PARTS - 1):
-            parts.append(c.bfloat16().to(c.dtype))
-            c = c - parts[-1]
-        gates = -torch.stack([*parts, c], -1).unflatten(2, (k.shape[2], -1)).flatten(-2).to(k.dtype)  # [B, T, H, G * 3]
-        groups = q.shape[2] // k.shape[2]
-        reads = torch.eye(groups, dtype=q.dtype, device=q.device).repeat_interleave(PARTS, 1).repeat(k.shape[2], 1)
-        more = kept_heads(self.config)[1] - self.head_dim
-        q = torch.cat([q, (F.pad(reads, (0, more - reads.shape[1])) / self.scaling).expand(*q.shape[:3], -1)], -1)
-        return q, torch.cat([k, F.pad(gates, (0, more - gates.shape[-1]))], -1), F.pad(v, (0, more))
+        return (
+            (q, k, v) if self.forget is None else self.forget.extend(q, k, v, self.forget.sums(hidden_states, context))
+        )
 
     def check_split(self, q: Tensor, kinds: int) -> None:
         """Raise an error if tensor parallelism separates heads [B, T, HQ, D] that see different tokens."""

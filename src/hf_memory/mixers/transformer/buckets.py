@@ -21,8 +21,9 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, Window, window_attention
-from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
+from hf_memory.mixers.transformer.forgetting import COUNT
 from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.masks import Tokens, earlier
 

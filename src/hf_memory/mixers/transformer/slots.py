@@ -22,7 +22,8 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, kept, last, take
-from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.base import TransformerMixer
+from hf_memory.mixers.transformer.forgetting import COUNT
 from hf_memory.mixers.transformer.windows import attend_segment, segment_window
 from hf_memory.ops.masks import Tokens, slots_before
 

@@ -19,7 +19,8 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
-from hf_memory.mixers.transformer.base import COUNT, TransformerMixer
+from hf_memory.mixers.transformer.base import TransformerMixer
+from hf_memory.mixers.transformer.forgetting import COUNT
 from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")

@@ -20,7 +20,8 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
-from hf_memory.mixers.transformer.base import TransformerMixer, counts, kept_heads
+from hf_memory.mixers.transformer.base import TransformerMixer
+from hf_memory.mixers.transformer.forgetting import counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
 from hf_memory.ops.masks import Tokens, causal, own_block, segments
