@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.mixers.windowed import WindowedMixer
 
 ELSEWHERE = "Use generate or serve of transformers, or hf_memory.generate_stream for many texts at once"
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
@@ -16,8 +17,9 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads",
 
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
-    has_window = config.layer_types[layer_idx] == "sliding_heads" and not config.num_sink_tokens
-    return has_window or config.mixer_class(layer_idx) is AttentionMixer
+    mixer, has_sinks = config.mixer_class(layer_idx), config.num_sink_tokens > 0
+    has_window = mixer is WindowedMixer and config.layer_types[layer_idx] == "sliding_heads" and not has_sinks
+    return has_window or mixer is AttentionMixer
 
 
 def memory_layers(config: Any) -> list[int]:
@@ -30,7 +32,7 @@ def check(config: Any) -> None:
     memories = memory_layers(config)
     for i in memories:
         growing = [name for name, state in config.state_specs[i].items() if state.growth != "fixed"]
-        if growing and config.layer_types[i] == "sliding_heads":
+        if growing and config.layer_types[i] == "sliding_heads" and config.num_sink_tokens:
             raise ValueError(
                 "vLLM has no first tokens beside a window, so num_sink_tokens must be 0, got "
                 f"{config.num_sink_tokens}; convert with attention_sinks, which take their place. {ELSEWHERE}"
