@@ -175,7 +175,7 @@ def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, te
     student, folder = tmp_path / "student", tmp_path / "export"
     code, _, err = run("convert", teacher, "--servable", "--text", text, "--output", student, *FAST)
     assert (code, student.exists()) == (2, False)
-    assert "to must be deltanet or gated for a servable student, got 'linear'" in err
+    assert "to must be attention or deltanet or gated for a servable student, got 'linear'" in err
     servable = ["--to", "gated", "--servable"]
     code, _, err = run("convert", teacher, *servable, "-o", "memory_rope=true", "--text", text, "--output", student)
     assert (code, student.exists()) == (2, False)

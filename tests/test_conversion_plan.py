@@ -166,7 +166,7 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"optim": "sgdd"}, "sgdd is not a valid OptimizerNames"),
         ({"optim": "apollo_adamw"}, "optim must be an optimizer that is installed"),
         ({"report_to": "nobody"}, "nobody is not supported"),
-        ({"report_to": "comet_ml"}, "report_to must be a logger that is installed .*, got "),
+        ({"report_to": "comet_ml"}, "report_to must be a logger that is installed, .*, got "),
         ({"max_steps": 3}, "training must be arguments from .*, got max_steps"),
         ({"weight_decoy": 0.1}, r"training must be arguments from .*, got weight_decoy; did you mean weight_decay\?"),
         ({"resume_from_checkpoint": "x"}, "training must be arguments from .*, got resume_from_checkpoint"),
