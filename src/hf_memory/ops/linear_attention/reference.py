@@ -47,7 +47,6 @@ def example(*, decay: str = "none", normalize: bool = False, **sizes: Any) -> di
     """Valid random arguments; `decay` is "none", "scalar" or "vector", `sizes` are arguments of `Sample`."""
     s, feature = Sample(**sizes), torch.nn.functional.softplus if normalize else (lambda x: x)
     rows = {"q": feature(s(s.H, s.K)), "k": feature(s(s.H, s.K)), "v": s(s.HV, s.V)}
-    g, state = s.decay(decay), s.state()
-    if normalize:
-        state = LinearState(state, 1 + s.normal(s.B, s.HV, s.K).abs())
+    g, S = s.decay(decay), s.state()
+    state = LinearState(S, 1 + s.normal(s.B, s.HV, s.K).abs()) if normalize else S
     return s.arguments(rows, g=g, initial_state=state, normalize=normalize)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_memory.ops.neural_memory.dual import pick
@@ -35,7 +36,8 @@ def run(inputs: Inputs, coefficients, muon, memory: Memory):
 
     With Muon, `muon` has the coefficients of the weights, and `coefficients` those of the momentum; else it is None.
     """
-    outputs, all_rows = [], (inputs, coefficients, muon)
+    outputs: list[Tensor] = []
+    all_rows: Any = (inputs, coefficients, muon)
     form: Any = _chunk
     if torch.is_grad_enabled():
         form = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)

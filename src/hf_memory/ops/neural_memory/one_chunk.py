@@ -51,7 +51,8 @@ class Rows(NamedTuple):
 
     def of(self, n: int) -> "Rows":
         """The rows of one chunk."""
-        return Rows(*(None if x is None else x[n] for x in self))
+        rows: Any = (None if x is None else x[n] for x in self)
+        return Rows(*rows)
 
 
 def add(x: Any, y: Any) -> Any:
