@@ -75,7 +75,7 @@ def memory(tmp_path):
 def test_a_damaged_memory_is_refused(memory):
     model, path = memory
     whole = path.read_bytes()
-    for part in (whole[:100], whole[:-10], b"", whole.replace(b'"tokens_seen":"9"', b'"tokens_seen":"8"')):
+    for part in (whole[:100], whole[:-10], b"", whole.replace(b'"tokens_read":"9"', b'"tokens_read":"8"')):
         assert part != whole
         path.write_bytes(part)
         with pytest.raises(ValueError, match="damaged"):
@@ -91,8 +91,8 @@ def test_a_damaged_memory_is_refused(memory):
 
 
 FORGED = {
-    "no count": (lambda header, tensors: header.pop("tokens_seen"), "was changed after it was written"),
-    "negative count": (lambda header, tensors: header.update(tokens_seen="-9"), "got -9 tokens"),
+    "no count": (lambda header, tensors: header.pop("tokens_read"), "was changed after it was written"),
+    "negative count": (lambda header, tensors: header.update(tokens_read="-9"), "got -9 tokens"),
     "layers": (lambda header, tensors: header.update(layers="["), "must have layers"),
     "missing state": (lambda header, tensors: tensors.pop("1.keys"), "must have the states .*1.keys"),
     "other state": (lambda header, tensors: tensors.update(x=torch.ones(1)), "got .* x"),
@@ -101,15 +101,15 @@ FORGED = {
     "too large": (lambda header, tensors: tensors["0.memory"].view(-1)[0].fill_(-3e38), "0.memory of finite"),
     "no texts": (lambda header, tensors: tensors.update({n: x[:0] for n, x in tensors.items()}), r"the shape \[1, "),
     "no rows": (lambda header, tensors: tensors.update({"0.memory": torch.ones(())}), r"the shape \[1, "),
-    "too many tokens": (lambda header, tensors: header.update(tokens_seen="9" * 30), "from 1 to 2147483647 tokens"),
+    "too many tokens": (lambda header, tensors: header.update(tokens_read="9" * 30), "from 1 to 2147483647 tokens"),
     "integers": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].int()}), "1.keys .*float32"),
     "other heads": (lambda header, tensors: tensors.update({"1.values": tensors["1.values"][:, :1]}), "the shape"),
     "more than was read": (
-        lambda header, tensors: header.update(tokens_seen="8"),
+        lambda header, tensors: header.update(tokens_read="8"),
         r"\[1, 2, 8, 8\], got \[1, 2, 9, 8\]",
     ),
     "fewer than were read": (
-        lambda header, tensors: header.update(tokens_seen="10"),
+        lambda header, tensors: header.update(tokens_read="10"),
         r"\[1, 2, 10, 8\], got \[1, 2, 9, 8\]",
     ),
     "fewer texts": (lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].repeat(2, 1, 1, 1)}), "shape"),
@@ -137,7 +137,7 @@ def rewrite(path, forge):
 COUNTS = {  # states that count, with their largest value after nine tokens
     ("titans-mac", "0.memory.phase"): 2,
     ("titans-mac", "0.offset"): 4,
-    ("deltanet-window", "0.count"): 9,
+    ("deltanet-window", "0.tokens_read"): 9,
     ("transformer-buckets", "0.buckets"): 3,
 }
 
@@ -166,7 +166,7 @@ def test_the_header_says_what_the_file_is(memory):
     _, path = memory
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    assert header["tokens_seen"] == "9"
+    assert header["tokens_read"] == "9"
     assert json.loads(header["layers"]) == ["MemoryLayer", "DynamicLayer"]
     assert header["model"] == "LinearTransformerForCausalLM"
 

@@ -62,7 +62,7 @@ class AttentionAndMemoryMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the keys and values within the window."""
         _, heads, _, D, _ = config.attention_heads
-        attention = Window.of_last(config.sliding_window).spec(heads, D) | {"count": State((), torch.long)}
+        attention = Window.of_last(config.sliding_window).spec(heads, D) | {"tokens_read": State((), torch.long)}
         return {"attention": attention, "memory": config.rule.mixer.state_spec(config, layer_idx)}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

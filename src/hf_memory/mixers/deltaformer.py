@@ -42,14 +42,14 @@ class DeltaFormerMixer(MemoryMixer):
         at_most = None if W is None else W - 1
         kept = State((heads, D if config.write_rope else 2 * D), None, "token", at_most)
         u, positions = State((heads, D), None, "token", at_most), State((), torch.int32, "token", at_most, absent=-1)
-        return {"count": State((), torch.long), "keys": kept, "values": u, "positions": positions}
+        return {"tokens_read": State((), torch.long), "keys": kept, "values": u, "positions": positions}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `count` [B], the number of tokens read; and of all tokens, or of those within the window,
-        `keys` [B, tokens, H, D or 2 D], `values` [B, tokens, H, D], which are u, and `positions` [B, tokens]."""
+        """The states are `tokens_read` [B]; and of all tokens, or of those within the window, `keys` [B, tokens, H, D
+        or 2 D], `values` [B, tokens, H, D], which are u, and `positions` [B, tokens]."""
         q, k_written, v = self.project_heads(hidden_states, None)
         q, k = self.rotate(q, k_written, context.positions)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         kept = k if self.config.write_rope else torch.cat([k, k_written], -1)
         past, _ = context.grown({"keys": kept, "positions": tokens.position.expand(len(k), -1).int()})
         is_full = context.is_whole or context.cu_seqlens is not None
@@ -68,7 +68,7 @@ class DeltaFormerMixer(MemoryMixer):
             o = full_attention(q, tokens, columns, self.scores, window=self.window, is_whole=context.is_whole)
         else:
             o = read(unit_length(q), unit_length(k), u, kernel=self.config.read_kernel, **shared)
-        return self.o_proj(o.flatten(2)), {"count": count} | self._kept(past, shared["mask"])
+        return self.o_proj(o.flatten(2)), {"tokens_read": tokens_read} | self._kept(past, shared["mask"])
 
     def _kept(self, past: States, mask: Tensor | None) -> States:
         """The last tokens that the window of the next token sees, with padding before them; or all."""

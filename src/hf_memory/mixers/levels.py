@@ -65,9 +65,9 @@ class Levels:
         if config.levels == "segments":
             memory = replace(spec["memory"], growth="segment", every=config.segment_length)
             own = {"memory": memory, "key_sums": replace(memory, shape=memory.shape[:2])}
-            return spec | own | {"num_tokens": State((), torch.long)}
+            return spec | own | {"tokens_read": State((), torch.long)}
         memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
-        return spec | {"memory": memory, "num_tokens": State((), torch.long)}
+        return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
     def remember(
         self,
@@ -86,11 +86,11 @@ class Levels:
         memory = options["initial_state"]
         if self.config.levels == "log":
             if memory is not None:
-                options["initial_state"] = LogLinearState(memory, context.states["num_tokens"])
+                options["initial_state"] = LogLinearState(memory, context.states["tokens_read"])
             (levels,) = self.spec["memory"].places(q.shape[1]) if memory is None else memory.shape[1:2]
             weights = self.level_weights(hidden_states)[..., : levels + 1]
             o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
-            return o, {"memory": after.levels, "num_tokens": after.num_tokens}
+            return o, {"memory": after.levels, "tokens_read": after.tokens_read}
         if self.config.levels == "segments":
             return self._segments(hidden_states, context, (q, k, v, g) if beta is None else (q, k, v, beta, g), scale)
         options["in_place"] = True

@@ -43,13 +43,13 @@ class MemoryMosaicMixer(MemoryMixer):
         """The states of `mix`."""
         heads, _, _, D, _ = config.memory_heads
         average, last = State((heads, 1, D)), State((1, 2 * heads * D), None)
-        spec = {"key_average": average, "query_average": average, "count": State((), torch.long), "last": last}
+        spec = {"key_average": average, "query_average": average, "tokens_read": State((), torch.long), "last": last}
         return spec | Everything().spec(heads, D, D)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `key_average` and `query_average` [B, H, 1, D]; `count` [B], the number of tokens read; `last`
-        [B, 1, 2 H D], key and value projection of the last token, which is not part of a complete pair yet; and of the
-        complete pairs `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
+        """The states are `key_average` and `query_average` [B, H, 1, D]; `tokens_read` [B]; `last` [B, 1, 2 H D],
+        key and value projection of the last token, which is not part of a complete pair yet; and of the complete pairs
+        `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
         recalled, states = self._recall(self.input_layernorm(hidden_states), context)
         x = self.post_attention_layernorm(hidden_states + recalled)
         q, states["query_average"] = self.query_average(self._heads(self.q_proj(x)), "query_average", context)
@@ -63,7 +63,7 @@ class MemoryMosaicMixer(MemoryMixer):
             torch.cat([k.flatten(2), v], -1), context.states.get("last"), context.attention_mask, context.cu_seqlens
         )
         key, value = (self._heads(y) for y in before.chunk(2, -1))
-        tokens, states["count"] = context.places(x)
+        tokens, states["tokens_read"] = context.places(x)
         past = Everything().read(key, self.value_average(value, self._heads(v)), tokens, context)
         o = full_attention(k, tokens, past.near._replace(sees=completed), Scores(1.0))
         o = o * (tokens.position > 0)[..., None, None]

@@ -87,8 +87,8 @@ class Window(NamedTuple):
             context.states, {f"{self.prefix}keys": k, f"{self.prefix}values": v}, self.kept, context.lengths
         )
         unseen = self.kept + 1 - min(self.reach, reach or self.reach)
-        count = context.states.get("count")
-        near = columns(tokens, count, keys[:, unseen:], values[:, unseen:], self.sees)
+        tokens_read = context.states.get("tokens_read")
+        near = columns(tokens, tokens_read, keys[:, unseen:], values[:, unseen:], self.sees)
         first = None
         if self.first:
             first = self._first_tokens(k, v, context)
@@ -100,7 +100,7 @@ class Window(NamedTuple):
         place, T, states = torch.arange(self.first, device=k.device), k.shape[1], context.states
         if context.cu_seqlens is not None:
             return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=older(self.reach))
-        before = states["count"][:, None] if states else place.new_zeros(len(k), 1)
+        before = states["tokens_read"][:, None] if states else place.new_zeros(len(k), 1)
         is_read = place < before + (T if context.lengths is None else context.lengths[:, None])
         if T == 1:
             keys, values = (x.repeat(1, self.first, 1, 1) for x in (k, v))
@@ -137,7 +137,7 @@ class Ring(NamedTuple):
             near = Columns(Tokens(place), *new.values())
             return Past(near, None, new, keys, values, (place <= tokens.position)[:, None, None])
         sees = causal & window(self.size)
-        near = columns(tokens, context.states.get("count"), keys[:, 1:], values[:, 1:], sees)
+        near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
         return Past(near, self._first_tokens(k, v, new, context) if self.first else None, new, keys, values)
 
     def _first_tokens(self, k: Tensor, v: Tensor, states: States, context: Context) -> Columns:
@@ -174,7 +174,7 @@ class Ring(NamedTuple):
         }
 
     def _step(self, new: States, context: Context) -> tuple[list[Tensor], States]:
-        place = self._places(context.states["count"][:, None])
+        place = self._places(context.states["tokens_read"][:, None])
         old = {name: context.states[name].to(x.dtype) for name, x in new.items()}
         left = [take(x, place) if self.leaves else x[:, :0] for x in old.values()]
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
@@ -219,12 +219,12 @@ def window_attention(
         reach: number of tokens of the window that any of these queries sees; default: all.
 
     Returns:
-        o [B, T, HQ, D], and the states after the tokens: those of the window, and `count` [B], the tokens read.
+        o [B, T, HQ, D], and the states after the tokens: those of the window, and `tokens_read` [B].
     """
-    tokens, count = context.places(k)
+    tokens, tokens_read = context.places(k)
     past = window.read(k, v, tokens, context, reach=reach)
     groups = near_blocks(q, tokens, past.near, past.first if window.first else always)
-    return rows_of(map(scores.attend, groups), q), past.states | {"count": count}
+    return rows_of(map(scores.attend, groups), q), past.states | {"tokens_read": tokens_read}
 
 
 def kept(states: States, new: States, W: int, lengths: Tensor | None) -> tuple[list[Tensor], States]:
@@ -246,15 +246,15 @@ def last(x: Tensor, lengths: Tensor | None, W: int) -> Tensor:
     return take(x, lengths[:, None] + torch.arange(W, device=x.device))
 
 
-def columns(tokens: Tokens, count: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
-    """Keys and values [B, W + T, H, D] of the new tokens and of the W tokens before them, of which `count` [B] exist.
+def columns(tokens: Tokens, tokens_read: Tensor | None, keys: Tensor, values: Tensor, sees: Mask) -> Columns:
+    """Keys and values [B, W + T, H, D] of the new tokens and of the W before them, of which `tokens_read` [B] exist.
 
-    If `count` is None, nothing was read before, and these W columns are left out, unless blocks need them.
+    If `tokens_read` is None, nothing was read before, and these W columns are left out, unless blocks need them.
     """
     T = tokens.position.shape[1]
     W = keys.shape[1] - T
-    if count is not None:
-        before = count[:, None] - torch.arange(W, 0, -1, device=keys.device)
+    if tokens_read is not None:
+        before = tokens_read[:, None] - torch.arange(W, 0, -1, device=keys.device)
         return Columns(Tokens(torch.cat([before, tokens.position], 1)), keys, values, sees)
     if not varies(T) and max(W + 1, BLOCK) < T:
         return Columns(tokens.map(lambda x: F.pad(x, (W, 0), value=-1)), keys, values, sees)

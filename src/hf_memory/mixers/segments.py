@@ -17,7 +17,7 @@ class Grid(NamedTuple):
     position: Tensor  # [B, T], in the text; any value at padding
     place: Tensor  # [B, T], in the grid; `size` at padding
     first: Tensor  # [B], the segment that the grid begins with
-    num_tokens: Tensor  # [B], read including the new ones
+    tokens_read: Tensor  # [B], read including the new ones
     rows: int
     columns: int
 
@@ -25,7 +25,7 @@ class Grid(NamedTuple):
     def of(cls, x: Tensor, context: Context, length: int) -> "Grid":
         """The grid of tokens x [B, T, ...] for segments of a length; that of a single token has a single place."""
         (B, T), mask = x.shape[:2], context.attention_mask
-        before = context.states["num_tokens"] if context.states else torch.zeros(B, dtype=torch.long, device=x.device)
+        before = context.states["tokens_read"] if context.states else torch.zeros(B, dtype=torch.long, device=x.device)
         count = torch.ones(B, T, dtype=torch.long, device=x.device) if mask is None else mask.long()
         position, first = before[:, None] + count.cumsum(1) - 1, before // length
         columns = 1 if T == 1 else length
@@ -75,7 +75,7 @@ def read_segments(
         op: an op whose state is a matrix for each head.
         u: what the segments are asked with [B, T, HV, K].
         tokens: q, k, v and other arguments of the op, [B, T, ...] each, or None.
-        context: the padding, and the states `memory` [B, S, HV, K, V], `key_sums` [B, S, HV, K] and `num_tokens` [B].
+        context: the padding, and the states `memory` [B, S, HV, K, V], `key_sums` [B, S, HV, K] and `tokens_read` [B].
         length: number of tokens of a segment.
         **options: further arguments of the op.
 
@@ -98,7 +98,7 @@ def read_segments(
     scale = K**-0.5 if options.get("scale") is None else options["scale"]
     queries = (scale * beside[..., None] * wide(q)[:, :, :, None]).flatten(-2)  # [B, T, HV, S * K]
     others = torch.einsum("bthx,bhxv->bthv", queries, memory.transpose(1, 2).flatten(2, 3))
-    states = {"memory": memory, "key_sums": sums, "num_tokens": grid.num_tokens}
+    states = {"memory": memory, "key_sums": sums, "tokens_read": grid.tokens_read}
     return (alike[..., None] * grid.collect(own) + others).to(v.dtype), states
 
 

@@ -79,7 +79,11 @@ class WindowedMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
         full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
-        heads, D, spec = config.num_key_value_heads - full, cls.kept_channels(config), {"count": State((), torch.long)}
+        heads, D, spec = (
+            config.num_key_value_heads - full,
+            cls.kept_channels(config),
+            {"tokens_read": State((), torch.long)},
+        )
         if heads:
             spec |= _window(config, config.sliding_window).spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
@@ -115,7 +119,7 @@ class WindowedMixer(MemoryMixer):
         return self.config.use_qk_norm
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `count` [B], the number of tokens read; `keys` and `values`, those of a `Ring`; those of
+        """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of
         the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for
         the writes of tokens that are still in the window; and of heads that keep everything `full_keys` and
         `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
@@ -124,8 +128,8 @@ class WindowedMixer(MemoryMixer):
 
     def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
-        tokens, count = context.places(hidden_states)
-        parts, states = [], {"count": count}
+        tokens, tokens_read = context.places(hidden_states)
+        parts, states = [], {"tokens_read": tokens_read}
         if self.near_heads:
             o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, context)
             parts.append(o)

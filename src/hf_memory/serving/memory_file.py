@@ -25,7 +25,7 @@ from hf_memory.serving.rows import check_layers
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
 LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
-HEADER = {"format", "model", "fingerprint", "tokens_seen", "layers", "checksum"}
+HEADER = {"format", "model", "fingerprint", "tokens_read", "layers", "checksum"}
 
 
 def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
@@ -56,7 +56,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         "format": FORMAT,
         "model": model.config.name_or_path or type(model).__name__,
         "fingerprint": model_fingerprint(model, torch.bfloat16),
-        "tokens_seen": str(cache.get_seq_length()),
+        "tokens_read": str(cache.get_seq_length()),
         "layers": _kinds(cache),
     }
     header["checksum"] = _checksum(header, tensors)
@@ -80,21 +80,21 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
     """
     path, cache, specs = Path(path), DynamicCache(config=model.config), model.config.state_specs
     header, tensors = _read(path, cache, model)
-    tokens_seen = int(header["tokens_seen"])
+    tokens_read = int(header["tokens_read"])
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         own = {name: tensors[f"{i}.{name}"] for name in spec}
         for name, x in own.items():
-            if fault := _fault(x, spec[name], tokens_seen):
+            if fault := _fault(x, spec[name], tokens_read):
                 raise ValueError(f"{path} must have a state {i}.{name} {fault}")
             own[name] = x.to(model.device, spec[name].dtype or model.dtype)
         if isinstance(layer, MemoryLayer):
             layer.spec = spec
-            layer.fill(own, tokens_seen)
+            layer.fill(own, tokens_read)
         else:
             layer.lazy_initialization(own["keys"], own["values"])
             layer.keys, layer.values = own["keys"], own["values"]
             if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = tokens_seen
+                layer.cumulative_length = tokens_read
     return cache
 
 
@@ -107,7 +107,7 @@ def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, s
             header, names = file.metadata() or {}, list(file.keys())
             _check_header(path, header, cache, model)
             found = {name: file.get_slice(name).get_shape() for name in names}
-            expected = _expected(cache, model.config.state_specs, int(header["tokens_seen"]))
+            expected = _expected(cache, model.config.state_specs, int(header["tokens_read"]))
             if found.keys() != expected.keys():
                 raise ValueError(f"{path} must have the states {', '.join(expected)}, got {', '.join(found) or 'none'}")
             texts = max([1], next(iter(found.values()))[:1])
@@ -131,29 +131,29 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
         raise ValueError(f"{path} is a memory of another model or of other weights: it was made by {header['model']}")
     if header["layers"] != _kinds(cache):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
-    given = header["tokens_seen"]
+    given = header["tokens_read"]
     if not given.isdecimal() or not 0 < int(given) <= MOST_TOKENS:
         raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given} tokens")
 
 
-def _expected(cache: Cache, specs: list[Spec], tokens_seen: int) -> dict[str, list[int]]:
+def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, list[int]]:
     """The shape of each state of a text; keys and values of transformers' own layers have tokens after heads."""
     shapes = {}
     for i, (layer, spec) in enumerate(zip(cache.layers, specs, strict=True)):
         for name, state in spec.items():
             before = 0 if isinstance(layer, MemoryLayer) else 1
-            shapes[f"{i}.{name}"] = [*state.shape[:before], *state.places(tokens_seen), *state.shape[before:]]
+            shapes[f"{i}.{name}"] = [*state.shape[:before], *state.places(tokens_read), *state.shape[before:]]
     return shapes
 
 
-def _fault(x: Tensor, state: State, tokens_seen: int) -> str | None:
+def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
     declared = state.dtype or torch.float32
     if x.is_floating_point() != declared.is_floating_point:
         return f"of {declared}, got {x.dtype}"
     if x.is_floating_point():
         return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
-    largest = tokens_seen if state.largest is None else state.largest
+    largest = tokens_read if state.largest is None else state.largest
     is_possible = ((x >= state.absent) & (x <= largest)).all()
     return None if is_possible else f"of numbers from {state.absent} to {largest}, got {x.min()} to {x.max()}"
 

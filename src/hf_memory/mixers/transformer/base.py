@@ -65,12 +65,12 @@ class TransformerMixer(MemoryMixer):
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The heads [B, T, HQ, D], and the states: those of `Everything`, and `count` [B], the tokens read."""
+        """The heads [B, T, HQ, D], and the states: those of `Everything`, and `tokens_read` [B]."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         past = Everything().read(k, v, tokens, context)
         o = full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole)
-        return o, past.states | {"count": count}
+        return o, past.states | {"tokens_read": tokens_read}
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""

@@ -23,7 +23,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Everything, Window, window_attention
 from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.bucket_attention import attention_in_buckets
-from hf_memory.mixers.transformer.forgetting import COUNT
+from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.masks import Tokens, earlier
 
@@ -51,21 +51,21 @@ def in_buckets(
     unit = unit_length(q)
     asked = buckets(unit.detach())
     q, k = mixer.rotate(q, unit, context.positions)
-    tokens, count = context.places(k)
+    tokens, tokens_read = context.places(k)
     past, (bucket, new) = Everything().read(k, v, tokens, context), context.grown({"buckets": asked})
     seen = past.near._replace(values=repeat_heads(past.values, q.shape[2]), sees=earlier)
     attend = _all_pairs if q.shape[1] == 1 or torch.compiler.is_compiling() else _sorted
     attended = attend(q, tokens, asked, seen, bucket["buckets"], mixer.scaling)
     itself = repeat_heads(v, q.shape[2]), torch.full_like(attended[1], ITSELF)
-    return joined_softmax(attended, itself)[0], past.states | new | {"count": count}
+    return joined_softmax(attended, itself)[0], past.states | new | {"tokens_read": tokens_read}
 
 
 def bucket_spec(config, share: int, rounds: int) -> Spec:
-    """The states of `Everything`, `count`, and `buckets` [B, tokens, HQ, rounds], of one of `share` heads."""
+    """The states of `Everything`, `tokens_read`, and `buckets` [B, tokens, HQ, rounds], of one of `share` heads."""
     heads, _, values, D, _ = config.attention_heads
     spec = Everything().spec(heads // share, D, D) | {"values": State((values // share, D), None, "token")}
     spec["buckets"] = State((heads // share, rounds), torch.int32, "token", largest=config.num_buckets - 1)
-    return {"count": COUNT} | spec
+    return {"tokens_read": TOKENS_READ} | spec
 
 
 def _all_pairs(q: Tensor, tokens: Tokens, asked: Tensor, seen: Columns, buckets: Tensor, scaling: float) -> Attended:

@@ -10,7 +10,7 @@ from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.ops.contract import blank
 
-COUNT = State((), torch.long)  # of the tokens read
+TOKENS_READ = State((), torch.long)  # their number
 PARTS = 3  # of the logarithm of a forget gate, as channels of keys: 8 bits each, and the last one the rest
 
 
@@ -23,7 +23,7 @@ def kept_heads(config) -> tuple[int, int]:
 def counts(config) -> Spec:
     """The number of tokens read, and the sums of the logarithms of their forget gates."""
     forgotten = {"forgotten": State((config.num_attention_heads,))} if config.position == "forget" else {}
-    return {"count": COUNT} | forgotten
+    return {"tokens_read": TOKENS_READ} | forgotten
 
 
 class ForgetGates(SigmoidDecay):

@@ -23,7 +23,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, kept, last, take
 from hf_memory.mixers.transformer.base import TransformerMixer
-from hf_memory.mixers.transformer.forgetting import COUNT
+from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.mixers.transformer.windows import attend_segment, segment_window
 from hf_memory.ops.masks import Tokens, slots_before
 
@@ -41,24 +41,24 @@ class NewBlocks(NamedTuple):
 
 
 def new_blocks(
-    complete: Callable[[Tensor], Tensor], count: Tensor, states: States, sizes: tuple[int, int], rate: int
+    complete: Callable[[Tensor], Tensor], tokens_read: Tensor, states: States, sizes: tuple[int, int], rate: int
 ) -> NewBlocks:
     """The blocks that get their slots with the new tokens.
 
     Args:
         complete: how many blocks have slots after so many tokens.
-        count: [B], the number of tokens read.
+        tokens_read: [B], the number of tokens read.
         states: the states before the new tokens.
         sizes: the number of tokens that are kept, and that of the new ones.
         rate: the number of tokens of a block.
     """
-    before = states["count"] if states else torch.zeros_like(count)
+    before = states["tokens_read"] if states else torch.zeros_like(tokens_read)
     first = complete(before)
-    numbers = first[:, None] + torch.arange(sum(sizes) // rate, device=count.device)
+    numbers = first[:, None] + torch.arange(sum(sizes) // rate, device=tokens_read.device)
     ends = (numbers + 1) * rate - 1 - before[:, None]
-    places = sizes[0] + 1 - rate + ends[..., None] + torch.arange(rate, device=count.device)
-    numbers = numbers.where(ends < (count - before)[:, None], -1)
-    return NewBlocks(first, complete(count) - first, numbers, ends, places.clamp(0, sum(sizes) - 1).flatten(1))
+    places = sizes[0] + 1 - rate + ends[..., None] + torch.arange(rate, device=tokens_read.device)
+    numbers = numbers.where(ends < (tokens_read - before)[:, None], -1)
+    return NewBlocks(first, complete(tokens_read) - first, numbers, ends, places.clamp(0, sum(sizes) - 1).flatten(1))
 
 
 class CompressiveMixer(TransformerMixer):
@@ -83,26 +83,28 @@ class CompressiveMixer(TransformerMixer):
         slots = config.compressed_length + window.reach // rate  # also those whose tokens are still visible themselves
         sizes = {"compressed": slots, "block": rate - 1}
         spec = {f"{kind}_{x}": State((n, heads, D), None) for kind, n in sizes.items() for x in ("keys", "values")}
-        return window.spec(heads, D) | {"count": COUNT} | spec
+        return window.spec(heads, D) | {"tokens_read": TOKENS_READ} | spec
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of `segment_window`, `count`, those of `attend_slots`, with slots that become visible
-        later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values` [B, compression_rate - 1, H,
-        D], not rotated."""
+        """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, with slots that become
+        visible later; and, of tokens that do not fill a slot yet, `block_keys` and `block_values`
+        [B, compression_rate - 1, H, D], not rotated."""
         q, plain, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, count = context.places(v)
+        tokens, tokens_read = context.places(v)
         q, k = self.rotate(q, plain, context.positions)
         past = segment_window(self.config).read(k, v, tokens, context)
         near = attend_segment(self, hidden_states, q, tokens, past, context)
-        slots, blocks, states = self._slots(plain.detach(), v.detach(), count, context)
+        slots, blocks, states = self._slots(plain.detach(), v.detach(), tokens_read, context)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
-        return joined_softmax(near, far)[0], past.states | states | compressed | {"count": count}
+        return joined_softmax(near, far)[0], past.states | states | compressed | {"tokens_read": tokens_read}
 
-    def _slots(self, k: Tensor, v: Tensor, count: Tensor, context: Context) -> tuple[list[Tensor], NewBlocks, States]:
+    def _slots(
+        self, k: Tensor, v: Tensor, tokens_read: Tensor, context: Context
+    ) -> tuple[list[Tensor], NewBlocks, States]:
         """Keys and values [B, U, H, D] of blocks whose last token is new, these blocks, and the states."""
         rate, (B, T) = self.config.compression_rate, k.shape[:2]
         read, states = kept(context.states, {"block_keys": k, "block_values": v}, rate - 1, context.lengths)
-        blocks = new_blocks(lambda count: count // rate, count, context.states, (rate - 1, T), rate)
+        blocks = new_blocks(lambda tokens_read: tokens_read // rate, tokens_read, context.states, (rate - 1, T), rate)
         slots = []
         for compress, x in zip((self.compress_keys, self.compress_values), read):
             x = compress(take(x, blocks.places).unflatten(1, (-1, rate)).flatten(0, 1)).detach()
@@ -179,22 +181,24 @@ class MostUsedMixer(TransformerMixer):
         slots = dict.fromkeys(
             ("compressed_keys", "compressed_values"), State((config.compressed_length, heads, D), None)
         )
-        return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "count": COUNT}
+        return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of `segment_window`, `count`, those of `attend_slots`, of blocks that no token sees any
-        more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
+        """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, of blocks that no token
+        sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         past = segment_window(self.config).read(k, v, tokens, context)
         near = attend_segment(self, hidden_states, q, tokens, past, context)
-        slots, blocks, used = self._slots(q, tokens, count, past, context.states)
+        slots, blocks, used = self._slots(q, tokens, tokens_read, past, context.states)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
         usage = {"usage": last(used, context.lengths, segment_window(self.config).kept)}
-        return joined_softmax(near, far)[0], past.states | usage | compressed | {"count": count}
+        return joined_softmax(near, far)[0], past.states | usage | compressed | {"tokens_read": tokens_read}
 
     @torch.no_grad()
-    def _slots(self, q, tokens: Tokens, count, past: Past, states: States) -> tuple[list[Tensor], NewBlocks, Tensor]:
+    def _slots(
+        self, q, tokens: Tokens, tokens_read, past: Past, states: States
+    ) -> tuple[list[Tensor], NewBlocks, Tensor]:
         """Keys and values [B, U, H, D] of blocks that leave sight, these blocks, and how much tokens were used."""
         L, m, rate, T = self.config.segment_length, self.config.past_window, self.config.compression_rate, q.shape[1]
         W = L + m - 1
@@ -202,7 +206,7 @@ class MostUsedMixer(TransformerMixer):
         usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
         if states:
             usage = usage + F.pad(states["usage"], (0, 0, 0, T))
-        blocks = new_blocks(lambda count: (count // L * L - m) // rate, count, states, (W, T), rate)
+        blocks = new_blocks(lambda tokens_read: (tokens_read // L * L - m) // rate, tokens_read, states, (W, T), rate)
         best = take(usage, blocks.places).unflatten(1, (-1, rate)).argmax(2, keepdim=True)  # [B, U, 1, H]
         places = blocks.places.unflatten(1, (-1, rate))[..., None].expand(-1, -1, -1, best.shape[-1])
         index = places.gather(2, best)[:, :, 0, :, None]

@@ -46,7 +46,7 @@ class SparseMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `TransformerMixer`."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         all_of_them = Everything().read(k, v, tokens, context)
         past, states = all_of_them.near, all_of_them.states
         if context.states:  # with padding before the new tokens
@@ -58,7 +58,7 @@ class SparseMixer(TransformerMixer):
         far = FAR[self.config.patterns[self.layer_idx]](
             self, q, tokens, past._replace(sees=pattern.sees & older(pattern.reach))
         )
-        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states | {"count": count}
+        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states | {"tokens_read": tokens_read}
 
 
 def _last_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:

@@ -20,7 +20,7 @@ from hf_memory.mixers.attention_blocks import (
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns
 from hf_memory.mixers.transformer.base import TransformerMixer
-from hf_memory.mixers.transformer.forgetting import COUNT
+from hf_memory.mixers.transformer.forgetting import TOKENS_READ
 from hf_memory.ops.masks import Tokens, older, window
 
 JOINS = ("gate", "softmax", "attention")
@@ -41,16 +41,16 @@ class TopTokensMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
-        return _store(config).spec(heads, D) | {"count": COUNT}
+        return _store(config).spec(heads, D) | {"tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of a `Window` with the tokens of the store before it, and `count`."""
+        """The states are those of a `Window` with the tokens of the store before it, and `tokens_read`."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         past = _store(self.config).read(k, v, tokens, context)
         remembered = best_of_store(self, self.scores, q, tokens, past, context)
         o, _ = joined_softmax(self.attend_near(q, tokens, past.near), remembered)
-        return o, past.states | {"count": count}
+        return o, past.states | {"tokens_read": tokens_read}
 
 
 def _store(config, prefix: str = "") -> Window:
@@ -63,7 +63,7 @@ def best_of_store(
     """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
     W, kept, T, k = mixer.config.sliding_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
     stored = columns(
-        tokens, context.states.get("count"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
+        tokens, context.states.get("tokens_read"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
     )
     before = stored.keys.shape[1] - T
 
@@ -146,17 +146,20 @@ class MemorizingMixer(TransformerMixer):
         """See `attend`."""
         _, heads, _, D, _ = config.attention_heads
         near = _store(config)._replace(spare=0)
-        return near.spec(heads, D) | _store(config, "memory_").spec(heads, D) | {"count": COUNT}
+        return near.spec(heads, D) | _store(config, "memory_").spec(heads, D) | {"tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of a `Window`, `count`, and of the window and the store, without rotation and with keys
-        of unit length, `memory_keys` and `memory_values` [B, sliding_window + memory_size - 1, H, D]."""
+        """The states are those of a `Window`, `tokens_read`, and of the window and the store, without rotation and with
+        keys of unit length, `memory_keys` and `memory_values` [B, sliding_window + memory_size - 1, H, D]."""
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         asking, keys = self.rotate(q, k, context.positions)
         past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
         store = _store(self.config, "memory_").read(unit_length(k).detach(), v.detach(), tokens, context)
-        local, states = self.attend_near(asking, tokens, past.near), past.states | store.states | {"count": count}
+        local, states = (
+            self.attend_near(asking, tokens, past.near),
+            past.states | store.states | {"tokens_read": tokens_read},
+        )
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]
         remembered = best_of_store(self, Scores(1.0), scaled, tokens, store, context)
         if not self.has_gate:

@@ -77,14 +77,14 @@ class InfiniteMixer(TransformerMixer):
         return spec | counts(config) | ({"last_angles": State((1, channels), None)} if channels else {})
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of a `Window`, `count`, and `last_angles` [B, 1, channels], the rotation of the largest
-        position."""
+        """The states are those of a `Window`, `tokens_read`, and `last_angles` [B, 1, channels], the rotation of the
+        largest position."""
         most = self.config.num_sink_tokens + self.config.sliding_window - 1
         q, k, v = self.projected(hidden_states, context._replace(positions=None))
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         asking, k = self.rotate(q, k, context.positions)
         past = _first_and_last(self.config).read(k, v, tokens, context)
-        far, new = asking, past.states | {"count": count}
+        far, new = asking, past.states | {"tokens_read": tokens_read}
         if context.positions is not None:
             before = context.states.get("last_angles")
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
@@ -143,11 +143,13 @@ class SegmentMixer(TransformerMixer):
         return segment_window(config).spec(*kept_heads(config)) | counts(config)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are those of `segment_window`, and `count`."""
+        """The states are those of `segment_window`, and `tokens_read`."""
         q, k, v = self.projected(hidden_states, context)
-        tokens, count = context.places(k)
+        tokens, tokens_read = context.places(k)
         past = segment_window(self.config).read(k, v, tokens, context)
-        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states | {"count": count}
+        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states | {
+            "tokens_read": tokens_read
+        }
 
 
 def segment_window(config) -> Window:
@@ -163,7 +165,7 @@ def attend_segment(
     if not torch.is_grad_enabled():
         return mixer.attend_near(q, tokens, past.near)
     own, m = causal & own_block(mixer.config.segment_length), mixer.config.past_window
-    segment = columns(tokens, context.states.get("count"), past.keys[:, m:], past.values[:, m:], own)
+    segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
     _, k, v = mixer.projected(hidden_states.detach(), context)
     detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
     window = segment_window(mixer.config)

@@ -34,7 +34,7 @@ class Past(NamedTuple):
 
     S: Tensor  # [B * H, number of such levels, K, V]
     held: list[int]
-    num_tokens: int | None  # number of tokens of every row, if it is known
+    tokens_read: int | None  # number of tokens of every row, if it is known
 
 
 class Chunks(NamedTuple):
@@ -65,7 +65,7 @@ def log_linear_attention(
     (B, T, H), L = v.shape[:3], level_weights.shape[-1] - 1
     q, k = repeat_heads(q, H), repeat_heads(k, H)
     known = 0 if is_empty and counted is None else None
-    n = initial_state.num_tokens[:, None]
+    n = initial_state.tokens_read[:, None]
     ends = n + (torch.arange(1, T + 1, device=q.device) if counted is None else counted.cumsum(1))
     starts = torch.cat([n, ends[:, :-1]], dim=1)
     held = _held(known, L)
@@ -75,15 +75,15 @@ def log_linear_attention(
     C = chunk_size(T, CHUNK)
     o, past = in_segments(_segment, C, past, q, k, v, level_weights, beta, g, starts, ends, scale=scale)
     levels = torch.zeros_like(S).index_copy(1, _levels(past.held, q) - 1, past.S).unflatten(0, (B, H))
-    num_tokens = initial_state.num_tokens + (T if counted is None else counted.sum(1))
-    return o, LogLinearState(levels.transpose(1, 2).contiguous(), num_tokens)
+    tokens_read = initial_state.tokens_read + (T if counted is None else counted.sum(1))
+    return o, LogLinearState(levels.transpose(1, 2).contiguous(), tokens_read)
 
 
-def _held(num_tokens: int | None, L: int) -> list[int]:
-    """The levels from 1 to L that hold a block after `num_tokens` tokens."""
-    if num_tokens is None:
+def _held(tokens_read: int | None, L: int) -> list[int]:
+    """The levels from 1 to L that hold a block after `tokens_read` tokens."""
+    if tokens_read is None:
         return list(range(1, L + 1))
-    return [level for level in range(1, L) if num_tokens >> level - 1 & 1] + [L] * (num_tokens >> L - 1 > 0)
+    return [level for level in range(1, L) if tokens_read >> level - 1 & 1] + [L] * (tokens_read >> L - 1 > 0)
 
 
 def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale: float) -> tuple[Tensor, Past]:
@@ -105,7 +105,7 @@ def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale:
 
 def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor, num_tokens: int, L: int) -> Past:
     """The blocks after a chunk, including its tokens, at their new levels; position [B, C], after [B, 1]."""
-    before, later = past.num_tokens, None
+    before, later = past.tokens_read, None
     held = written = _held(None, L)
     if before is not None:
         later = before + num_tokens

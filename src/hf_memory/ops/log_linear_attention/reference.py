@@ -13,7 +13,7 @@ class LogLinearState(NamedTuple):
     """A memory for each block of tokens; there is a block for each one in the binary form of the number of tokens."""
 
     levels: Tensor  # [N, L, HV, K, V]: index l - 1 has the block of level l (2^(l - 1) tokens) or zeros
-    num_tokens: Tensor  # [N] int64
+    tokens_read: Tensor  # [N] int64
 
 
 def level_between(a: Tensor, b: Tensor, L: int) -> Tensor:
@@ -70,6 +70,6 @@ def example(*, decay: str = "none", delta: bool = False, levels: int = 8, **size
     s = Sample(**sizes)
     rows = {"q": s(s.H, s.K), "k": s.unit(s.H, s.K), "v": s(s.HV, s.V)}
     level_weights, beta = F.softplus(s(s.HV, levels + 1)), 2 * s(s.HV).sigmoid() if delta else None
-    g, num_tokens = s.decay(decay), 13 - 7 * torch.arange(s.B) % 16  # another number for each row
-    state = LogLinearState(s.normal(s.B, levels, s.HV, s.K, s.V), num_tokens)
+    g, tokens_read = s.decay(decay), 13 - 7 * torch.arange(s.B) % 16  # another number for each row
+    state = LogLinearState(s.normal(s.B, levels, s.HV, s.K, s.V), tokens_read)
     return s.arguments(rows, level_weights=level_weights, beta=beta, g=g, initial_state=state)
