@@ -11,13 +11,15 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent / "pictures"
 CHARTS = {
     "house": """
-        cli: hf-memory convert, evaluate, export, chat ... | demo: a whole conversion, offline
-        conversion: a Transformer becomes a memory model | export: for inference engines | integrations: vLLM plugin
+        cli: hf-memory convert, evaluate, export, chat ...
+        demo: a whole conversion, offline
+        conversion: a Transformer becomes a memory model
+        export: for inference engines | integrations: vLLM plugin
         evaluation: perplexity, recall, cost | serving: requests, saved memories | decoding: datastores, early exit
-        modeling: configs and model classes of transformers, a short file for each family
+        modeling: configs and model classes of transformers, a file for each family
         mixers: projections, an op, output | feed_forward: MLPs and memory layers
-        layers: norms, convolutions | cache: memories inside transformers' caches
-        ops: pure functions of tensors, in PyTorch and in Triton | progress: progress reports
+        layers: norms, convolutions | cache: memories inside transformers' caches | files: texts, folders, locks
+        ops: pure functions of tensors | progress: reports of progress | convertible: what a conversion asks of modules
     """,
     "token": """
         embedding: vector of the token
