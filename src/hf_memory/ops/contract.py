@@ -174,7 +174,9 @@ def choose_backend(backend: str, q: Tensor, kernel_refuses: str | None) -> Liter
             raise ValueError("backend='triton' needs the triton package, which is not installed")
         if kernel_refuses is not None:
             raise ValueError(f"backend='triton' has no kernel for this call: {kernel_refuses}")
-        if not q.is_cuda and not _triton_interprets():
+        from triton import knobs
+
+        if not q.is_cuda and not knobs.runtime.interpret:
             raise ValueError(f"backend='triton' needs CUDA tensors, got {q.device}; use 'auto' or 'chunk'")
     return backend  # type: ignore[return-value]
 
@@ -253,12 +255,6 @@ def _is_amd() -> bool:
     if torch.version.hip is not None:
         warnings.warn("the kernels of hf_memory need NVIDIA GPUs: backend='auto' is 'chunk' on AMD GPUs", stacklevel=2)
     return torch.version.hip is not None
-
-
-def _triton_interprets() -> bool:
-    import triton
-
-    return triton.knobs.runtime.interpret
 
 
 def first_derivatives_only(backward: Callable) -> Callable:

@@ -217,7 +217,11 @@ class Chunk:
 
     def _backward_read(self, do: Tensor) -> Tensor:
         """The gradient of q."""
-        dU, direct = self._through_output(do)
+        dU, direct = do, do if self.rule.residual else None
+        if self.norm is not None:
+            z_hat, rstd = standardized(self.U[-1])
+            self._gather_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
+            dU = standardized_backward(do * self.norm[0], z_hat, rstd)
         for layer in reversed(range(self.L)):
             X, Y, P, scores = self.X[layer], self.Y[layer], self.rows.P, self.scores[layer]
             G = dU @ self.D[layer].mT
@@ -240,22 +244,17 @@ class Chunk:
             d_leaves -= d_scale
             (dW, *dS), (W, *S) = (x.chunk(self.R, dim=1) for x in (d, self.stack.matrices[layer]))
             before, *slopes = self.stack.d_matrices[layer].chunk(self.R, dim=1)
-            before += self._backward_forget(dW, W, layer)
+            before += dW if not self._last else self._last[0] * dW
+            if self._last:
+                self.stack.d_scale[:, -1:, :1] += inner(dW, W)
+                for back in self.reads[1:]:
+                    back.d_matrices[layer] = add(back.d_matrices[layer], self._back * dW)
+                    back.d_scale[:, -1:] += inner(dW, back.matrices[layer])
             for slope, x, dx, c in zip(slopes, S, dS, self._last[1:]):
                 slope.addcmul_(c, dW).addcmul_(self.rows.H, dx)
                 self.stack.d_scale[:, -1:, 1:] += inner(dW, x)
                 dH = add(dH, inner(dx, x))
         return d_leaves, dH
-
-    def _backward_forget(self, g: Tensor, W: Tensor, layer: int) -> Tensor:
-        """The backward of `_forget`: the gradient of W from g, that of the decayed W."""
-        if not self._last:
-            return g
-        self.stack.d_scale[:, -1:, :1] += inner(g, W)
-        for back in self.reads[1:]:
-            back.d_matrices[layer] = add(back.d_matrices[layer], self._back * g)
-            back.d_scale[:, -1:] += inner(g, back.matrices[layer])
-        return self._last[0] * g
 
     def _backward_shorter(self, limit: float) -> None:
         """The backward of clipping: from gradients of the clipped D to those of the unclipped one, and of X."""
@@ -284,15 +283,6 @@ class Chunk:
     def _drop(self, x: Tensor) -> Tensor:
         """The inverse of lift."""
         return x[..., :-1] if self.rule.bias else x
-
-    def _through_output(self, do: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the last layer's rows and of q, None for zero, from that of the output."""
-        direct = do if self.rule.residual else None
-        if self.norm is None:
-            return do, direct
-        z_hat, rstd = standardized(self.U[-1])
-        self._gather_norm((do * z_hat).sum(1, keepdim=True), do.sum(1, keepdim=True))
-        return standardized_backward(do * self.norm[0], z_hat, rstd), direct
 
     def _through_error(self, dE: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Gradients of the last layer's rows, of k, None for zero, and of v, from that of `error`."""
