@@ -61,14 +61,16 @@ KEPT = {  # what keeps everything, in words
     "none": "no head full",
     "1/4": "every fourth layer full",
     RETRIEVE: "7 layers that retrieve full",
+    "auto": "7 layers that retrieve full, sinks",
+    "auto:1/7": "4 layers that retrieve full, sinks",
 }
 START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
 
-def best_recipe() -> tuple[Recipe, int]:
-    """That of the example, and how many tokens of the text it reads."""
-    run = yaml.safe_load(example.RECIPE.read_text(encoding="utf-8"))
+def recipe_of(file: Path) -> tuple[Recipe, int]:
+    """A recipe of a file, and how many tokens of the text it reads."""
+    run = yaml.safe_load(file.read_text(encoding="utf-8"))
     stages = {
         name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in run[name].items()])
         for name in ("transfer", "distillation")
@@ -122,11 +124,19 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         transfer=short.transfer._replace(learning_rate=3e-3),
         distillation=short.distillation._replace(memory_factor=5.0),
     )
+    seven, four_layers = (recipe_of(ROOT / "recipes" / f"smollm2-{n}-layers.yaml")[0] for n in (7, 4))
+    sinks = replace(
+        seven,
+        keep="heads:1/11",
+        transfer=seven.transfer._replace(learning_rate=4e-2),
+        distillation=seven.distillation._replace(learning_rate=1e-4, memory_factor=40.0),
+    )
     return {
         "1/11 of heads, window 192, 12 steps of transfer, 20 of 2,048 tokens": quickest,
         "1/11 of heads, window 192, 20 steps of 2,048 tokens": longer,
         "1/11 of heads, window 192, 18 steps of 2,048 tokens": quicker,
         "1/11 of heads, window 192, 2,048 tokens": best,
+        "1/11 of heads, window 263, 2,048 tokens, sinks, no memory": with_window(263, sinks),  # as many bytes
         "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
         "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="heads:1/10")),
         "1/10 of heads": first,
@@ -149,6 +159,8 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
         "1/4 of layers, those that retrieve, windows, no memory": without_memory(replace(quarter, keep=RETRIEVE)),
         "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(64, replace(best, keep=RETRIEVE)),
+        "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": seven,
+        "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": four_layers,
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
@@ -189,8 +201,10 @@ def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens:
     if not student.exists():
         clock = Stopwatch(watch)
         # the example goes on from these checkpoints
-        checkpoints = WORK / "checkpoints" if recipe == best_recipe()[0] else folder / "checkpoints"
-        made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), Run(checkpoints, report=clock.tell))
+        checkpoints = WORK / "checkpoints" if recipe == recipe_of(example.RECIPE)[0] else folder / "checkpoints"
+        rounded = {"bf16": True} if recipe.options.get("attention_sinks") else {}  # as in the recipes of these students
+        run = Run(checkpoints, report=clock.tell, training=rounded)
+        made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), run)
         watch.write_text(str(clock.seconds))
         partial = folder / "student.partial"
         write_model(partial, made.student, tokenizer)
@@ -325,7 +339,7 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     file, text = example.fetch_teacher(), example.fetch_text()
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
-    best, most = best_recipe()
+    best, most = recipe_of(example.RECIPE)
     tokens = read_tokens([text], tokenizer, limit=most)
     tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
