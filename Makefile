@@ -67,5 +67,5 @@ bench: $(INSTALLED)  ## the tables that fit this machine
 claims: $(INSTALLED)  ## does each memory do what its paper claims? Says first how long it takes; goes on where it was stopped
 	$(BIN)/python benchmarks/claims
 
-engines: $(INSTALLED)  ## our models in llama.cpp, mlx-lm and vLLM, which are built first: twenty minutes, 3 GB
+engines: $(INSTALLED)  ## our models in llama.cpp, mlx-lm and vLLM, which are installed first: twenty minutes, 3 GB
 	$(BIN)/python benchmarks/engines.py --build

@@ -1,95 +1,99 @@
 """Runs a model in one engine, in that engine's own environment; started by engines.py.
 
-Reads {"engine", "model", "dtype", "prompts", "new", "contexts"} from stdin and prints {"version", "tokens", "speed"} on
-stdout: greedy tokens of each prompt, and tokens a second of CPU time after so many tokens, on one thread.
+Reads {"engine", "model", "dtype", "prompts", "again", "new", "contexts", "is_attention"} from stdin and prints
+{"version", "tokens", "speed", "bytes", "cached"} on stdout: greedy tokens of each prompt, and of `again` after them;
+tokens a second of CPU time after so many tokens, on one thread; bytes of the cache that the engine has for so many
+tokens; and how many tokens of `again` were read before.
 """
 
+import contextlib
 import json
 import os
+import re
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 MEASURED = 16  # tokens, after two to warm up
 STEP = 512  # tokens that an engine reads at once: longer prompts are read in chunks
+SMALL_STEP = 64  # the same in llama.cpp, which keeps so many tokens more than a window has
 
 
 class LlamaCpp:
-    """llama.cpp through the C functions of llama-cpp-python, which can read several sequences at once."""
+    """The server of llama.cpp, inside this process."""
 
-    def __init__(self, file: str):
-        import llama_cpp
+    def __init__(self, file: str, length: int, sequences: int = 1, exact: bool = False):
+        """For so many tokens and sequences; exact is a cache in float32."""
+        import xllamacpp
 
-        self.c = llama_cpp
-        self.silence = llama_cpp.llama_log_callback(lambda *_: None)
-        self.c.llama_log_set(self.silence, None)
-        self.c.llama_backend_init()
-        self.model = self.c.llama_model_load_from_file(file.encode(), self.c.llama_model_default_params())
-        self.words = self.c.llama_vocab_n_tokens(self.c.llama_model_get_vocab(self.model))
-
-    def state(self, length: int, sequences: int, exact: bool):
-        """For so many tokens; exact is a cache in float32."""
-        options = self.c.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.kv_unified = length, sequences, True
-        options.n_threads = options.n_threads_batch = 1
+        options = xllamacpp.CommonParams()
+        options.model.path, options.n_ctx, options.n_parallel, options.kv_unified = file, length, sequences, True
+        options.n_batch, options.n_ubatch, options.warmup, options.verbosity = STEP, SMALL_STEP, False, 4
+        options.cache_ram_mib, options.n_ctx_checkpoints, options.fit_params = 0, 0, False
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
         if exact:
-            options.type_k = options.type_v = self.c.GGML_TYPE_F32
-            options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        return self.c.llama_init_from_model(self.model, options)
+            options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        with logged() as log:
+            self.server = xllamacpp.Server(options)
+            sizes = re.findall(r"(?:KV|RS) buffer size = +([\d.]+) MiB", log.read_text())
+        self.bytes = round(sum(map(float, sizes)) * 2**20)
 
-    def read(self, state, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Read (token, position, sequence, whether the next is wanted); the next tokens of those that want one."""
-        import numpy as np
+    def write(self, prompt: list[int], new: int, each: Callable[[], object] = lambda: None) -> list[int]:
+        """So many tokens after a prompt; `each` is called after each of them."""
+        tokens: list[int] = []
 
-        batch = self.c.llama_batch_init(len(rows), 0, 1)
-        batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if self.c.llama_decode(state, batch):
-            raise RuntimeError("llama.cpp could not read the batch")
-        logits = [self.c.llama_get_logits_ith(state, i) for i, row in enumerate(rows) if row[3]]
-        self.c.llama_batch_free(batch)
-        return [int(np.ctypeslib.as_array(row, (self.words,)).argmax()) for row in logits]
+        def keep(part: dict) -> None:
+            if found := part["choices"][0]["logprobs"]:
+                tokens.append(found["content"][0]["id"])
+                each()
 
-    def greedy(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """So many tokens after each prompt, all prompts written to at once."""
-        state = self.state(sum(map(len, prompts)) + len(prompts) * (new + 1), len(prompts), exact=True)
-        tokens = []
-        for i, prompt in enumerate(prompts):
-            tokens.append(self.read(state, [(token, t, i, t == len(prompt) - 1) for t, token in enumerate(prompt)]))
-        for step in range(new - 1):
-            rows = [(made[-1], len(prompts[i]) + step, i, True) for i, made in enumerate(tokens)]
-            for made, token in zip(tokens, self.read(state, rows)):
-                made.append(token)
-        self.c.llama_free(state)
+        options = {"temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False, "logprobs": 1}
+        self.server.handle_completions({"prompt": prompt, "n_predict": new, "stream": True, **options}, keep)
         return tokens
 
     def speed(self, length: int) -> float:
         """Tokens a second after so many."""
-        state = self.state(length + 2 * MEASURED, 1, exact=False)
-        for start in range(0, length, STEP):
-            self.read(state, [(1, t, 0, False) for t in range(start, min(start + STEP, length))])
-        positions = iter(range(length, length + 2 * MEASURED))
-        found = measured(lambda: self.read(state, [(1, next(positions), 0, True)]))
-        self.c.llama_free(state)
-        return found
+        times: list[float] = []
+        self.write([5] * length, MEASURED + 3, lambda: times.append(time.process_time()))
+        return MEASURED / (times[MEASURED + 1] - times[1])
+
+
+@contextlib.contextmanager
+def logged():
+    """What this process writes to stderr goes to a file."""
+    with tempfile.NamedTemporaryFile() as file:
+        usual = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(usual, 2)
 
 
 def llama_cpp(request: dict) -> dict:
     """All that is asked, of llama.cpp."""
-    engine = LlamaCpp(request["model"])
-    return {
-        "version": engine.c.__version__,
-        "tokens": engine.greedy(request["prompts"], request["new"]),
-        "speed": {length: engine.speed(length) for length in request["contexts"]},
-    }
+    from importlib.metadata import version
+
+    prompts, new, file = request["prompts"], request["new"], request["model"]
+    prompts = [*prompts, *request["again"]]
+    engine = LlamaCpp(file, sum(map(len, prompts)) + len(prompts) * new, len(prompts), exact=True)
+    with ThreadPoolExecutor(len(prompts)) as pool:  # all at once
+        tokens = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
+    answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
+    for length in request["contexts"]:
+        engine = LlamaCpp(file, length + 2 * MEASURED)
+        answer["speed"][length], answer["bytes"][length] = engine.speed(length), engine.bytes
+    return answer
 
 
 def mlx(request: dict) -> dict:
     """mlx-lm, one prompt after the other."""
     from importlib.metadata import version
-    from pathlib import Path
 
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
@@ -101,7 +105,7 @@ def mlx(request: dict) -> dict:
         return int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]))
 
     made = []
-    for prompt in request["prompts"]:
+    for prompt in (*request["prompts"], *request["again"]):
         cache = make_prompt_cache(model)
         row = [read(cache, prompt)]
         while len(row) < request["new"]:
@@ -113,7 +117,7 @@ def mlx(request: dict) -> dict:
         for start in range(0, length, STEP):
             read(cache, [1] * min(STEP, length - start))
         speed[length] = measured(partial(read, cache, [1]))
-    return {"version": version("mlx-lm"), "tokens": made, "speed": speed}
+    return {"version": version("mlx-lm"), "tokens": made, "speed": speed, "bytes": {}}
 
 
 def vllm(request: dict) -> dict:
@@ -124,31 +128,36 @@ def vllm(request: dict) -> dict:
     from vllm import LLM, SamplingParams, __version__
 
     longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
-    options = {
-        "max_num_batched_tokens": STEP,
-        "max_num_seqs": 16,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-    }
-    options |= {"dtype": request["dtype"], "max_model_len": longest, "skip_tokenizer_init": True}
-    llm = LLM(request["model"], **options)
+    options = {"max_num_batched_tokens": STEP, "max_num_seqs": 16, "skip_tokenizer_init": True}
+    if not request["is_attention"]:
+        options |= {"enforce_eager": True, "enable_prefix_caching": False}
+    llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
-    answers = llm.generate(prompts, SamplingParams(max_tokens=request["new"], **writing), use_tqdm=False)
-    speed, engine = {}, llm.llm_engine
+    sampling = SamplingParams(max_tokens=request["new"], **writing)
+    answers = []
+    for prompts in (request["prompts"], request["again"]):
+        answers += llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    found = {"version": __version__, "tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
+    if request["again"]:
+        found["cached"] = answers[-1].num_cached_tokens
+    engine, found["speed"], found["bytes"] = llm.llm_engine, {}, {}
     for length in request["contexts"]:
         sampling = SamplingParams(max_tokens=2 * MEASURED, **writing)
-        engine.add_request(str(length), {"prompt_token_ids": [1] * length}, sampling)
+        engine.add_request(str(length), {"prompt_token_ids": [5] * length}, sampling)
         while not any(output.outputs for output in engine.step()):  # until all of the context is read
             pass
-        speed[length] = measured(engine.step)
+        found["speed"][length], found["bytes"][length] = measured(engine.step), allocated(engine)
         engine.abort_request([str(length)])
         engine.step()
-    return {
-        "version": __version__,
-        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-        "speed": speed,
-    }
+    return found
+
+
+def allocated(engine) -> int:
+    """Bytes of the blocks that sequences have in vLLM."""
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    blocks, config = manager.block_pool, manager.kv_cache_config
+    used = blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks()  # the first block is none
+    return used * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
 def measured(step) -> float:

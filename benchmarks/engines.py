@@ -1,20 +1,23 @@
-"""The same model in several engines: greedy tokens against ours, and tokens a second, for students and their teacher.
+"""The same model in several engines: greedy tokens against ours, speed and cache, for students and their teacher.
 
-    make engines                              # builds llama.cpp, mlx-lm and vLLM in .engines, then both tables below
+    make engines                              # installs llama.cpp, mlx-lm and vLLM in .engines, then both tables below
     python benchmarks/engines.py --build      # the same, from an environment that has hf_memory[test]
     python benchmarks/engines.py --teacher FOLDER --student FOLDER ...     # models of your own: a third table
 
 Without folders the models are random. The first table has small ones: each target of an export in each engine that has
-it, and each memory that vLLM runs by our plugin. The second has a Llama of the width of SmolLM2-135M and students of
-it, and counts tokens a second of one thread's CPU time after contexts of some lengths. Gated DeltaNet runs as Qwen3.5
-(with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM reads 512 tokens a step, of all prompts
-at once, and the longest in chunks; its build for the CPU has Qwen3.5 in bfloat16 alone (`--dtype bfloat16`), where
-tokens need not agree. Writes benchmarks/results/engines.{json,png}; rows of other models, engines and tables stay.
+it, and each model that vLLM runs by our plugin. The second has a Llama of the width of SmolLM2-135M and students of it,
+and counts tokens a second of one thread's CPU time after contexts of some lengths, and the bytes of the engine's cache.
+Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM reads 512
+tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in bfloat16 alone
+(`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there compiled and
+with prefix caching: the last prompt begins as the longest one. Writes benchmarks/results/engines.{json,png}; rows of
+other models, engines and tables stay.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -31,29 +34,45 @@ import gguf
 import matplotlib.pyplot as plt
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from hf_memory import export_model
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student
+from hf_memory.evaluation import cache_bytes
 from hf_memory.export import NotExportable, find_target
-from hf_memory.export.gguf import LAYOUTS
+from hf_memory.export.gguf import LAYOUTS, _add_tokens
+from hf_memory.integrations.vllm.placement import memory_layers
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+DOCUMENTS = HERE.parent / "docs"
 RUNNER = HERE / "engine_runner.py"
 FROZEN = HERE / "vllm.txt"
 TORCH = next(line for line in FROZEN.read_text().split() if line.startswith("torch=="))
 INSTALLED = {  # what pip installs into each engine's environment, call by call
-    "llama.cpp": [["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"]],  # compiled: ten minutes
+    "llama.cpp": [["xllamacpp==2026.10.11549"]],
     "MLX": [["mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2"]],
     "vLLM": [  # 3 GB
         ["--no-deps", "--extra-index-url=https://download.pytorch.org/whl/cpu", TORCH],
         ["--no-deps", f"--requirement={FROZEN}", f"--editable={HERE.parent}"],
     ],
 }
-CONTEXTS = (1024, 8192, 32768)
+CONTEXTS = (1024, 8192)
 LONGEST = {"MLX": 1024}  # on the CPU mlx-lm reads a gated delta rule token by token
 LENGTHS = (1, 3, 17, 64, 200, 350, 700)  # of random prompts
+LONG = 4096  # tokens of the longest prompt of the other tables
+PROMPTS = ("prompts", "again")
 TEXTS = (
     "The capital of France is",
     "Once upon a time there was a snake who",
@@ -62,7 +81,10 @@ TEXTS = (
     "Three reasons to learn a language:\n1.",
 )
 GATED_DELTANET = {"gate": "scalar", "output_gate": "silu", "memory_rope": False}
+SINKS = {"sliding_window": 192, "num_sink_tokens": 0, "attention_sinks": True}
 STUDENTS = {  # the family, whether every fourth layer is kept, and options
+    "heads": ("attention", False, {"full_attention_heads": [[1], [], [], []], **SINKS}),
+    "layers": ("attention", True, SINKS),
     "Gated DeltaNet, pure": ("deltanet", False, GATED_DELTANET),
     "Gated DeltaNet": ("deltanet", True, GATED_DELTANET),
     "Mamba-2": ("gated", True, {"gate": "mamba2", "memory_rope": False}),
@@ -80,8 +102,9 @@ SMALL = {
     "initializer_range": 0.15,  # so that greedy tokens are not all the same
     "pad_token_id": 0,
 }
-IN_VLLM = ("granite", "mamba2")  # targets that its build for the CPU has in float32
+IN_VLLM = ("granite", "granite_swa", "mamba2")  # targets that its build for the CPU has in float32
 HYBRID = {"layer_types": ["memory", "memory", "memory", "full_attention"]}
+WINDOWS = {"layer_types": ["sliding_heads"] * 4, "sliding_window": 64, "attention_sinks": True}
 SQUARE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
@@ -118,6 +141,10 @@ KINDS = {
     "Titans MAG": Small("titans", {"variant": "mag", "sliding_window": 64}),
     "Titans MAL": Small("titans", {"variant": "mal", "sliding_window": 64}),
     "Titans MAC": Small("titans", {"variant": "mac", "segment_length": 64}),
+    "windows and full heads": Small("transformer", {**WINDOWS, "full_attention_heads": [[1], [], [0, 1], [0]]}),
+    "windows and a full layer": Small(
+        "transformer", {**WINDOWS, "layer_types": ["sliding_heads"] * 3 + ["full_attention"]}
+    ),
     "a memory beside a window": Small("deltanet", {"gate": "scalar", **WINDOW}),
 }
 
@@ -157,7 +184,7 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], new: int) -> list[l
 
 
 def write_llama(model: PreTrainedModel, file: Path) -> None:
-    """A teacher as GGUF, for llama.cpp; without tokenizer."""
+    """A teacher as GGUF, for llama.cpp, with the tokenizer beside it."""
     config, kind = model.config, gguf.MODEL_ARCH.LLAMA
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, "llama")
@@ -169,8 +196,7 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+    _add_tokens(writer, file.parent, config.vocab_size)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, x in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -185,10 +211,20 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
     writer.close()
 
 
-def files_of(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Path]:
+def some_tokenizer(words: int) -> PreTrainedTokenizerFast:
+    """One of so many words, since the server of llama.cpp wants a tokenizer."""
+    letters = sorted(ByteLevel.alphabet())
+    names = [*letters, letters[0] + letters[1], *(f"<{i}>" for i in range(len(letters) + 1, words))]
+    tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, [(letters[0], letters[1])]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def files_of(model: PreTrainedModel, tokenizer, folder: Path, target: str) -> dict[str, Path]:
     """What each engine that has the model reads."""
     if model.config.model_type == "llama":
         model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
         flat = {"rope_theta": config["rope_parameters"]["rope_theta"]}  # where mlx-lm looks for it
         (folder / "config.json").write_text(json.dumps(config | flat))
@@ -196,18 +232,19 @@ def files_of(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Pat
         return {"transformers": folder, "llama.cpp": folder / "model.gguf", "MLX": folder, "vLLM": folder}
     own = folder.with_name("own")
     model.save_pretrained(own)
+    tokenizer.save_pretrained(own)
     found = {"vLLM by our plugin": own}
     with contextlib.suppress(NotExportable):
-        found |= exported(model, folder, target)
+        found |= exported(model, own, folder, target)
     return found
 
 
-def exported(model: PreTrainedModel, folder: Path, target: str) -> dict[str, Path]:
-    """The same of what an export writes."""
+def exported(model: PreTrainedModel, own: Path, folder: Path, target: str) -> dict[str, Path]:
+    """The same of what an export of the model in `own` writes."""
     found = find_target(model.config, target)
     faults, file = found.engines(model.config), folder.with_suffix(".gguf")
     written = found.name in LAYOUTS and not faults["llama.cpp"]
-    export_model(model, folder, found.name, gguf=file if written else None)
+    export_model(own, folder, found.name, gguf=file if written else None)
     engines = {"transformers": folder} | ({"llama.cpp": file} if written else {})
     engines |= {"MLX": folder} if faults.get("MLX", "not there") == "" else {}
     return engines | ({"vLLM": folder} if found.name in IN_VLLM or model.dtype == torch.bfloat16 else {})
@@ -239,37 +276,50 @@ def build(environments: Path) -> None:
         venv.create(folder, with_pip=True)
         for packages in calls:
             pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages]
-            subprocess.run(pip, check=True, env={**os.environ, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"})
+            subprocess.run(pip, check=True)
         mark.write_text(json.dumps(calls))
         print(f"{engine}: built in {time.time() - start:.0f} s", flush=True)
 
 
-def measure(model: PreTrainedModel, target: str, request: dict, environments: dict[str, Path]) -> Iterator[dict]:
+def measure(
+    model: PreTrainedModel, tokenizer, target: str, request: dict, environments: dict[str, Path]
+) -> Iterator[dict]:
     """One row for each engine that is there."""
-    prompts, new = request["prompts"], request["new"]
+    config, new, contexts = model.config, request["new"], request["contexts"]
+    prompts = [*request["prompts"], *request["again"]]
     expected = greedy(model, prompts, new)
-    is_teacher = model.config.model_type == "llama"
-    contexts = [n for n in request["contexts"] if not is_teacher or n <= model.config.max_position_embeddings]
+    is_teacher = config.model_type == "llama"
+    request["is_attention"] = is_teacher or not memory_layers(config)
     with tempfile.TemporaryDirectory() as work:
-        for engine, path in files_of(model, Path(work) / "model", target).items():
+        for engine, path in files_of(model, tokenizer, Path(work) / "model", target).items():
             program = engine.partition(" by ")[0]
             if program not in environments:
                 continue
             if program == "transformers":
                 again = AutoModelForCausalLM.from_pretrained(path, dtype=model.dtype)
-                answer = {"version": transformers.__version__, "tokens": greedy(again, prompts, new), "speed": {}}
+                answer = {"version": transformers.__version__, "tokens": greedy(again, prompts, new)}
+                answer |= {"speed": {}, "bytes": {}}
             else:
-                timed = [n for n in contexts if n <= LONGEST.get(program, n)]
-                answer = run(program, environments[program], {**request, "model": str(path), "contexts": timed})
-            same = sum(a == b for xs, ys in zip(expected, answer.pop("tokens")) for a, b in zip(xs, ys))
-            yield {"engine": engine, "same": same, "of": new * len(prompts), **answer}
+                most = LONGEST.get(program, math.inf)
+                asked = {"contexts": [n for n in contexts if n <= most], "model": str(path)}
+                asked |= {name: [prompt for prompt in request[name] if len(prompt) <= most] for name in PROMPTS}
+                answer = run(program, environments[program], {**request, **asked})
+            tokens = iter(answer.pop("tokens"))
+            rows = [row for prompt, row in zip(prompts, expected) if len(prompt) <= LONGEST.get(program, math.inf)]
+            same = sum(a == b for ours, row in zip(rows, tokens, strict=True) for a, b in zip(ours, row, strict=True))
+            card = {length: cache_bytes(config, int(length)) for length in answer.get("bytes", {})}
+            yield {"engine": engine, "same": same, "of": new * len(rows), **answer, "card": card}
 
 
 def described(row: dict) -> str:
     """A row in a line."""
     speed = "  ".join(f"{length}: {x:.1f}" for length, x in row["speed"].items())
-    counted = f"same tokens {row['same']}/{row['of']}" + (f"  tokens/s {speed}" if speed else "")
-    return f"{row['model']:40} {row['engine']:20} {counted}"
+    cache = "  ".join(
+        f"{length}: {x / 1e6:.1f} of {row['card'][length] / 1e6:.1f}" for length, x in row["bytes"].items()
+    )
+    parts = {"tokens/s": speed, "cache, MB": cache, "read before": str(row.get("cached") or "")}
+    counted = "".join(f"  {name} {text}" for name, text in parts.items() if text)
+    return f"{row['model']:40} {row['engine']:20} same tokens {row['same']}/{row['of']}{counted}"
 
 
 def draw(tables: dict[str, list[dict]], file: Path) -> None:
@@ -319,8 +369,7 @@ def parse() -> argparse.Namespace:
         "--build",
         action="store_true",
         help="build the engines that are not there, with pip: it takes the indexes and wheels that PIP_INDEX_URL, "
-        "PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name, and for vLLM's torch also https://download.pytorch.org/whl/cpu; "
-        "llama.cpp wants a C++ compiler, and takes what CMAKE_BUILD_PARALLEL_LEVEL says of processes",
+        "PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS name, and for vLLM's torch also https://download.pytorch.org/whl/cpu",
     )
     parser.add_argument(
         "--engines", nargs="*", default=["transformers", *INSTALLED], choices=["transformers", *INSTALLED]
@@ -333,18 +382,31 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tables_of(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, PreTrainedModel], list, list[int]]]:
-    """Name of a table, its models, their prompts, and the contexts after which they are timed."""
+class Table(NamedTuple):
+    """Models that read the same prompts."""
+
+    name: str
+    models: dict[str, PreTrainedModel]
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]  # the longest is the last one
+    contexts: list[int]  # after which models are timed
+
+
+def tables_of(arguments: argparse.Namespace) -> Iterator[Table]:
+    """The tables that are asked for."""
     if arguments.teacher or arguments.student:
         models = {"teacher": load_teacher(arguments.teacher)} if arguments.teacher else {}
         models |= {name_of(folder): AutoModelForCausalLM.from_pretrained(folder) for folder in arguments.student}
         tokenizer = load_tokenizer(arguments.teacher or arguments.student[0])
-        yield "real", models, [tokenizer(text).input_ids for text in TEXTS], arguments.contexts
+        texts = [*TEXTS, "".join(map(Path.read_text, sorted(DOCUMENTS.glob("*.md"))))]
+        prompts = [tokenizer(text).input_ids[:LONG] for text in texts]
+        yield Table("real", models, tokenizer, prompts, arguments.contexts)
         return
     for table in arguments.tables:
         models = small_models() if table == "small" else random_models(arguments.layers)
-        contexts = [] if table == "small" else arguments.contexts
-        yield table, models, [random_prompt(n, models) for n in LENGTHS], contexts
+        words = next(iter(models.values())).config.vocab_size
+        lengths, contexts = (LENGTHS, []) if table == "small" else ((*LENGTHS, LONG), arguments.contexts)
+        yield Table(table, models, some_tokenizer(words), [random_prompt(n, words) for n in lengths], contexts)
 
 
 def name_of(student: Path) -> str:
@@ -352,9 +414,8 @@ def name_of(student: Path) -> str:
     return student.parent.name if student.name == "student" else student.name
 
 
-def random_prompt(length: int, models: dict[str, PreTrainedModel]) -> list[int]:
+def random_prompt(length: int, words: int) -> list[int]:
     """A prompt of any tokens but the first three."""
-    words = next(iter(models.values())).config.vocab_size
     return torch.randint(3, words, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
@@ -369,16 +430,18 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     about = {"dtype": arguments.dtype, "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread"}
     about["command"] = shlex.join(["python", "benchmarks/engines.py", *sys.argv[1:]])
-    for table, models, prompts, contexts in tables_of(arguments):
-        request = {"prompts": prompts[: arguments.prompts], "new": arguments.new, "contexts": contexts}
-        for name, model in models.items():
+    for table in tables_of(arguments):
+        longest = table.prompts[-1]
+        request = {"prompts": table.prompts[: arguments.prompts], "again": [[*longest[: len(longest) // 2], 5, 6, 7]]}
+        request |= {"new": arguments.new, "contexts": table.contexts, "dtype": arguments.dtype}
+        for name, model in table.models.items():
             if arguments.models and name not in arguments.models:
                 continue
-            target = KINDS[name].target if table == "small" else "auto"
+            target = KINDS[name].target if table.name == "small" else "auto"
             model = model.eval().to(getattr(torch, arguments.dtype))
-            for row in measure(model, target, request | {"dtype": arguments.dtype}, environments):
+            for row in measure(model, table.tokenizer, target, request, environments):
                 row = {"model": name, **row, **about, "parameters": model.num_parameters()}
-                keep(table, row)
+                keep(table.name, row)
                 print(described(row), flush=True)
 
 

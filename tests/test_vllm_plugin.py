@@ -84,10 +84,14 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    has_first = "sliding_heads" in make_config(case).layer_types
-    fault = "pages of one size" if not grows(case) else r"got [\w ]+ in layer \d of \w+"
-    with pytest.raises(ValueError, match=f"{'with attention_sinks' if has_first else fault}.*generate_stream"):
+    fault = r"(with attention_sinks|got [\w ]+ in layer \d of \w+)" if grows(case) else "pages of one size"
+    with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
         check(make_config(case))
+
+
+def test_first_tokens_beside_a_window_are_refused():
+    with pytest.raises(ValueError, match=r"num_sink_tokens must be 0, got 2; convert with attention_sinks"):
+        check(with_heads([1], [], [], [], num_sink_tokens=2))
 
 
 def part_of(model, rank, size):

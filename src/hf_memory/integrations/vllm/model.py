@@ -172,10 +172,10 @@ class ModelForVLLM(nn.Module):
             if name in self.memories:
                 layers[name] = Memory(layer.mixer, vllm_config.model_config.dtype, name)
                 continue
-            if getattr(self.config, "attention_sinks", False) and isinstance(layer.mixer, WindowedMixer):
-                heads = range(self.size * self.config.num_key_value_heads)
-                near = [h for h in heads if not full or h not in full[i]]
-                layer.mixer.sinks = HeadSinks(layer.mixer, near, self.rank, self.size)
+            if self.config.attention_sinks and isinstance(layer.mixer, WindowedMixer):
+                heads = self.size * self.config.num_key_value_heads
+                near = [h for h in range(heads) if not full or h not in full[i]]
+                layer.mixer.sinks = HeadSinks(layer.mixer, near, self.rank, self.size) if near else None
             Attended(layer.mixer, attentions(layer.mixer, name, parts, numbers, vllm_config))
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def attentions(
     n, groups, config = heads // parts, mixer.num_key_value_groups, mixer.config
     for first in range(0, heads, n) if mixer.near_heads else ():
         place, own = f"{name}.heads_{first}", slice(first * groups, (first + n) * groups)
-        sinks = {"sinks": mixer.sinks.logits.data[own]} if getattr(mixer, "sinks", None) else {}
+        sinks = {"sinks": mixer.sinks.logits.data[own]} if mixer.sinks else {}
         yield HeadsAttention(
             mixer, slice(first, first + n), config.sliding_window, cache_config=cache, prefix=place, **sinks
         )
