@@ -31,10 +31,9 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """A command as typer needs it: with a parameter for each field of the dataclasses that the command takes."""
     parameters, groups = list[Parameter](), dict[str, Any]()
     for parameter in signature(command).parameters.values():
-        group: Any = parameter.annotation
-        if is_dataclass(group):
-            groups[parameter.name] = group
-            parameters += signature(group).parameters.values()
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += signature(groups[parameter.name]).parameters.values()
         else:
             parameters.append(parameter)
 

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_memory.decoding.parts import decoder_layers, feed_forward, head, last_norm
+from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, head, last_norm
 from hf_memory.mixers.base import MemoryMixer
 
 CONFIDENCES = ("softmax", "cosine")
 STATES = ("copied", "exact")
 
 
-class EarlyExit:
+class EarlyExit(Attached):
     """Lets tokens leave a model early, in a `with` statement or until `remove`; `generate` works as usual.
 
     A token that is decoded with a cache leaves after the first of `layers` at which the confidence reaches the
@@ -60,6 +60,7 @@ class EarlyExit:
         layers: Sequence[int] | None = None,
         states: Literal["copied", "exact"] = "copied",
     ):
+        super().__init__()
         if getattr(model.config, "depth", "fixed") != "fixed":
             raise ValueError(f"model must run its layers one after the other, got depth={model.config.depth!r}")
         modules = decoder_layers(model)
@@ -74,20 +75,9 @@ class EarlyExit:
         self.depths: list[Tensor] = []
         self.decoded = 0  # number of tokens since the prompt
         self.is_active = False
-        self._attached = ExitStack()
         for i, layer in enumerate(modules):
             run = partial(self._run, i, layer.forward, stateless_parts(layer))
-            self._attached.enter_context(replaced(layer, run))
-
-    def __enter__(self) -> "EarlyExit":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Turn early exit off."""
-        self._attached.close()
+            self.enter_context(replaced(layer, run))
 
     def mean_depth(self) -> float:
         """The mean number of layers that were computed for a prediction."""

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, inputs_of, windows
+from hf_memory.decoding.parts import Attached
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
 from hf_memory.layers import wide
@@ -37,7 +36,7 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
     return torch.where(near.distances.isfinite().any(-1, keepdim=True), mixed, log_p)
 
 
-class Beside:
+class Beside(Attached):
     """Base class: looks up neighbours of each position while a model runs, in a `with` statement or until `remove`.
 
     Raises:
@@ -45,23 +44,13 @@ class Beside:
     """
 
     def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
+        super().__init__()
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
         self.datastore, self.k = datastore, k
-        self._attached = ExitStack()
-        self._inputs = self._attached.enter_context(inputs_of(model, datastore.module))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Turn the lookup off."""
-        self._attached.close()
+        self._inputs = self.enter_context(inputs_of(model, datastore.module))
 
     def nearest(self, logits_to_keep: int | Tensor, like: Tensor) -> Neighbours:
         """The neighbours of the positions whose logits are kept, on the device of `like`."""
@@ -104,7 +93,7 @@ class NearestNeighbours(Beside):
             raise ValueError(f"temperature must be positive, got {temperature}")
         super().__init__(model, datastore, k)
         self.weight, self.temperature = weight, temperature
-        self._attached.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))
+        self.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))
 
     def _mix(self, model: PreTrainedModel, _: tuple, given: dict, outputs):
         near = self.nearest(given.get("logits_to_keep", 0), outputs.logits)
@@ -199,8 +188,8 @@ class Spalm(Beside):
     def __init__(self, model: PreTrainedModel, datastore: Datastore, gate: RetrievalGate, *, k: int = 4):
         super().__init__(model, datastore, k)
         self.gate, self._kept = gate, 0
-        self._attached.enter_context(model.register_forward_pre_hook(self._note, with_kwargs=True))
-        self._attached.enter_context(model.get_output_embeddings().register_forward_pre_hook(self._mix))
+        self.enter_context(model.register_forward_pre_hook(self._note, with_kwargs=True))
+        self.enter_context(model.get_output_embeddings().register_forward_pre_hook(self._mix))
 
     def _note(self, _: nn.Module, arguments: tuple, given: dict) -> None:
         self._kept = given.get("logits_to_keep", 0)

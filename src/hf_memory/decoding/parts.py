@@ -1,11 +1,21 @@
 """Finds the layers of any causal language model of transformers, and their parts."""
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
 LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "embedding_norm")
+
+
+class Attached(ExitStack):
+    """What is attached to a model until the end of a `with` statement, or until `remove`."""
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        self.close()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

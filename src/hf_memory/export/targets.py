@@ -14,7 +14,7 @@ NAMES = tuple(target.name for target in TARGETS)
 
 def has_targets(config: MemoryConfig) -> bool:
     """Whether there are targets for the memory of this config, or it has none."""
-    has_memory = {"memory", "sliding_memory"} & {*config.layer_types}
+    has_memory = {"memory", "sliding_memory"} & set(config.layer_types or ())
     return not has_memory or isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
 
 

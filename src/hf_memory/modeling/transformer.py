@@ -187,7 +187,7 @@ class MemoryTransformerConfig(MemoryConfig):
         if self.patterns[layer_idx] == "adaptive_span":  # a student starts with the longest spans
             return length if length <= self.max_span + 1 else None
         if (past, self.memory_join) == ("memorizing", "gate"):  # which starts closed
-            return min(length, self.sliding_window)
+            return min(length, self.sliding_window or length)
         seen = length if pattern is None else pattern.reach + pattern.first
         if past != "cache":
             found = min(self.memory_top_k, self.memory_size) if self.memory_join == "attention" else 0

@@ -52,7 +52,7 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         length: tokens of the texts that they read.
     """
     seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in attention_types(teacher)]
-    replaced = [i for i, kind in enumerate(config.layer_types) if kind in LAYER_TYPES]
+    replaced = [i for i, kind in enumerate(config.layer_types or ()) if kind in LAYER_TYPES]
     return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
 
@@ -74,7 +74,8 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family, shared = find_student(to), shared_options(teacher)
-    kinds, has_window = attention_types(teacher), "sliding_window" in options and family.config.far_memory is not None
+    kinds, far_memory = attention_types(teacher), getattr(family.config, "far_memory", None)
+    has_window = "sliding_window" in options and far_memory is not None
     new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
     shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
