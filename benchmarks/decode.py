@@ -100,7 +100,9 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             growing = {name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"}
-            layer.fill(layer.states | {n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()}, tokens)
+            states = layer.states | {n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()}
+            counts = {name: torch.full_like(x, tokens) for name, x in states.items() if name.endswith("count")}
+            layer.fill(states | counts, tokens)
         else:
             B, H, _, D = layer.keys.shape
             layer.keys, layer.values = torch.randn(2, B, H, tokens, D, device=DEVICE, dtype=DTYPE)

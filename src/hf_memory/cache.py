@@ -64,7 +64,7 @@ class State:
 
 
 Spec = dict[str, Any]  # the State, or the Spec of a part, by name
-Mix = Callable[[Inputs, States], tuple[Tensor, States]]  # outputs [B, T, ...] of a mixer, and its states after them
+Mix = Callable[..., tuple[Tensor, States]]  # of inputs, states and `MemoryLayer.known`: outputs [B, T, ...], and states
 
 
 @dataclass
@@ -103,6 +103,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.states: States = {}
         self.spec: Spec = {}
         self.tokens_read = 0
+        self.is_padded = False  # whether rows may have read fewer tokens
         self.record_past = False
         self.recorded: list[Stretch] = []
         self.is_behind = False  # the states are those before the last stretch, and its inputs must be replayed
@@ -116,7 +117,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             mix: the mixer, which may overwrite the states that it gets.
             spec: the declaration of the states.
         """
-        self.catch_up(mix)
+        if self.is_behind:
+            self.catch_up(mix)
         self.spec = spec
         early = _length(inputs) - self.window if self.record_past else 0  # tokens that are too old to be undone later
         parts = [inputs] if early <= 0 else [_tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))]
@@ -125,7 +127,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _advance(self, inputs: Inputs, mix: Mix) -> Tensor:
         T = _length(inputs)
-        output, states = mix(inputs, self.read(T))
+        self.is_padded |= "attention_mask" in inputs
+        output, states = mix(inputs, self.read(T), known=self.known)
         self._store(states)
         self.tokens_read += T
         self.is_initialized = True
@@ -142,6 +145,12 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         Without an entry, which is so before the first write and after a reset, a memory is empty.
         """
         return self._with_room(self.states, self.tokens_read + more) if self.is_initialized else {}
+
+    @property
+    def known(self) -> int | None:
+        """The number of tokens that each row has read, if it is a number of Python, so that nothing must be masked."""
+        is_number = isinstance(self.tokens_read, int) and not torch.compiler.is_compiling()
+        return self.tokens_read if is_number and not self.is_padded else None
 
     def _store(self, states: States) -> None:
         for name, state in states.items():
@@ -192,6 +201,8 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self._stop_recording()
         self.states = {name: owned(x) for name, x in states.items()}
         self.tokens_read, self.is_initialized = tokens_read, True
+        counts = [x for name, x in states.items() if name.rpartition(".")[2] == "count"]
+        self.is_padded = any(bool((x != tokens_read).any()) for x in counts)
 
     def join(self, other: "MemoryLayer", length: int) -> None:
         """Append the rows of another layer. States that grow with the text are left-padded to `length` tokens."""
@@ -222,7 +233,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for state in self.states.values():
             state.zero_()
         self.tokens_read -= self.tokens_read  # in place, if it is a tensor
-        self.is_initialized = False
+        self.is_initialized = self.is_padded = False
         self._stop_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Softmax attention in blocks of queries, each with the keys that it may see, so that there is no T x T matrix."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
     queries: Tensor  # [B * blocks, C, HQ, D]
     keys: Tensor  # [B * blocks, S, H, D]
     values: Tensor  # [B * blocks, S, H, V]
-    visible: Tensor  # [B * blocks, 1 or HQ, C, S] bool
+    visible: Any  # [B * blocks, 1 or HQ, C, S] bool, or None: everything
     asking: Tensor  # [1 or B * blocks, C], positions of the queries, with any offset
     asked: Tensor  # [1 or B * blocks, S], positions of the keys, with the same offset
     is_step: bool = False  # whether each row is one query that sees something, with one mask for all heads
@@ -106,6 +106,9 @@ class Scores(NamedTuple):
     def weights(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
         visible = blocks.visible
+        if visible is None:
+            scores = self.of(blocks)
+            return scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
         visible = visible[:, :, None] if visible.shape[1] == 1 else visible.unflatten(1, (blocks.keys.shape[2], -1))
         return softmax_of(self.of(blocks), visible)
 

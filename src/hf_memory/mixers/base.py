@@ -28,6 +28,7 @@ class Context(NamedTuple):
     cu_seqlens: Tensor | None  # [N + 1]
     states: States  # before the tokens; ops may overwrite them; empty: nothing was read
     order: Tensor | None = None  # [B, T], the places of the tokens before padding was moved to the end
+    known: int | None = None  # number of tokens that each row has read before, if known on the host
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""
@@ -126,6 +127,7 @@ class Projections(nn.Module, ABC):
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
         self.spec = flat(self.state_spec(config, layer_idx))
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
+        self.softcap = config.attn_logit_softcapping
         self.num_key_value_groups = query_heads // key_heads
         self.num_output_heads = max(query_heads, value_heads)
         width, bias = config.hidden_size, config.attention_bias
@@ -201,7 +203,7 @@ class MemoryMixer(Convertible, Projections):
     @property
     def scores(self) -> Scores:
         """How scores of attention are computed."""
-        return Scores(self.scaling, self.config.attn_logit_softcapping)
+        return Scores(self.scaling, self.softcap)
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -268,10 +270,12 @@ class MemoryMixer(Convertible, Projections):
             output = layer.advance(inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec)
         return output.view(B, T, -1), None
 
-    def mix_inputs(self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None) -> tuple[Tensor, States]:
+    def mix_inputs(
+        self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None
+    ) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
         positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, nested(states))
+        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, nested(states), known=known)
         hidden_states = inputs["hidden_states"]
         if self.padding_last:
             hidden_states, context = context.with_padding_last(hidden_states)

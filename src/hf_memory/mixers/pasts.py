@@ -21,11 +21,12 @@ class Past(NamedTuple):
     states: States
     keys: Tensor  # [B, kept + T, H, D], of all tokens that are kept and the new ones
     values: Tensor
-    visible: Tensor | None = None  # [B, 1, 1, S] bool, which columns of `near` a single query sees; None: see its mask
+    is_step: bool = False  # whether a single query of each row sees `near`, whatever its mask says
+    visible: Tensor | None = None  # [B, 1, 1, S] bool, the columns that exist then; None: all
 
     def blocks(self, q: Tensor, queries: Tokens) -> list[Blocks]:
         """Queries [B, T, HQ, D] with what they see, for scores without a relation; see `near_blocks`."""
-        if self.visible is None:
+        if not self.is_step:
             return near_blocks(q, queries, self.near, self.first)
         (place, _), keys, values, _ = self.near
         return [Blocks(q, keys, values, self.visible, queries.position, place, is_step=True)]
@@ -47,7 +48,8 @@ class Everything(NamedTuple):
         new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
-        return Past(Columns(Tokens(position, tokens.sequence), keys, values), None, states, keys, values)
+        near = Columns(Tokens(position, tokens.sequence), keys, values)
+        return Past(near, None, states, keys, values, context.is_step(k) and context.known is not None)
 
 
 class Window(NamedTuple):
@@ -133,12 +135,20 @@ class Ring(NamedTuple):
         """Add the new tokens, keys and values [B, T, H, D]."""
         (keys, values), new = self.extend({f"{self.prefix}keys": k, f"{self.prefix}values": v}, context)
         if context.is_step(k):
-            place = torch.arange(self.first + self.size, device=k.device)[None]
-            near = Columns(Tokens(place), *new.values())
-            return Past(near, None, new, keys, values, (place <= tokens.position)[:, None, None])
+            return self._seen_by_one(new, keys, values, tokens, context.known)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
         return Past(near, self._first_tokens(k, v, new, context) if self.first else None, new, keys, values)
+
+    def _seen_by_one(self, states: States, keys: Tensor, values: Tensor, tokens: Tokens, known: int | None) -> Past:
+        size = self.first + self.size
+        if known is None:
+            place = torch.arange(size, device=keys.device)[None]
+            near, visible = Columns(Tokens(place), *states.values()), (place <= tokens.position)[:, None, None]
+        else:
+            seen = states.values() if known >= size else [x[:, : known + 1] for x in states.values()]
+            near, visible = Columns(tokens, *seen), None
+        return Past(near, None, states, keys, values, True, visible)
 
     def _first_tokens(self, k: Tensor, v: Tensor, states: States, context: Context) -> Columns:
         place, sees = torch.arange(self.first, device=k.device), older(self.size)
@@ -174,11 +184,20 @@ class Ring(NamedTuple):
         }
 
     def _step(self, new: States, context: Context) -> tuple[list[Tensor], States]:
+        states = {name: context.states[name].to(x.dtype) for name, x in new.items()}
+        if context.known is not None and not torch.is_grad_enabled():
+            here = self._place(context.known)
+            left = [x[:, here : here + 1].clone() if self.leaves else x[:, :0] for x in states.values()]
+            for name, x in new.items():
+                states[name][:, here : here + 1] = x
+            return left, states
         place = self._places(context.states["tokens_read"][:, None])
-        old = {name: context.states[name].to(x.dtype) for name, x in new.items()}
-        left = [take(x, place) if self.leaves else x[:, :0] for x in old.values()]
+        left = [take(x, place) if self.leaves else x[:, :0] for x in states.values()]
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-        return left, {name: write(old[name], 1, _like(place, x).expand_as(x), x) for name, x in new.items()}
+        return left, {name: write(states[name], 1, _like(place, x).expand_as(x), x) for name, x in new.items()}
+
+    def _place(self, position: int) -> int:
+        return position if position < self.first else self.first + (position - self.first) % self.size
 
     def _places(self, position: Tensor) -> Tensor:
         if not self.first:

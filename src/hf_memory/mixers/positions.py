@@ -44,7 +44,10 @@ class Positions(NamedTuple):
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q and k [B, T, H, D]. If there are fewer angles than channels, only the first channels are rotated."""
-        return self.turn(q), self.turn(k)
+        if q.shape[1] > 1:
+            return self.turn(q), self.turn(k)
+        q, k = self.turn(torch.cat([q, k], 2)).split([q.shape[2], k.shape[2]], 2)  # calls cost more than the copy
+        return q, k
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate one tensor [B, T, H, D]."""

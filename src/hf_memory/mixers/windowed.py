@@ -69,6 +69,9 @@ class WindowedMixer(MemoryMixer):
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
         near, groups = len(self.near_heads), self.num_key_value_groups
         self.sinks = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
+        longer = config.full_attention_window
+        self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -129,16 +132,15 @@ class WindowedMixer(MemoryMixer):
     def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
         tokens, tokens_read = context.places(hidden_states)
-        parts, states = [], {"tokens_read": tokens_read}
-        if self.near_heads:
-            o, new = self._near(hidden_states, *self._of(self.near_heads, q, k, v), tokens, context)
-            parts.append(o)
-            states |= new
-        if self.full_heads:
-            o, new = self._full(*self._of(self.full_heads, q, k, v), tokens, context)
-            parts.append(o)
-            states |= new
-        return _heads(torch.cat(parts, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2, 3), states
+        outputs, states = [], {"tokens_read": tokens_read}
+        for heads, attend in ((self.near_heads, self._near), (self.full_heads, self._full)):
+            if heads:
+                o, new = attend(hidden_states, *self._of(heads, q, k, v), tokens, context)
+                outputs.append(o)
+                states |= new
+        if len(outputs) == 1:
+            return outputs[0], states
+        return _heads(torch.cat(outputs, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2, 3), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
@@ -174,13 +176,14 @@ class WindowedMixer(MemoryMixer):
 
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The q, k and v of some key-value heads, k and v [B, T, heads, D]."""
+        if len(heads) == len(self.places):
+            return q, k, v
         q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
         return q, _heads(k, heads), _heads(v, heads)
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
-        ring = _window(self.config, self.config.sliding_window)
-        past = ring._replace(leaves=self.far is not None).read(k, v, tokens, context)
+        past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
             return rows_of(map(self.scores.attend, groups), q), past.states
@@ -193,13 +196,13 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
+    def _full(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         q, k = self.rotate(q, k, context.positions)
-        W = self.config.full_attention_window
-        past = (Everything("full_") if W is None else _window(self.config, W, "full_")).read(k, v, tokens, context)
-        if past.visible is not None:
+        past = self.full.read(k, v, tokens, context)
+        if past.is_step:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
-        o = full_attention(q, tokens, past.near, self.scores, first=past.first, window=W, is_whole=context.is_whole)
+        W, scores = self.config.full_attention_window, self.scores
+        o = full_attention(q, tokens, past.near, scores, first=past.first, window=W, is_whole=context.is_whole)
         return o, past.states
 
     def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
@@ -210,7 +213,7 @@ class WindowedMixer(MemoryMixer):
         W, T, new = self.config.sliding_window, gates.shape[1], {"slot_gates": gates}
         if turns := context.positions is not None and self.rotates:
             new["slot_angles"] = context.positions.inverse().halves().expand(len(gates), -1, -1)
-        (gates, *angles), states = _window(self.config, W).extend(new, context)
+        (gates, *angles), states = self.window.extend(new, context)
         keys = past.keys[:, :T]
         if turns:
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
