@@ -121,9 +121,10 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.catch_up(mix)
         self.spec = spec
         early = _length(inputs) - self.window if self.record_past else 0  # tokens that are too old to be undone later
-        parts = [inputs] if early <= 0 else [_tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))]
-        outputs = [self._advance(part, mix) for part in parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        if early <= 0:
+            return self._advance(inputs, mix)
+        parts = _tokens(inputs, slice(early)), _tokens(inputs, slice(early, None))
+        return torch.cat([self._advance(part, mix) for part in parts], 1)
 
     def _advance(self, inputs: Inputs, mix: Mix) -> Tensor:
         T = _length(inputs)

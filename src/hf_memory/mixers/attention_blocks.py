@@ -116,11 +116,12 @@ class Scores(NamedTuple):
         """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
         if self.softcap is not None or self.relation is not None:
             return self.attend_with_mass(blocks)[0]
-        q, k, v = (x.transpose(1, 2) for x in blocks[:3])
         if blocks.is_step:  # the queries of a group are like several tokens, for kernels without groups
-            groups = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+            q, k, v = blocks[:3]
+            groups, k, v = q.view(len(q), k.shape[2], -1, k.shape[3]), k.transpose(1, 2), v.transpose(1, 2)
             o = F.scaled_dot_product_attention(groups, k, v, attn_mask=blocks.visible, scale=self.scaling)
-            return o.flatten(1, 2)[:, None]
+            return o.view(*q.shape[:3], -1)
+        q, k, v = (x.transpose(1, 2) for x in blocks[:3])
         visible = blocks.visible | ~blocks.visible.any(-1, keepdim=True)  # a row must see something
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scaling, enable_gqa=True)
         return o.transpose(1, 2)

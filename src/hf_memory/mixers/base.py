@@ -126,6 +126,7 @@ class Projections(nn.Module, ABC):
         self.rotates = config.rotating_channels(layer_idx) > 0
         query_heads, key_heads, value_heads, self.head_dim, self.value_dim = self.heads
         self.spec = flat(self.state_spec(config, layer_idx))
+        self.has_parts = any("." in name for name in self.spec)
         self.scaling = (config.query_pre_attn_scalar or self.head_dim) ** -0.5
         self.softcap = config.attn_logit_softcapping
         self.num_key_value_groups = query_heads // key_heads
@@ -158,11 +159,8 @@ class Projections(nn.Module, ABC):
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H * D] -> [B, T, H, D]; with tensor parallelism H is smaller than in the config."""
-        return (
-            q.unflatten(-1, (-1, self.head_dim)),
-            k.unflatten(-1, (-1, self.head_dim)),
-            v.unflatten(-1, (-1, self.value_dim)),
-        )
+        B, T = q.shape[:2]
+        return q.view(B, T, -1, self.head_dim), k.view(B, T, -1, self.head_dim), v.view(B, T, -1, self.value_dim)
 
     def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
@@ -275,12 +273,13 @@ class MemoryMixer(Convertible, Projections):
     ) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
         positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
-        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, nested(states), known=known)
+        states = nested(states) if self.has_parts else states
+        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, states, known=known)
         hidden_states = inputs["hidden_states"]
         if self.padding_last:
             hidden_states, context = context.with_padding_last(hidden_states)
         output, states = self.mix(hidden_states, context)
-        return context.in_their_places(output), flat(states)
+        return context.in_their_places(output), flat(states) if self.has_parts else states
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
