@@ -341,6 +341,18 @@ CASES = (
             "full_attention_heads": [[1], []],
         },
     ),
+    Case(
+        "attention-kept",
+        "hf_memory_transformer",
+        {
+            "layer_types": ["sliding_heads"] * 2,
+            "sliding_window": 2,
+            "num_sink_tokens": 1,
+            "num_kept_tokens": 3,
+            "kept_block_size": 3,
+            "full_attention_heads": [[], [1]],
+        },
+    ),
     Case("attention-sinks", "hf_memory_transformer", {**SINKS, "layer_types": ["sliding_heads", "full_attention"]}),
 )
 

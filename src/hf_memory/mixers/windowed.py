@@ -24,6 +24,7 @@ from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.pasts import Everything, Past, Ring
 from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.retention import Retention
 from hf_memory.ops.masks import Tokens, all_tokens, causal, everything, window
 
 
@@ -88,7 +89,8 @@ class WindowedMixer(MemoryMixer):
             {"tokens_read": State((), torch.long)},
         )
         if heads:
-            spec |= _window(config, config.sliding_window).spec(heads, D)
+            near = _retention(config) if config.num_kept_tokens else _window(config, config.sliding_window)
+            spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
                 kept = config.num_sink_tokens + config.sliding_window
@@ -183,6 +185,9 @@ class WindowedMixer(MemoryMixer):
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
+        if self.config.num_kept_tokens:
+            attended, states = _retention(self.config).attend(rotated, k, v, tokens, self.scores, context)
+            return (attended if self.sinks is None else self.sinks(attended))[0], states
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
@@ -219,6 +224,10 @@ class WindowedMixer(MemoryMixer):
             keys = Positions.of_halves(angles[0][:, :T]).turn(keys)
         is_written = tokens.position >= W + self.config.num_sink_tokens  # the first tokens stay visible
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
+
+
+def _retention(config) -> Retention:
+    return Retention(config.sliding_window, config.num_sink_tokens, config.num_kept_tokens, config.kept_block_size)
 
 
 def _window(config, tokens: int, prefix: str = "") -> Ring:

@@ -17,6 +17,7 @@ RANGES = {  # of fields for which these are not right
     "attention_dropout": (0, 1),
     "sliding_window": (2, LARGEST),  # caches of transformers keep one token less, and all of them instead of none
     "num_sink_tokens": (0, LARGEST),
+    "num_kept_tokens": (0, LARGEST),
     "num_persistent_tokens": (0, LARGEST),
     "linear_conv_kernel_dim": (0, LARGEST),
     "memory_max_grad_norm": (0, HUGE),

@@ -66,6 +66,10 @@ class AttentionWindow(PreTrainedConfig):
             `"sliding_heads"` and `"sliding_memory"` layers.
         attention_sinks (`bool`, defaults to `False`): whether each head of these layers that has a window has a learned
             sink, which takes part in its softmax like a further token that every token sees.
+        num_kept_tokens (`int`, defaults to 0): number of older tokens whose keys and values each key-value head of
+            `"sliding_heads"` layers keeps beside its window: those that received most attention.
+        kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
+            all of these are seen.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
             attend to all tokens instead of a window, and keep all their keys and values.
         full_attention_window (`int`, *optional*): window of these heads, so that the cache stops growing; they see the
@@ -80,6 +84,8 @@ class AttentionWindow(PreTrainedConfig):
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     attention_sinks: bool = False
+    num_kept_tokens: int = 0
+    kept_block_size: int = 32
     full_attention_heads: list[list[int]] | None = None
     full_attention_window: int | None = None
     num_memory_slots: int = 64
@@ -96,6 +102,9 @@ class AttentionWindow(PreTrainedConfig):
         without = "without 'sliding_heads' or 'sliding_memory' layers"
         check(has_windows or not heads, "full_attention_heads", f"None {without}", heads)
         check(has_windows or not learned, "attention_sinks", f"False {without}", learned)
+        can_keep = "sliding_heads" in sliding and "sliding_memory" not in sliding
+        only = "0 unless layers with a window are 'sliding_heads'"
+        check(can_keep or not self.num_kept_tokens, "num_kept_tokens", only, self.num_kept_tokens)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         check(not (longer and learned), "full_attention_window", "None with attention_sinks", longer)

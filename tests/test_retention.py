@@ -1,0 +1,109 @@
+"""A memory of tokens that received attention, against its definition: one head and one token at a time."""
+
+import pytest
+import torch
+
+from cases import SIZES
+from comparing import assert_close
+from hf_memory import MemoryTransformerConfig
+from hf_memory.mixers.attention_blocks import Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.retention import DECAY, Retention
+
+MEMORY = Retention(size=5, first=2, kept=4, block=3)
+
+
+def make(T: int, B: int = 2):
+    generator = torch.Generator().manual_seed(T)
+    heads = (torch.randn(B, T, n, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    return [x.requires_grad_() for x in heads]
+
+
+def definition(q, k, v):
+    """The outputs of queries [T, groups, D] with one head of keys and values [T, D], and the tokens that are held."""
+    held, received, outputs = [], torch.zeros(len(q), dtype=q.dtype), []
+    for t in range(len(q)):
+        if t % MEMORY.block == 0:
+            received = DECAY * received
+        held = [*held, t]
+        p = (0.3 * q[t] @ k[held].mT).softmax(-1)
+        outputs.append(p @ v[held])
+        received = received.index_add(0, torch.tensor(held), p.detach().sum(0))
+        if t % MEMORY.block == MEMORY.block - 1:
+            always = [j for j in held if j < MEMORY.first or j > t - MEMORY.size]
+            others = sorted({*held} - {*always}, key=lambda j: (-received[j], j))
+            held = sorted(always + others[: MEMORY.stay - len(always)])
+    return torch.stack(outputs), held
+
+
+def expected(q, k, v):
+    rows = []
+    for of_row in zip(q.unflatten(2, (2, 2)), k, v):
+        rows.append(torch.stack([definition(*(x[:, h] for x in of_row))[0] for h in range(2)], 1).flatten(1, 2))
+    return torch.stack(rows)
+
+
+def attend(q, k, v, states=None, mask=None, cu_seqlens=None):
+    context = Context(None, mask, cu_seqlens, states or {})
+    tokens, count = context.places(q)
+    (o, _), new = MEMORY.attend(q, k, v, tokens, Scores(0.3), context)
+    return o, new | {"count": count}
+
+
+@pytest.mark.parametrize("T", [1, 3, 17, 31])
+def test_equals_its_definition(T):
+    inputs = make(T)
+    o, reference = attend(*inputs)[0], expected(*inputs)
+    assert_close(o, reference)
+    do = torch.randn_like(o)
+    assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
+
+
+@torch.no_grad()
+def test_holds_what_received_most():
+    q, k, v = make(30)
+    states = attend(q, k, v)[1]
+    _, held = definition(q[1, :, 2:], k[1, :, 1], v[1, :, 1])
+    assert states["number"][1, 1].tolist() == [j + 1 for j in held] + MEMORY.block * [0]
+    assert held != [*range(2), *range(21, 30)]  # not the last tokens
+
+
+@pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
+@torch.no_grad()
+def test_pieces_equal_the_whole(parts):
+    inputs, states, outputs = make(23), None, []
+    for piece in zip(*(x.split(parts, 1) for x in inputs)):
+        o, states = attend(*piece, states)
+        outputs.append(o)
+    whole, final = attend(*inputs)
+    assert_close(torch.cat(outputs, 1), whole)
+    numbers = states.pop("number"), final.pop("number")
+    assert torch.equal(*numbers)
+    held = (numbers[0] > 0)[..., None]
+    assert_close(*((x["keys"] * held, x["values"] * held, x["received"]) for x in (states, final)))
+
+
+@pytest.mark.parametrize("length", [22, 9, 1])
+@torch.no_grad()
+def test_padding_is_no_token(length):
+    inputs = make(23)
+    o, states = attend(*inputs, mask=torch.arange(23) < torch.tensor([[23], [length]]))
+    row = [x[1:, :length] for x in inputs]
+    assert_close((o[:1], o[1:, :length]), (expected(*(x[:1] for x in inputs)), expected(*row)))
+    more = make(5)
+    together, _ = attend(*more, states)
+    alone, _ = attend(*(x[1:] for x in more), attend(*row)[1])
+    assert_close(together[1:], alone)
+
+
+@torch.no_grad()
+def test_packed_sequences_are_separate():
+    inputs, bounds = make(30, B=1), [0, 11, 12, 30]
+    o, states = attend(*inputs, cu_seqlens=torch.tensor(bounds))
+    assert_close(o, torch.cat([expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])], 1))
+    assert states.keys() == {"count"}
+
+
+def test_only_windows_without_another_memory_keep_tokens():
+    with pytest.raises(Exception, match="num_kept_tokens"):
+        MemoryTransformerConfig(**SIZES, num_kept_tokens=3)
