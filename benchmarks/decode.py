@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py                     # about ten minutes on one core
     python benchmarks/decode.py --label before      # another version of the code: kept beside what is there
+    python benchmarks/decode.py --label windows     # students with windows, also after 8,192 tokens
 
 Random weights in the shape of SmolLM2-135M; students as `make_student` makes them. On the CPU one thread and its own
 time, which other work on the machine disturbs least; on CUDA bfloat16 and the clock. A turn is three tokens, of which
@@ -66,6 +67,17 @@ STUDENTS = {
         "full_attention_heads": [[0] if i % 10 < 3 else [] for i in range(SHAPE["num_hidden_layers"])],
     },
 }
+HEADS = {  # as convert --keep heads:1/11 makes it
+    "sliding_window": 192,
+    "num_sink_tokens": 4,
+    "full_attention_heads": [[i % 3] if i % 4 == 1 else [] for i in range(SHAPE["num_hidden_layers"])],
+}
+WINDOWS = {
+    "1/11 of heads": HEADS,
+    "slots": {"to": "deltanet", **HEADS},
+    "kept": {**HEADS, "sliding_window": 96, "num_kept_tokens": 96},
+    "1/4 of layers": {"sliding_window": 128, "num_sink_tokens": 4, "keep": tuple(range(1, 28, 4))},
+}
 MODELS = {  # of other benchmarks
     "linear (elu)": hf_memory.LinearTransformerConfig,
     "GLA": hf_memory.GatedLinearAttentionConfig,
@@ -87,10 +99,10 @@ def make(name: str, sizes: dict) -> PreTrainedModel:
     return causal_lm(config).eval().to(DEVICE, DTYPE)
 
 
-def make_all() -> dict[str, PreTrainedModel]:
+def make_all(students: dict[str, dict]) -> dict[str, PreTrainedModel]:
     """The Transformer and its students."""
     teacher = make("Llama", SHAPE)
-    return {"Llama": teacher} | {name: make_student(teacher, **options) for name, options in STUDENTS.items()}
+    return {"Llama": teacher} | {name: make_student(teacher, **options) for name, options in students.items()}
 
 
 def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCache:
@@ -101,7 +113,7 @@ def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCach
         if isinstance(layer, MemoryLayer):
             growing = {name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"}
             states = layer.states | {n: x[:, :1].repeat_interleave(tokens, 1) for n, x in growing.items()}
-            counts = {name: torch.full_like(x, tokens) for name, x in states.items() if name.endswith("count")}
+            counts = {name: torch.full_like(x, tokens) for name, x in states.items() if name.endswith("tokens_read")}
             layer.fill(states | counts, tokens)
         else:
             B, H, _, D = layer.keys.shape
@@ -145,11 +157,17 @@ def read(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     model(tokens, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
 
 
-def table(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, dict]:
-    """What a token costs by batch and context, and a prompt."""
+def table(
+    models: dict[str, PreTrainedModel],
+    rounds: int,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    prompts: Sequence[int] = (PROMPT,),
+) -> dict[str, dict]:
+    """What a token costs by batch and context, and prompts."""
     found = {}
-    for batch in BATCHES:
-        for context in CONTEXTS:
+    for batch in batches:
+        for context in contexts:
             token = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
             caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
             moved = {name: bytes_moved(model, caches[name]) for name, model in models.items()}
@@ -159,9 +177,10 @@ def table(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, dict]:
                 of_model["bytes_ratio"] = moved[name] / moved["Llama"]
             found[f"token, batch {batch}, context {context}"] = row
             show(*list(found.items())[-1])
-    prompt = torch.randint(SHAPE["vocab_size"], (1, PROMPT), device=DEVICE)
-    found[f"prompt of {PROMPT}"] = in_turn({n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1)
-    show(*list(found.items())[-1])
+    for length in prompts:
+        prompt = torch.randint(SHAPE["vocab_size"], (1, length), device=DEVICE)
+        found[f"prompt of {length}"] = in_turn({n: partial(read, m, prompt) for n, m in models.items()}, rounds // 3, 1)
+        show(*list(found.items())[-1])
     return found
 
 
@@ -233,7 +252,11 @@ def main() -> None:
         "dtype": str(DTYPE).removeprefix("torch."),
         "shape": SHAPE,
     }
-    models = make_all()
+    if arguments.label == "windows":
+        found = table(make_all(WINDOWS), arguments.rounds, (1,), (16, 1024, 8192), (1024, 8192))
+        file.write_text(json.dumps(results | {"windows": {"table": found}}, indent=1))
+        return
+    models = make_all(STUDENTS)
     results[arguments.label] = {"table": table(models, arguments.rounds)}
     if arguments.label == "after":
         results[arguments.label]["by_context"] = by_context(models, max(2, arguments.rounds // 3))

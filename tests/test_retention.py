@@ -47,7 +47,7 @@ def attend(q, k, v, states=None, mask=None, cu_seqlens=None):
     context = Context(None, mask, cu_seqlens, states or {})
     tokens, count = context.places(q)
     (o, _), new = MEMORY.attend(q, k, v, tokens, Scores(0.3), context)
-    return o, new | {"count": count}
+    return o, new | {"tokens_read": count}
 
 
 @pytest.mark.parametrize("T", [1, 3, 17, 31])
@@ -101,7 +101,7 @@ def test_packed_sequences_are_separate():
     inputs, bounds = make(30, B=1), [0, 11, 12, 30]
     o, states = attend(*inputs, cu_seqlens=torch.tensor(bounds))
     assert_close(o, torch.cat([expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])], 1))
-    assert states.keys() == {"count"}
+    assert states.keys() == {"tokens_read"}
 
 
 def test_only_windows_without_another_memory_keep_tokens():

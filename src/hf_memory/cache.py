@@ -202,7 +202,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self._stop_recording()
         self.states = {name: owned(x) for name, x in states.items()}
         self.tokens_read, self.is_initialized = tokens_read, True
-        counts = [x for name, x in states.items() if name.rpartition(".")[2] == "count"]
+        counts = [x for name, x in states.items() if name.rpartition(".")[2] == "tokens_read"]
         self.is_padded = any(bool((x != tokens_read).any()) for x in counts)
 
     def join(self, other: "MemoryLayer", length: int) -> None:

@@ -25,6 +25,7 @@ REASONS = {  # why a target does not accept other values of a field
     "output_gate": "the output gate has this activation there",
     "allow_negative_eigenvalues": "the write strength is at most 1 there",
     "num_sink_tokens": "heads with a window do not see the first tokens there, but may have sinks (attention_sinks)",
+    "num_kept_tokens": "heads with a window see no other tokens there",
     "full_attention_heads": "all heads of a layer see as far there",
     "attention_bias": "memory layers have no biases there",
     "attention_output_bias": "memory layers have no biases there",

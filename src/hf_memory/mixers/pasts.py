@@ -155,7 +155,8 @@ class Ring(NamedTuple):
         if context.cu_seqlens is not None:
             return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=sees)
         position = torch.where(place < context.counts(k)[1], place, -1)
-        return Columns(Tokens(position), *(x[:, : self.first] for x in states.values()), sees)
+        keys, values = (x[:, : self.first] for x in states.values())
+        return Columns(Tokens(position), keys, values, sees)
 
     def extend(self, new: States, context: Context) -> tuple[list[Tensor], States]:
         """Add new tokens [B, T, ...] by name.

@@ -76,22 +76,24 @@ class Retention(NamedTuple):
         if context.cu_seqlens is not None:
             bounds = [slice(*ends) for ends in pairwise(context.cu_seqlens.unique().tolist())]
             alone = context._replace(cu_seqlens=None)
-            apart = [self.attend(*(x[:, i] for x in (q, k, v)), tokens.of(i), scores, alone)[0] for i in bounds]
+            apart = [self.attend(q[:, i], k[:, i], v[:, i], tokens.of(i), scores, alone)[0] for i in bounds]
             o, mass = (torch.cat(x, 1) for x in zip(*apart))
             return (o, mass), {}
         entries = self._entries(k, context)
         before, after = context.counts(q)
         offset = before % self.block
         if T == 1:
-            o, mass, entries = self._read(entries, q, k, v, tokens.position, offset, scores)
+            o, mass, entries = self._read(entries, (q, k, v), tokens.position, offset, scores)
             return (o, mass), entries._asdict()
         width = T + (self.block - 1 if context.states else 0)  # a piece may begin anywhere in a block
         place = torch.arange(-(-width // self.block) * self.block, device=q.device) - offset
         position = torch.where((place >= 0) & (place < after - before), before + place, -1)
         blocks = [take(x, place.clamp(0, T - 1)).split(self.block, 1) for x in (q, k, v)]
-        here, read = torch.arange(self.block, device=q.device).expand(len(q), -1), []
-        for *block, at in zip(*blocks, position.split(self.block, 1)):
-            *attended, entries = self._read(entries, *block, at, here, scores)
+        here = torch.arange(self.block, device=q.device).expand(len(q), -1)
+        read: list[list[Tensor]] = []
+        for block in zip(*blocks):
+            at = position[:, len(read) * self.block :][:, : self.block]
+            *attended, entries = self._read(entries, block, at, here, scores)
             read.append(attended)
         back = offset + torch.arange(T, device=q.device)
         o, mass = (take(torch.cat(x, 1), back) for x in zip(*read))
@@ -108,9 +110,10 @@ class Retention(NamedTuple):
         )
         return Entries(keys, values, position, received)
 
-    def _read(self, entries: Entries, q, k, v, position: Tensor, place: Tensor, scores: Scores):
+    def _read(self, entries: Entries, block: tuple[Tensor, ...], position: Tensor, place: Tensor, scores: Scores):
         """Read q, k and v [B, c, heads, D] of one block, at positions [B, c], -1 at padding, and places [B, c] of the
         block. Returns outputs, masses and entries."""
+        q, k, v = block
         is_token, at = position >= 0, (self.stay + place)[:, None]
         new = (k.transpose(1, 2), v.transpose(1, 2), position[:, None].int() + 1)
         keys, values, number = (_written(x, at, y, is_token[:, None]) for x, y in zip(entries, new))

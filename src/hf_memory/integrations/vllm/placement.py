@@ -17,8 +17,8 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads",
 
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
-    mixer, has_sinks = config.mixer_class(layer_idx), config.num_sink_tokens > 0
-    has_window = mixer is WindowedMixer and config.layer_types[layer_idx] == "sliding_heads" and not has_sinks
+    mixer, sees_older = config.mixer_class(layer_idx), config.num_sink_tokens or config.num_kept_tokens
+    has_window = mixer is WindowedMixer and config.layer_types[layer_idx] == "sliding_heads" and not sees_older
     return has_window or mixer is AttentionMixer
 
 
