@@ -13,8 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from itertools import product
 from multiprocessing import get_context
@@ -26,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS, Op
+from hf_memory.ops.short_convolution import convolution_step
 
 OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
 VARIANTS = {  # further arguments of `example`
@@ -36,7 +38,7 @@ VARIANTS = {  # further arguments of `example`
     ),
 }
 SIZES = [(D, dtype) for D in (64, 128, 256) for dtype in (torch.bfloat16, torch.float32)]
-LENGTHS = (64, 1024)  # one segment, and two (ops/triton/segments.py)
+LENGTHS = (1, 64, 1024)  # decoding, one segment, and two (ops/triton/segments.py)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
 TRITONS = Path(__file__).resolve().parent.parent / ".tritons"
 
@@ -109,44 +111,60 @@ class Launch(NamedTuple):
 def launches(only: tuple[str, ...]) -> list[Launch]:
     """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
     found: dict[str, Launch] = {}
-    for op in OPS_WITH_KERNELS.values():
-        for variant, (D, dtype) in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES):
-            about = " ".join(name if x is True else str(x) for name, x in variant.items() if x is not False)
-            name = f"{op.name} {about} {D} {str(dtype)[6:]}"
-            if any(part in name for part in only):
-                sizes = {"K": D, "V": D, "dtype": dtype, **variant}
-                for launch in (x for T in LENGTHS for x in _recorded(op, {"T": T, **sizes})):
-                    kind = f"{launch.kernel} {specialisation(launch)}"
-                    found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
+    for name, call in calls():
+        if any(part in name for part in only):
+            for launch in _recorded(call):
+                kind = f"{launch.kernel} {specialisation(launch)}"
+                found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
     return list(found.values())
 
 
-def _recorded(op: Op, sizes: dict) -> list[Launch]:
-    """The launches of a call and of its backward; none where the op has no kernel."""
-    from triton import knobs
-    from triton.runtime import JITFunction
+def calls() -> Iterator[tuple[str, Callable]]:
+    """Calls of all ops with kernels, with the names of op, variant and size."""
+    for module in (*(f"{name}.kernels" for name in (*OPS_WITH_KERNELS, "short_convolution")), "triton.one_token"):
+        import_module(f"hf_memory.ops.{module}")  # before `_recorded` says that Triton interprets
+    for op in OPS_WITH_KERNELS.values():
+        for variant, (D, dtype), T in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS):
+            about = " ".join(name if x is True else str(x) for name, x in variant.items() if x is not False)
+            sizes = {"B": 1, "T": T, "H": 8, "K": D, "V": D, "dtype": dtype, **variant}
+            yield f"{op.name} {about} {D} {str(dtype)[6:]}", partial(_call, op, sizes)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, state, weight = (torch.zeros(shape, dtype=dtype) for shape in ((1, 1, 512), (1, 3, 512), (512, 4)))
+        options = {"silu": True, "in_place": True, "backend": "triton"}
+        yield f"short_convolution 512 {str(dtype)[6:]}", partial(convolution_step, x, state, weight, **options)
 
-    import_module(f"hf_memory.ops.{op.name}.kernels")
-    found = []
 
-    def record(kernel, *args, grid, warmup, num_warps, num_stages, **options) -> None:
-        arguments = inspect.signature(kernel.fn).bind(*args, **options).arguments
-        found.append(Launch(kernel.__name__, kernel, arguments, num_warps, num_stages))
+def _call(op: Op, sizes: dict) -> None:
+    """A call of an op and its backward; of one token without it, as in decoding."""
 
     def real(x: Any) -> Any:
         return x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    arguments = tree_map(real, op.example(B=1, H=8, **sizes)) | {"initial_state": None, "mask": None}
-    with patch.object(JITFunction, "run", record), knobs.runtime.scope():
+    arguments = tree_map(real, op.example(**sizes)) | {"initial_state": None, "mask": None}
+    with torch.set_grad_enabled(sizes["T"] > 1):
+        o, state = op.op(**arguments, backend="triton", output_final_state=True)
+        if sizes["T"] > 1:
+            sum(x.sum() for x in tree_flatten((o, state))[0] if x.requires_grad).backward()
+
+
+def _recorded(call: Callable) -> list[Launch]:
+    """The launches of a call; none where the op has no kernel."""
+    from triton import knobs
+    from triton.runtime import JITFunction
+
+    found = []
+
+    def record(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **options) -> None:
+        arguments = inspect.signature(kernel.fn).bind(*args, **options).arguments
+        found.append(Launch(kernel.__name__, kernel, arguments, num_warps, num_stages))
+
+    with patch.object(JITFunction, "run", record), knobs.runtime.scope(), torch.set_grad_enabled(False):
         knobs.runtime.interpret = True  # then ops let tensors on the CPU pass
         try:
-            o, state = op.op(**arguments, backend="triton", output_final_state=True)
+            call()
         except ValueError as refused:
             if "has no kernel" not in str(refused):
                 raise
-            return []
-        outputs = [x for x in tree_flatten((o, state))[0] if real(x).is_floating_point()]
-        sum(x.sum() for x in outputs).backward()
     return found
 
 
