@@ -20,6 +20,7 @@ from pathlib import Path
 
 MEASURED = 16  # tokens, after two to warm up
 STEP = 512  # tokens that an engine reads at once: longer prompts are read in chunks
+SPARE = 8  # tokens that the server of llama.cpp writes and may hold back
 SMALL_STEP = 64  # the same in llama.cpp, which keeps so many tokens more than a window has
 
 
@@ -48,13 +49,14 @@ class LlamaCpp:
         tokens: list[int] = []
 
         def keep(part: dict) -> None:
-            if found := part["choices"][0]["logprobs"]:
-                tokens.append(found["content"][0]["id"])
+            for found in (part["choices"][0]["logprobs"] or {}).get("content", ()):
+                tokens.append(found["id"])
                 each()
 
         options = {"temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False, "logprobs": 1}
-        self.server.handle_completions({"prompt": prompt, "n_predict": new, "stream": True, **options}, keep)
-        return tokens
+        options |= {"prompt": prompt, "n_predict": new + SPARE, "stream": True}  # it holds back parts of a letter
+        self.server.handle_completions(options, keep)
+        return tokens[:new]
 
     def speed(self, length: int) -> float:
         """Tokens a second after so many."""
@@ -81,7 +83,7 @@ def llama_cpp(request: dict) -> dict:
 
     prompts, new, file = request["prompts"], request["new"], request["model"]
     prompts = [*prompts, *request["again"]]
-    engine = LlamaCpp(file, sum(map(len, prompts)) + len(prompts) * new, len(prompts), exact=True)
+    engine = LlamaCpp(file, sum(map(len, prompts)) + len(prompts) * (new + SPARE), len(prompts), exact=True)
     with ThreadPoolExecutor(len(prompts)) as pool:  # all at once
         tokens = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
     answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
@@ -155,9 +157,9 @@ def vllm(request: dict) -> dict:
 def allocated(engine) -> int:
     """Bytes of the blocks that sequences have in vLLM."""
     manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    blocks, config = manager.block_pool, manager.kv_cache_config
+    blocks, groups = manager.block_pool, manager.kv_cache_config.kv_cache_groups
     used = blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks()  # the first block is none
-    return used * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+    return used * max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
 
 
 def measured(step) -> float:
