@@ -43,8 +43,8 @@ def expected(q, k, v):
     return torch.stack(rows)
 
 
-def attend(q, k, v, states=None, mask=None, cu_seqlens=None):
-    context = Context(None, mask, cu_seqlens, states or {})
+def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
+    context = Context(None, mask, cu_seqlens, states or {}, known=known)
     tokens, count = context.places(q)
     (o, _), new = MEMORY.attend(q, k, v, tokens, Scores(0.3), context)
     return o, new | {"tokens_read": count}
@@ -69,11 +69,12 @@ def test_holds_what_received_most():
 
 
 @pytest.mark.parametrize("parts", [[1] * 23, [3, 20], [7, 1, 15], [22, 1]])
+@pytest.mark.parametrize("is_known", [False, True])
 @torch.no_grad()
-def test_pieces_equal_the_whole(parts):
+def test_pieces_equal_the_whole(parts, is_known):
     inputs, states, outputs = make(23), None, []
     for piece in zip(*(x.split(parts, 1) for x in inputs)):
-        o, states = attend(*piece, states)
+        o, states = attend(*piece, states, known=sum(x.shape[1] for x in outputs) if is_known else None)
         outputs.append(o)
     whole, final = attend(*inputs)
     assert_close(torch.cat(outputs, 1), whole)

@@ -82,6 +82,9 @@ class Retention(NamedTuple):
         entries = self._entries(k, context)
         before, after = context.counts(q)
         offset = before % self.block
+        if context.is_step(q) and context.known is not None and not torch.is_grad_enabled():
+            o, mass, entries = self._step(entries, q, k, v, scores, context.known)
+            return (o, mass), entries._asdict()
         if T == 1:
             o, mass, entries = self._read(entries, (q, k, v), tokens.position, offset, scores)
             return (o, mass), entries._asdict()
@@ -118,15 +121,28 @@ class Retention(NamedTuple):
         new = (k.transpose(1, 2), v.transpose(1, 2), position[:, None].int() + 1)
         keys, values, number = (_written(x, at, y, is_token[:, None]) for x, y in zip(entries, new))
         visible = (number[:, :, None] > 0) & (number[:, :, None] <= new[2][..., None])
-        visible = visible.repeat_interleave(q.shape[2] // k.shape[2], 1)
-        blocks = Blocks(q, keys.transpose(1, 2), values.transpose(1, 2), visible, position, number[:, 0])
-        weights, mass = scores.weights(blocks)
-        o = (weights.to(v.dtype).flatten(2, 3) @ values).unflatten(2, (-1, q.shape[1]))
+        o, mass, weights = _attended(q, keys, values, visible, scores)
         begins, ends = ((is_token & (place == edge)).any(1)[:, None, None] for edge in (0, self.block - 1))
-        received = torch.where(begins, DECAY, 1.0) * entries.received
+        received = torch.where(begins, DECAY * entries.received, entries.received)
         received = received + (weights.detach() * is_token[:, None, None, :, None]).sum((2, 3))
         entries = self._after(Entries(keys, values, number, received.to(entries.received.dtype)), ends)
-        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass[..., 0].permute(0, 3, 1, 2).flatten(2), entries
+        return o, mass, entries
+
+    def _step(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int):
+        """The same as `_read` for one token of each row at a position that all have, in place."""
+        place = position % self.block
+        here, end = self.stay + place, self.stay + place + 1
+        entries.keys[:, :, here], entries.values[:, :, here] = k[:, 0], v[:, 0]
+        entries.number[:, :, here] = position + 1
+        if place == 0:
+            entries.received.mul_(DECAY)
+        keys, values, number, received = (x[:, :, :end] for x in entries)
+        visible = None if position - place >= self.stay else (number > 0)[:, :, None]
+        o, mass, weights = _attended(q, keys, values, visible, scores)
+        received += weights.sum((2, 3))
+        if place == self.block - 1:
+            entries = self._after(entries, torch.ones(len(q), 1, 1, dtype=torch.bool, device=q.device))
+        return o, mass, entries
 
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         """Drop entries of rows whose block ends, [B, 1, 1] bool."""
@@ -144,6 +160,17 @@ class Retention(NamedTuple):
             ),
             *(torch.cat([x.gather(2, order), torch.where(ends, 0, x[:, :, n:])], 2) for x in entries[2:]),
         )
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scores: Scores):
+    """Attention of queries [B, c, HQ, D] to entries [B, H, n, D], of which [B, H, c, n] are visible, or all.
+
+    Returns outputs, masses, and weights [B, H, G, c, n].
+    """
+    nowhere = q.new_zeros(1, 1)  # relations do not apply
+    weights, mass = scores.weights(Blocks(q, keys.transpose(1, 2), values.transpose(1, 2), visible, nowhere, nowhere))
+    o = (weights.to(values.dtype).flatten(2, 3) @ values).unflatten(2, (-1, q.shape[1]))
+    return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass[..., 0].permute(0, 3, 1, 2).flatten(2), weights
 
 
 def _written(x: Tensor, at: Tensor, new: Tensor, is_token: Tensor) -> Tensor:
