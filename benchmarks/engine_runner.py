@@ -131,7 +131,9 @@ def vllm(request: dict) -> dict:
 
     longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
     options = {"max_num_batched_tokens": STEP, "max_num_seqs": 16, "skip_tokenizer_init": True}
-    if not request["is_attention"]:
+    if request["is_attention"]:
+        options["prefix_cache_retention_interval"] = None  # what is before a window anywhere in a prompt, too
+    else:
         options |= {"enforce_eager": True, "enable_prefix_caching": False}
     llm = LLM(request["model"], dtype=request["dtype"], max_model_len=longest, **options)
     writing = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
