@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate import cpu_offload
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -489,3 +490,10 @@ def test_a_trained_model_becomes_log_linear_without_change(case, tmp_path):
 def test_levels_are_refused_where_a_memory_has_none(options):
     with pytest.raises(Exception, match="levels must be 'one'"):
         make_config(CASE["gla"], levels="log", **options)
+
+
+def test_options_given_to_from_pretrained_are_checked(tmp_path):
+    (case,) = (case for case in CASES if case.name == "comba")
+    make_model(case).save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match="levels must be 'one'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, levels="segments")

@@ -143,6 +143,7 @@ class MemoryModel(MemoryPreTrainedModel):
     layer_class: type[MemoryDecoderLayer] = MemoryDecoderLayer
 
     def __init__(self, config: MemoryConfig):
+        config.validate()  # again, since from_pretrained sets options of a config that was checked
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
