@@ -152,14 +152,14 @@ class Retention(NamedTuple):
         always = (number > 0) & ((number <= self.first) | (number > number.amax(-1, keepdim=True) - self.size))
         rank = entries.received.masked_fill(number == 0, -1).masked_fill(always, torch.inf)
         best = rank.argsort(dim=-1, descending=True, stable=True)[..., :n].sort(-1).values
-        order = torch.where(ends, best, torch.arange(n, device=best.device))
-        return Entries(
-            *(
-                torch.cat([x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])), x[:, :, n:]], 2)
-                for x in entries[:2]
-            ),
-            *(torch.cat([x.gather(2, order), torch.where(ends, 0, x[:, :, n:])], 2) for x in entries[2:]),
-        )
+        tail = torch.arange(n, number.shape[2], device=best.device).expand(*best.shape[:2], -1)
+        order = torch.cat([torch.where(ends, best, torch.arange(n, device=best.device)), tail], 2)
+        first = number.shape[2] * torch.arange(order[..., 0].numel(), device=best.device).view(*order.shape[:2], 1)
+        keys, values, number, received = (
+            x.flatten(0, 2).index_select(0, (first + order).flatten()).view_as(x) for x in entries
+        )  # faster than gather
+        is_left = ends & (torch.arange(number.shape[2], device=best.device) >= n)
+        return Entries(keys, values, number.masked_fill(is_left, 0), received.masked_fill(is_left, 0))
 
 
 def _attended(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scores: Scores):
