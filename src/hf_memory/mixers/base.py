@@ -158,9 +158,9 @@ class Projections(nn.Module, ABC):
         """The states that the mixer of a layer keeps for each sequence, by name."""
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, H * D] -> [B, T, H, D]; with tensor parallelism H is smaller than in the config."""
-        B, T = q.shape[:2]
-        return q.view(B, T, -1, self.head_dim), k.view(B, T, -1, self.head_dim), v.view(B, T, -1, self.value_dim)
+        """[..., H * D] -> [..., H, D]; with tensor parallelism H is smaller than in the config."""
+        K, V = self.head_dim, self.value_dim
+        return tuple(x.view(*x.shape[:-1], -1, D) for x, D in ((q, K), (k, K), (v, V)))  # type: ignore[return-value]
 
     def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
