@@ -5,6 +5,8 @@ learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax w
 heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -69,7 +71,7 @@ class WindowedMixer(MemoryMixer):
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
         near, groups = len(self.near_heads), self.num_key_value_groups
-        self.sinks = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
         self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
         longer = config.full_attention_window
         self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
