@@ -271,7 +271,7 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
         ),
         (
             {"to": "transformer", "keep": "heads:1/2"},
-            "keep must be layers for a student of this kind, got 'heads:1/2': full_attention_heads must be None without",
+            "keep must be layers for a student of this kind, got 'heads:1/2': full_attention_heads must be None",
         ),
     ],
 )
