@@ -306,9 +306,12 @@ def measure(
                 answer = run(program, environments[program], {**request, **asked})
             tokens = iter(answer.pop("tokens"))
             rows = [row for prompt, row in zip(prompts, expected) if len(prompt) <= LONGEST.get(program, math.inf)]
-            same = sum(a == b for ours, row in zip(rows, tokens, strict=True) for a, b in zip(ours, row, strict=True))
+            if program == "llama.cpp" and tokenizer is not None:  # told to go on, it never writes the end of a text
+                end = tokenizer.eos_token_id
+                rows = [row[: row.index(end)] if end in row else row for row in rows]
+            same = sum(a == b for ours, row in zip(rows, tokens, strict=True) for a, b in zip(ours, row))
             card = {length: cache_bytes(config, int(length)) for length in answer.get("bytes", {})}
-            yield {"engine": engine, "same": same, "of": new * len(rows), **answer, "card": card}
+            yield {"engine": engine, "same": same, "of": sum(map(len, rows)), **answer, "card": card}
 
 
 def described(row: dict) -> str:

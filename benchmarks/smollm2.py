@@ -125,12 +125,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         distillation=short.distillation._replace(memory_factor=5.0),
     )
     seven, four_layers = (recipe_of(ROOT / "recipes" / f"smollm2-{n}-layers.yaml")[0] for n in (7, 4))
-    sinks = replace(
-        seven,
-        keep="heads:1/11",
-        transfer=seven.transfer._replace(learning_rate=4e-2),
-        distillation=seven.distillation._replace(learning_rate=1e-4, memory_factor=40.0),
-    )
+    sinks = replace(seven, keep="heads:1/11", distillation=seven.distillation._replace(steps=24))
     return {
         "1/11 of heads, window 192, 12 steps of transfer, 20 of 2,048 tokens": quickest,
         "1/11 of heads, window 192, 20 steps of 2,048 tokens": longer,
