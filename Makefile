@@ -29,9 +29,8 @@ COMPARING := $(patsubst %,tests/test_%.py,cache deltaformer mixers modeling plac
 # torch.compile's cache does not tell apart the instructions that code was compiled for.
 processors: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 processors: $(INSTALLED)  ## tests that compare ways of computing, with the instructions of other processors
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest --numprocesses 2 $(COMPARING)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(COMPARING)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
-	MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(COMPARING)
 
 SANITIZER := .sanitizer
 KERNELS := $(patsubst %,tests/test_%.py,kernels neural_memory_kernels deltaformer)
