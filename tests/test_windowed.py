@@ -106,7 +106,7 @@ def test_a_slot_for_each_key_is_attention():
     config = make_config(num_memory_slots=20, head_dim=8, sliding_window=3, num_sink_tokens=1)
     mixer = config.mixer_class(0)(config, 0).double()
     hidden = torch.randn(1, 20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    q, k, v = mixer.projected(hidden)
+    q, k, v = mixer.project_heads(hidden, None)
     with torch.no_grad():
         for h in range(2):
             rows = slice(20 * h, 20 * h + 20)
@@ -143,7 +143,10 @@ def test_keys_enter_the_memory_as_they_were_before_rotation(partial):
     for part in (slice(7), slice(7, 8), slice(8, 10), slice(10, 19)):
         angles = model.rotary_emb(hidden, torch.arange(19)[None, part])
         mixer(hidden[:, part], angles, past_key_values=cache)
-    (_, rounded, _), (_, keys, _) = mixer.projected(hidden), in_float64(mixer).projected(hidden.double())
+    (_, rounded, _), (_, keys, _) = (
+        mixer.project_heads(hidden, None),
+        in_float64(mixer).project_heads(hidden.double(), None),
+    )
     assert_close(torch.cat(written, 1)[:, 5:], keys[:, :-5], rounded[:, :-5])
 
 
@@ -165,7 +168,7 @@ def test_a_sink_is_a_token_with_a_learned_score_and_value(heads):
     for x in mixer.sinks.parameters():
         x.data.normal_()
     hidden = torch.randn(2, 12, 32, dtype=torch.float64)
-    q, k, v = mixer.projected(hidden)
+    q, k, v = mixer.project_heads(hidden, None)
     near = mixer.near_heads
     place = torch.arange(12)
     is_near = torch.tensor([h in near for h in range(2)]).repeat_interleave(2)[None, :, None, None]
@@ -210,7 +213,7 @@ def test_sinks_start_as_what_late_queries_see_in_first_tokens():
     q, k, v = (x[:1] for x in heads(40))
     q[..., 0], k[..., 0], k[:, :2] = 1.0, 0.0, 0.0
     k[:, :2, :, 0] = 3.0
-    mixer.projected = lambda _: (q, k, v)
+    mixer.project_heads = lambda *_: (q, k, v)
     mixer.start_sinks(q, None, first=2)
     assert_close(mixer.sinks.logits, torch.full((4,), 3 * mixer.scaling + math.log(2), dtype=torch.float64))
     assert_close(mixer.sinks.values, v[0, :2].mean(0))

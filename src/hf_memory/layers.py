@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
 
 from hf_memory.convertible import Convertible
+from hf_memory.ops.contract import beside
 from hf_memory.ops.masks import packed
 from hf_memory.ops.short_convolution import convolution_step
 
@@ -193,4 +194,4 @@ def in_their_places(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _wide(order: Tensor, x: Tensor) -> Tensor:
-    return order.view(*order.shape, *(1 for _ in x.shape[2:])).expand_as(x)
+    return beside(order, x).expand_as(x)

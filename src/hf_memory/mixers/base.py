@@ -101,7 +101,8 @@ class Context(NamedTuple):
     def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, 1] each: the number of tokens of a row that were read before x [B, T, ...], and with these."""
         before = self.states["tokens_read"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
-        return before, before + (x.shape[1] if self.lengths is None else self.lengths[:, None])
+        lengths = self.lengths
+        return before, before + (x.shape[1] if lengths is None else lengths[:, None])
 
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `tokens_read` [B], including these."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State, States
 from hf_memory.mixers.attention_blocks import BLOCK, Blocks, Columns, Scores, near_blocks, rows_of
 from hf_memory.mixers.base import Context
-from hf_memory.ops.contract import varies
+from hf_memory.ops.contract import beside, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
 
@@ -102,8 +102,7 @@ class Window(NamedTuple):
         place, T, states = torch.arange(self.first, device=k.device), k.shape[1], context.states
         if context.cu_seqlens is not None:
             return _first_of_packed(k, v, place, context.cu_seqlens)._replace(sees=older(self.reach))
-        before = states["tokens_read"][:, None] if states else place.new_zeros(len(k), 1)
-        is_read = place < before + (T if context.lengths is None else context.lengths[:, None])
+        before, after = context.counts(k)
         if T == 1:
             keys, values = (x.repeat(1, self.first, 1, 1) for x in (k, v))
         else:
@@ -112,7 +111,7 @@ class Window(NamedTuple):
             is_old = (place < before)[..., None, None]
             old = (states[f"{self.prefix}{name}"] for name in ("sink_keys", "sink_values"))
             keys, values = (torch.where(is_old, x.to(y.dtype), y) for x, y in zip(old, (keys, values)))
-        return Columns(Tokens(torch.where(is_read, place, -1)), keys, values, older(self.reach))
+        return Columns(Tokens(torch.where(place < after, place, -1)), keys, values, older(self.reach))
 
 
 class Ring(NamedTuple):
@@ -180,7 +179,9 @@ class Ring(NamedTuple):
         token = after - 1 - back  # the one that each place has then
         is_new = (token >= before) & (place < after)
         return list(seen.values()), {
-            name: torch.where(_like(is_new, x), take(x, (token - before).clamp(0, x.shape[1] - 1)), states.get(name, 0))
+            name: torch.where(
+                beside(is_new, x), take(x, (token - before).clamp(0, x.shape[1] - 1)), states.get(name, 0)
+            )
             for name, x in new.items()
         }
 
@@ -195,7 +196,7 @@ class Ring(NamedTuple):
         place = self._places(context.states["tokens_read"][:, None])
         left = [take(x, place) if self.leaves else x[:, :0] for x in states.values()]
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-        return left, {name: write(states[name], 1, _like(place, x).expand_as(x), x) for name, x in new.items()}
+        return left, {name: write(states[name], 1, beside(place, x).expand_as(x), x) for name, x in new.items()}
 
     def _place(self, position: int) -> int:
         return position if position < self.first else self.first + (position - self.first) % self.size
@@ -283,9 +284,4 @@ def columns(tokens: Tokens, tokens_read: Tensor | None, keys: Tensor, values: Te
 
 def take(x: Tensor, places: Tensor) -> Tensor:
     """Select x [B, S, ...] at places [B, n]: [B, n, ...]"""
-    return x.gather(1, _like(places, x).expand(-1, -1, *x.shape[2:]))
-
-
-def _like(places: Tensor, x: Tensor) -> Tensor:
-    """Places [B, n] as [B, n, 1, ...], with as many dimensions as x."""
-    return places.view(*places.shape, *(1 for _ in x.shape[2:]))
+    return x.gather(1, beside(places, x).expand(-1, -1, *x.shape[2:]))

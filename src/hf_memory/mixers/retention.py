@@ -23,6 +23,7 @@ from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Attended, Blocks, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
+from hf_memory.ops.contract import beside
 from hf_memory.ops.masks import Tokens
 
 DECAY = 0.8  # of the received attention, for each block
@@ -176,6 +177,6 @@ def _attended(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, s
 def _written(x: Tensor, at: Tensor, new: Tensor, is_token: Tensor) -> Tensor:
     """Entries x [B, H, n, ...] with new ones [B, 1 or H, c, ...] at places [B, 1, c] that have a token."""
     new = new.to(x.dtype).expand(-1, x.shape[1], *new.shape[2:])
-    at, is_token = (y.view(*y.shape, *(1 for _ in x.shape[3:])).expand_as(new) for y in (at, is_token))
+    at, is_token = (beside(y, x).expand_as(new) for y in (at, is_token))
     write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
     return write(x, 2, at, torch.where(is_token, new, x.gather(2, at)))

@@ -53,8 +53,7 @@ class MesaMixer(MemoryMixer):
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
         options = context.options(self.config.mixer_backend) | self.gates(hidden_states)
-        if context.states:
-            options["initial_state"] = RidgeState(context.states["key_products"], context.states["memory"])
+        options["initial_state"] = context.past(RidgeState)
         o, state = ridge_regression(unit_length(q), unit_length(k), v, **options)
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | state._asdict()
 

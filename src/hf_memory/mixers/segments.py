@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, States
-from hf_memory.ops.contract import repeat_heads
+from hf_memory.mixers.pasts import take
+from hf_memory.ops.contract import beside, repeat_heads
 
 
 class Grid(NamedTuple):
@@ -16,7 +17,7 @@ class Grid(NamedTuple):
 
     position: Tensor  # [B, T], in the text; any value at padding
     place: Tensor  # [B, T], in the grid; `size` at padding
-    first: Tensor  # [B], the segment that the grid begins with
+    first: Tensor  # [B, 1], the segment that the grid begins with
     tokens_read: Tensor  # [B], read including the new ones
     rows: int
     columns: int
@@ -25,43 +26,35 @@ class Grid(NamedTuple):
     def of(cls, x: Tensor, context: Context, length: int) -> "Grid":
         """The grid of tokens x [B, T, ...] for segments of a length; that of a single token has a single place."""
         (B, T), mask = x.shape[:2], context.attention_mask
-        before = context.states["tokens_read"] if context.states else torch.zeros(B, dtype=torch.long, device=x.device)
+        before, after = context.counts(x)
         count = torch.ones(B, T, dtype=torch.long, device=x.device) if mask is None else mask.long()
-        position, first = before[:, None] + count.cumsum(1) - 1, before // length
+        position, first = before + count.cumsum(1) - 1, before // length
         columns = 1 if T == 1 else length
         rows = -(-(T + (length - 1 if context.states and T > 1 else 0)) // columns)
-        place = torch.zeros_like(position) if T == 1 else position - first[:, None] * length
+        place = torch.zeros_like(position) if T == 1 else position - first * length
         place = place if mask is None else torch.where(mask, place, rows * columns)
-        return cls(position, place, first, before + count.sum(1), rows, columns)
+        return cls(position, place, first, after.flatten(), rows, columns)
 
     def spread(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [B * rows, columns, ...], zero where there is no token."""
-        grid = x.new_zeros(len(x), self.rows * self.columns + 1, *x.shape[2:]).scatter(1, self._like(x), x)
-        return grid[:, :-1].unflatten(1, (self.rows, self.columns)).flatten(0, 1)
+        grid, places = x.new_zeros(len(x), self.rows * self.columns + 1, *x.shape[2:]), beside(self.place, x)
+        return grid.scatter(1, places.expand_as(x), x)[:, :-1].unflatten(1, (self.rows, self.columns)).flatten(0, 1)
 
     def collect(self, x: Tensor) -> Tensor:
         """The inverse of `spread`."""
-        x = x.unflatten(0, (-1, self.rows)).flatten(1, 2)
-        return x.gather(1, self._like(x).clamp(max=self.rows * self.columns - 1))
-
-    def _like(self, x: Tensor) -> Tensor:
-        return self.place.view(*self.place.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
+        return take(x.unflatten(0, (-1, self.rows)).flatten(1, 2), self.place.clamp(max=self.rows * self.columns - 1))
 
     def begin(self, states: Tensor) -> Tensor:
         """What is known of the segments of the grid, [B * rows, ...], from states of all segments [B, S, ...]."""
-        own = states.gather(1, _index(self.first[:, None], states))
+        own = take(states, self.first)
         return torch.cat([own, torch.zeros_like(own).repeat_interleave(self.rows - 1, 1)], 1).flatten(0, 1)
 
     def end(self, states: Tensor, new: Tensor) -> Tensor:
         """States of all segments [B, S, ...] with the new ones of the grid [B * rows, ...]."""
         S, new = states.shape[1], new.unflatten(0, (-1, self.rows))
-        places = self.first[:, None] + torch.arange(self.rows, device=new.device)
+        places = self.first + torch.arange(self.rows, device=new.device)
         room = torch.cat([states, torch.zeros_like(new)], 1)
-        return room.scatter(1, _index(places, new), new.to(room.dtype))[:, :S]
-
-
-def _index(places: Tensor, like: Tensor) -> Tensor:
-    return places.view(*places.shape, *(1 for _ in like.shape[2:])).expand(*places.shape, *like.shape[2:])
+        return room.scatter(1, beside(places, new).expand_as(new), new.to(room.dtype))[:, :S]
 
 
 def read_segments(

@@ -73,6 +73,7 @@ class WindowedMixer(MemoryMixer):
         near, groups = len(self.near_heads), self.num_key_value_groups
         self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
         self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
+        self.retention = _retention(config) if config.num_kept_tokens else None
         longer = config.full_attention_window
         self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
 
@@ -85,11 +86,8 @@ class WindowedMixer(MemoryMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `mix`; those of heads that keep everything grow with the text, unless they have a window."""
         full = len(config.full_attention_heads[layer_idx]) if config.full_attention_heads else 0
-        heads, D, spec = (
-            config.num_key_value_heads - full,
-            cls.kept_channels(config),
-            {"tokens_read": State((), torch.long)},
-        )
+        heads, D = config.num_key_value_heads - full, cls.kept_channels(config)
+        spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
             near = _retention(config) if config.num_kept_tokens else _window(config, config.sliding_window)
             spec |= near.spec(heads, D)
@@ -126,11 +124,11 @@ class WindowedMixer(MemoryMixer):
         return self.config.use_qk_norm
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
-        """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of
-        the memory, with `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for
-        the writes of tokens that are still in the window; and of heads that keep everything `full_keys` and
-        `full_values` [B, tokens, heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
-        o, states = self.attend(hidden_states, *self.projected(hidden_states), context)
+        """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of the memory, with
+        `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for the writes of
+        tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
+        heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
+        o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
 
     def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
@@ -150,7 +148,7 @@ class WindowedMixer(MemoryMixer):
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
         if self.far is None:
             return
-        q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.projected(hidden_states)))
+        q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.project_heads(hidden_states, None)))
         back = Positions(*(wide(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin)))
         units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[None, :, None]  # unit vectors as keys
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
@@ -162,7 +160,7 @@ class WindowedMixer(MemoryMixer):
         """
         if self.sinks is None:
             return
-        q, k, v = self._of(self.near_heads, *self.projected(hidden_states))
+        q, k, v = self._of(self.near_heads, *self.project_heads(hidden_states, None))
         q, k = self.rotate(q, k, positions)
         W, tokens = self.config.sliding_window, all_tokens(q.shape[1], q)
         late = slice(min(W + first, q.shape[1] - 1), None)
@@ -173,11 +171,6 @@ class WindowedMixer(MemoryMixer):
         values = torch.einsum("bhgts,bshd->hd", mass, wide(v[:, :first]))
         self.sinks.values.copy_(values / mass.sum((0, 2, 3, 4))[:, None])
 
-    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, HQ, D], k and v [B, T, H, D] of attention, before rotation."""
-        q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
-        return *self.normalize_and_rotate(q, k, None), v
-
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The q, k and v of some key-value heads, k and v [B, T, heads, D]."""
         if len(heads) == len(self.places):
@@ -187,8 +180,8 @@ class WindowedMixer(MemoryMixer):
 
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
-        if self.config.num_kept_tokens:
-            attended, states = _retention(self.config).attend(rotated, k, v, tokens, self.scores, context)
+        if self.retention is not None:
+            attended, states = self.retention.attend(rotated, k, v, tokens, self.scores, context)
             return (attended if self.sinks is None else self.sinks(attended))[0], states
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)

@@ -327,7 +327,12 @@ def without_padding(mask: Tensor | None, q: Tensor, *others: Tensor | None) -> l
 
 def blank(x: Tensor, mask: Tensor) -> Tensor:
     """x with zeros at masked tokens [B, T], even where x is NaN, so that they affect neither results nor gradients."""
-    return x.masked_fill(~mask.view(*mask.shape, *(1 for _ in x.shape[2:])), 0)
+    return x.masked_fill(~beside(mask, x), 0)
+
+
+def beside(x: Tensor, other: Tensor) -> Tensor:
+    """x [B, T] as [B, T, 1, ...]: with dimensions of size one after its own, so that it has as many as `other`."""
+    return x.view(*x.shape, *(1 for _ in other.shape[x.ndim :]))
 
 
 class Sample:

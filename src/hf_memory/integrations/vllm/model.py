@@ -68,9 +68,7 @@ class Attended:
     ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         mixer: Any = self.mixer
-        q, k, v = (project(hidden_states) for project in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
-        q, k, v = mixer.split_heads(q, k, v)
-        q, k = mixer.normalize_and_rotate(q, k, Positions(*position_embeddings))
+        q, k, v = mixer.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
         sunk = mixer.sinks.values if getattr(mixer, "sinks", None) else None
         v = v if sunk is None else v - sunk

@@ -87,6 +87,6 @@ class ForgettingHeads(WindowedMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `WindowedMixer`, and `forgotten` [B, HQ]."""
         sums = self.forget.sums(hidden_states, context)
-        inputs = self.forget.extend(*self.projected(hidden_states), sums)
+        inputs = self.forget.extend(*self.project_heads(hidden_states, None), sums)
         o, states = self.attend(hidden_states, *inputs, context)
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states | {"forgotten": sums[:, -1]}
