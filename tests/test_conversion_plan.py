@@ -177,6 +177,9 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"fp16": True}, "fp16 of training needs a GPU"),
         ({"torch_compile_mode": "nope"}, "torch_compile must be possible with this backend and mode, got .*nope"),
         ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3"),
+        ({"eval_steps": 0}, "eval_steps of training must be at least 1, got 0"),
+        ({"eval_steps": 2}, "validation must be given together with eval_steps of training, got none"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end of training needs eval_steps, got none"),
     ],
 )
 def test_arguments_of_training_that_cannot_be_are_refused(training, message, monkeypatch):
@@ -233,6 +236,17 @@ def test_checkpoints_that_no_run_has_claimed_are_left_alone(places):
 def test_logits_and_their_folder_come_together():
     for recipe, run in (({"top_k": 8}, Run()), ({}, Run(teacher_logits=Path("logits")))):
         with pytest.raises(ValueError, match="top_k and teacher_logits must be given together"):
+            check_run(planned(**recipe), run)
+
+
+def test_validation_that_cannot_be_is_refused():
+    logits = Run(teacher_logits=Path("logits"), training={"eval_steps": 2}, validation=text())
+    for recipe, run, message in (
+        ({}, Run(validation=text(20)), "validation must be given together with eval_steps of training, got 20 tokens"),
+        ({}, Run(training={"eval_steps": 2}, validation=text(9)), "at least one window of 16 tokens, got 9"),
+        ({"top_k": 8}, logits, "eval_steps of training must not be given with teacher_logits"),
+    ):
+        with pytest.raises(ValueError, match=message):
             check_run(planned(**recipe), run)
 
 

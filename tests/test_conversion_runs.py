@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memory.conversion import Run
+from cases import random_tokens
+from hf_memory.conversion import Run, TokenWindows
 from hf_memory.conversion.claims import last_whole_checkpoint
-from teachers import RUN, SCHEDULE, convert, make_teacher, text
+from hf_memory.conversion.stages.divergence import divergence
+from teachers import RUN, SCHEDULE, convert, make_teacher, same, text
 
 ALL_STAGES = RUN | {"keep": "auto:1/2", "fine_tuning": SCHEDULE._replace(length=32), "lora_rank": 2}
 
@@ -110,6 +113,40 @@ def test_checkpoints_of_another_run_are_refused(tmp_path, teacher, tokens, chang
     convert(make_teacher(), text(), run=Run(tmp_path), **short | {"keep": [1]})
     with pytest.raises(ValueError, match=f"checkpoints must be of the same run, got .* with another {name}$"):
         convert(teacher(), tokens, run=Run(tmp_path), **short | change)
+
+
+class Worsen(TrainerCallback):
+    """Spoils the weights in the sixth step of distillation; before that, may interrupt it."""
+
+    def __init__(self, *, stops=False):
+        self.stops = stops
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        """Before the step is evaluated."""
+        if args.run_name == "distillation" and state.global_step == 5 and self.stops:
+            raise KeyboardInterrupt
+        if args.run_name == "distillation" and state.global_step == 6:
+            model.lm_head.weight.data *= 3
+
+
+def test_the_weights_that_are_best_on_other_text_are_kept(tmp_path):
+    training = {"eval_steps": 2, "load_best_model_at_end": True}
+    run = Run(callbacks=(Worsen(),), training=training, validation=random_tokens(100, seed=2))
+    teacher, whole = make_teacher(), convert(make_teacher(), text(), run=run, **RUN)
+    found = {x["step"]: x["eval_loss"] for x in whole.losses["distillation"] if "eval_loss" in x}
+    assert list(found) == [2, 4, 6, 8]
+    assert min(found, key=found.get) == 4
+    rows = torch.stack([x["input_ids"] for x in TokenWindows(text(), SCHEDULE, 2).for_evaluation(run.validation)])
+    with torch.no_grad():
+        loss = divergence(*(x(rows).logits.flatten(0, 1) for x in (whole.student, teacher))) / rows.numel()
+    assert loss.item() == pytest.approx(found[4], rel=1e-4)
+
+    run = replace(run, checkpoints=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        convert(teacher, text(), run=replace(run, callbacks=(Worsen(stops=True),)), **RUN)
+    resumed = convert(teacher, text(), run=run, **RUN)
+    assert same(resumed.student, whole.student)
+    assert resumed.losses == whole.losses
 
 
 class Break(TrainerCallback):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-History = list[dict[str, float]]  # losses of a training, [{"step": ..., "loss": ...}, ...]
+History = list[dict[str, float]]  # losses of a training, [{"step": ..., "loss": ...}, {"step": ..., "eval_loss": ...}]
 
 
 class Progress(NamedTuple):
@@ -13,6 +13,7 @@ class Progress(NamedTuple):
     total: int
     tokens: int = 0  # tokens read in each step
     loss: float | None = None
+    eval_loss: float | None = None  # on text that nothing is trained on
 
 
 def silent(progress: Progress) -> None:

@@ -39,8 +39,7 @@ class Bars:
         if bar is None or now.done < done:
             bar = self.bars.add_task(visible(now.task), loss="")
         self.of_task[now.task] = bar, now.done
-        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
-        self.bars.update(bar, completed=now.done, total=now.total or None, loss=loss)
+        self.bars.update(bar, completed=now.done, total=now.total or None, loss=", ".join(_losses(now)))
 
 
 class Lines:
@@ -66,11 +65,14 @@ class Lines:
 
     def _line(self, now: Progress, seconds: float) -> str:
         rate = (now.done - self.first.done) / max(seconds, 1e-9)
-        words = [f"{now.task}: {now.done:,}" + (f"/{now.total:,}" if now.total else "")]
-        if now.loss is not None:
-            words.append(f"loss {now.loss:.3f}")
+        words = [f"{now.task}: {now.done:,}" + (f"/{now.total:,}" if now.total else ""), *_losses(now)]
         if now.tokens:
             words.append(f"{rate * now.tokens:,.0f} tokens/s")
         if now.total and rate:
             words.append(f"{timedelta(seconds=round((now.total - now.done) / rate))} left")
         return ", ".join(words)
+
+
+def _losses(now: Progress) -> list[str]:
+    losses = {"loss": now.loss, "validation": now.eval_loss}
+    return [f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None]

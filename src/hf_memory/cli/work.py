@@ -105,14 +105,20 @@ def _prepare(asked: Asked) -> Job:
     if resumed := asked.flags.are_unfinished(output, recipe):
         asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
-    plan = conversion.resolve(recipe, config, torch.zeros(longest, dtype=torch.long))
-    conversion.check_run(plan, run, output=output, overwrite=asked.training.overwrite)
+    empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
+    validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty)
+    checked = replace(run, validation=empty if validates else None)
+    conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
     sources = [_written(source, asked, tokenizer) for source in asked.text]
     limit = asked.training.max_tokens
     tokens, held_out = split(conversion.read_tokens(sources, tokenizer, limit=limit, report=run.report))
+    if validates:
+        tokens, validation = split(tokens)
+        run = replace(run, validation=validation)
+        asked = asked._replace(run=run)
     plan = conversion.resolve(recipe, config, tokens)
     if not asked.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)

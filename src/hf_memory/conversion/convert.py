@@ -73,7 +73,7 @@ def convert(
     check_run(plan, run)
     check_space(plan, run)
     if run.checkpoints and processes().is_main_process:
-        models = {"teacher": teacher, "quantized": quantized, "tokens": tokens}
+        models = {"teacher": teacher, "quantized": quantized, "tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
     observed, ranking = teacher.eval() if quantized is None else quantized, ()
     if plan.ranks_heads:

@@ -7,6 +7,8 @@ from torch.utils.data import Dataset
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.text import Text, check_length
 
+EVALUATED = 32  # windows in an evaluation
+
 
 class TokenWindows(Dataset):
     """A data set of all windows of one long text that a stage reads, at random places, which depend only on the seed.
@@ -20,6 +22,10 @@ class TokenWindows(Dataset):
         self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
         places, count = len(tokens) - schedule.length + 1, schedule.steps * schedule.batch_size
         self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed))
+
+    def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
+        """Windows of another text, of the same length, on which a loss is evaluated."""
+        return TokenWindows(text, self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0), self.seed)
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -194,6 +194,8 @@ def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bo
         raise ValueError(
             f"top_k and teacher_logits must be given together, got {plan.recipe.top_k} and {run.teacher_logits}"
         )
+    if plan.top_k and run.validation is not None:
+        raise ValueError("eval_steps of training must not be given with teacher_logits, which are of the training text")
     run.check(*(stage.schedule for stage in plan.stages))
     work = {"checkpoints": run.checkpoints, "teacher_logits": run.teacher_logits}
     for name, folder in work.items():

@@ -1,21 +1,22 @@
-"""How a recipe is run: options that do not change the student."""
+"""How a recipe is run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.files.names import nearest
+from hf_memory.files.text import Text, check_length
 from hf_memory.progress import Progress, silent
 
 DEFAULTS = {  # our defaults for transformers' TrainingArguments
@@ -24,6 +25,7 @@ DEFAULTS = {  # our defaults for transformers' TrainingArguments
     "max_grad_norm": 1.0,
     "train_sampling_strategy": "sequential",
     "logging_nan_inf_filter": False,
+    "prediction_loss_only": True,
     "save_total_limit": 1,
     "remove_unused_columns": False,
     "dataloader_pin_memory": False,
@@ -38,6 +40,7 @@ LEAST = {  # smallest values of training arguments
     "dataloader_prefetch_factor": 1,
     "ddp_bucket_cap_mb": 1,
     "ddp_timeout": 1,
+    "eval_steps": 1,
     "gradient_accumulation_steps": 1,
     "max_grad_norm": 0,
     "save_total_limit": 1,
@@ -46,8 +49,9 @@ LEAST = {  # smallest values of training arguments
 }
 OTHERS = """activation_checkpointing activation_checkpointing_kwargs bf16 dataloader_multiprocessing_context
 dataloader_persistent_workers dataloader_pin_memory ddp_backend ddp_broadcast_buffers ddp_find_unused_parameters
-disable_tqdm fp16 full_determinism gradient_checkpointing gradient_checkpointing_kwargs lr_scheduler_kwargs optim
-optim_args optim_target_modules project report_to tf32 torch_compile torch_compile_backend torch_compile_mode"""
+disable_tqdm fp16 full_determinism gradient_checkpointing gradient_checkpointing_kwargs load_best_model_at_end
+lr_scheduler_kwargs optim optim_args optim_target_modules project report_to tf32 torch_compile torch_compile_backend
+torch_compile_mode"""
 USABLE = sorted([*LEAST, *OTHERS.split()])  # training arguments that a user may set; stages set others, or lack them
 
 
@@ -63,7 +67,10 @@ class Run:
         callbacks: callbacks of the Trainer in all stages.
         report: is called with the progress of each task.
         training: further TrainingArguments of transformers for all stages, such as `bf16` and
-            `activation_checkpointing`. `gradient_accumulation_steps` does not change the schedules.
+            `activation_checkpointing`. `gradient_accumulation_steps` does not change the schedules. With `eval_steps`
+            the loss of each stage on `validation` is found every so many steps, and with `load_best_model_at_end` a
+            stage ends with the weights whose loss was least.
+        validation: text that nothing is trained on, for `eval_steps`.
         is_claimed: whether `checkpoints` is already known to belong to this run.
     """
 
@@ -72,6 +79,7 @@ class Run:
     callbacks: tuple[TrainerCallback, ...] = ()
     report: Callable[[Progress], None] = silent
     training: Mapping[str, Any] = field(default_factory=dict)
+    validation: Text | Tensor | None = None
     is_claimed: bool = False
 
     def of(self, stage: str) -> "Run":
@@ -86,8 +94,10 @@ class Run:
                 f"batch_size must be a multiple of {ways}, processes times gradient_accumulation_steps, "
                 f"got {schedule.batch_size}"
             )
+        every = int(self.training.get("eval_steps", 1))
         return TrainingArguments(
             **others,
+            eval_strategy="steps" if "eval_steps" in self.training else "no",
             max_steps=schedule.steps,
             learning_rate=schedule.learning_rate,
             per_device_train_batch_size=schedule.batch_size // ways,
@@ -95,7 +105,7 @@ class Run:
             warmup_steps=schedule.warmup,
             **{**DEFAULTS, **self.training},
             logging_steps=max(1, schedule.steps // 50),
-            save_steps=max(1, schedule.steps // 10),
+            save_steps=every * max(1, schedule.steps // (10 * every)),  # some of the steps with an evaluation
         )
 
     def check(self, *schedules: Schedule) -> None:
@@ -106,13 +116,23 @@ class Run:
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
             _check_value(name, value, hints[name])
+        self._check_validation(schedules)
         for schedule in schedules:
             _check_installed(self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available()))
+
+    def _check_validation(self, schedules: Sequence[Schedule]) -> None:
+        if ("eval_steps" in self.training) != (self.validation is not None):
+            given = "none" if self.validation is None else f"{len(self.validation)} tokens"
+            raise ValueError(f"validation must be given together with eval_steps of training, got {given}")
+        if self.training.get("load_best_model_at_end") and self.validation is None:
+            raise ValueError("load_best_model_at_end of training needs eval_steps, got none")
+        if self.validation is not None:
+            check_length(self.validation, max((schedule.length for schedule in schedules), default=0))
 
 
 def _check_value(name: str, value: Any, expected: Any) -> None:
     words = expected.__name__ if isinstance(expected, type) else expected
-    value = float(value) if expected is float and type(value) is int else value
+    value = float(value) if float in (expected, *get_args(expected)) and type(value) is int else value
     try:
         type_validator(name, value, expected)
     except (TypeError, StrictDataclassFieldValidationError) as error:

@@ -23,9 +23,13 @@ SMALLEST = 1e-12  # an axis that spans less shows rounding only
 def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Mapping[str, float]) -> None:
     """Write a PNG with the loss of each stage beside the held-out perplexity of each model."""
     figure, (*stages, last) = _panels(len(losses) + 1)
-    for axes, (name, history) in zip(stages, losses.items()):
-        axes.plot([x["step"] for x in history], [x["loss"] for x in history])
-        axes.set(title=name, xlabel="step", ylabel="loss", yscale="log")
+    for axes, (stage, history) in zip(stages, losses.items()):
+        for label, name in {"training": "loss", "validation": "eval_loss"}.items():
+            if points := [(x["step"], x[name]) for x in history if name in x]:
+                axes.plot(*zip(*points), label=label)
+        axes.set(title=stage, xlabel="step", ylabel="loss", yscale="log")
+        if any("eval_loss" in x for x in history):
+            axes.legend()
     bars = last.bar(list(perplexities), list(perplexities.values()))
     last.bar_label(bars, fmt="%.1f")
     last.set(title="held-out perplexity", ylim=(0, 1.15 * max(perplexities.values())))

@@ -24,25 +24,27 @@ from hf_memory.files.text import Text
 from hf_memory.progress import History, Progress
 
 TRAINING = "training"
+LOSSES = ("loss", "eval_loss")  # names in the Trainer's logs
 
 
 class Reporter(TrainerCallback):
     """A callback that reports the progress of a stage."""
 
     def __init__(self, run: Run, schedule: Schedule):
-        self.report, self.tokens, self.loss = run.report, schedule.batch_size * schedule.length, None
+        self.report, self.tokens = run.report, schedule.batch_size * schedule.length
+        self.loss = self.eval_loss = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Report the step at which training begins or resumes."""
         self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens))
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Remember the latest loss."""
-        self.loss = (logs or {}).get("loss", self.loss)
+    def on_log(self, args, state, control, logs, **kwargs):
+        """Remember the latest losses."""
+        self.loss, self.eval_loss = (logs.get(name, x) for name, x in zip(LOSSES, (self.loss, self.eval_loss)))
 
     def on_step_end(self, args, state, control, **kwargs):
         """Report the step."""
-        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens, self.loss))
+        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens, self.loss, self.eval_loss))
 
 
 class StageTrainer(Trainer):
@@ -137,7 +139,7 @@ def run_trainer(
         optimizer: the optimizer; default: AdamW.
 
     Returns:
-        [{"step", "loss"}, ...]
+        [{"step", "loss"}, ...], and {"step", "eval_loss"} of evaluations.
 
     Raises:
         ValueError: if a loss or a gradient is not finite, or the checkpoints are of other arguments.
@@ -149,13 +151,15 @@ def run_trainer(
         claim(run.checkpoints, {**own, **belongs_to, **run.training})
     output = nullcontext(run.checkpoints) if run.checkpoints else tempfile.TemporaryDirectory()
     with output as folder, sharded_learner(model) as learner:
-        save, use_cpu = "steps" if run.checkpoints else "no", next(model.parameters()).device.type == "cpu"
+        saves = run.checkpoints or run.training.get("load_best_model_at_end")
+        save, use_cpu = "steps" if saves else "no", next(model.parameters()).device.type == "cpu"
         own = {"run_name": name, "seed": data.seed, "output_dir": str(folder), "save_strategy": save}
         args = run.arguments(schedule, use_cpu=use_cpu, **own)
         trainer = make_trainer(
             model=learner,
             args=args,
             train_dataset=data,
+            eval_dataset=None if run.validation is None else data.for_evaluation(run.validation),
             data_collator=lambda rows: {name: torch.stack([row[name] for row in rows]) for name in rows[0]},
             callbacks=[Reporter(run, schedule), *run.callbacks],
             optimizers=(optimizer, None),
@@ -169,4 +173,5 @@ def run_trainer(
         if args.activation_checkpointing and isinstance(learner, PreTrainedModel):
             learner.activation_checkpointing_disable()
     model.eval()
-    return [{"step": x["step"], "loss": x["loss"]} for x in trainer.state.log_history if "loss" in x]
+    logged = [x for x in trainer.state.log_history if {*LOSSES} & {*x}]
+    return [{name: x[name] for name in ("step", *LOSSES) if name in x} for x in logged]
