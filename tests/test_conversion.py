@@ -360,7 +360,7 @@ def test_the_loss_of_a_distillation_is_that_of_its_definition(part):
     with torch.no_grad():
         logits, target = (model(tokens).logits for model in (student, teacher))
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        kl = divergence(logits.flatten(0, 1), target.flatten(0, 1), 2.0) / tokens.numel()
+        kl = divergence(*(x[:, :-1].flatten(0, 1) for x in (logits, target)), 2.0) / tokens[:, 1:].numel()
         expected = (1 - part) * kl + part * own
     losses = distill(student, teacher, text(), schedule, temperature=2.0, cross_entropy=part)
     assert losses[0]["loss"] == pytest.approx(expected.item(), rel=1e-3)
@@ -529,6 +529,60 @@ def test_talks_go_through_the_chat_template(tmp_path, name):
     turn = "{{ 'w4' if m.role == 'user' else 'w5' }} {{ m.content }} w2"
     tokenizer.chat_template = f"{{% for m in messages %}}{turn} {{% endfor %}}"
     assert conversion.read_tokens([tmp_path / name], tokenizer).tokens.tolist() == [4, 7, 2, 5, 8, 2, 4, 7, 2]
+
+
+USER = "{% if m.role == 'user' %}w4 {{ m.content }} w2 {% else %}w5 "
+TEMPLATES = {  # with marks of the assistant's turns by its author, and without
+    "marked": "{% generation %}{{ m.content }} w2{% endgeneration %} {% endif %}{% endfor %}",
+    "plain": "{{ m.content }} w2 {% endif %}{% endfor %}{% if add_generation_prompt %}w5 {% endif %}",
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_only_what_the_assistant_writes_is_a_target(tmp_path, kind):
+    turns = [("user", "w7"), ("assistant", "w8 w9"), ("user", "w6"), ("assistant", "w3")]
+    talk = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"text": "w7 w7"}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}" + USER + TEMPLATES[kind]
+    read = conversion.read_tokens([tmp_path / "a.jsonl"], tokenizer, assistant_only=True)
+    assert read.tokens.tolist() == [4, 7, 2, 5, 8, 9, 2, 4, 6, 2, 5, 3, 2, 7, 7, 2]
+    assert read.tokens[read.targets].tolist() == [8, 9, 2, 3, 2, 7, 7, 2]
+    assert read[3:9].targets.tolist() == [False, True, True, True, False, False]
+
+
+def test_a_template_that_renders_a_beginning_otherwise_is_explained(tmp_path):
+    talk = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(ValueError, match="chat template must mark the assistant's turns"):
+        conversion.read_tokens([tmp_path / "a.jsonl"], tokenizer, assistant_only=True)
+
+
+def test_a_loss_is_of_targets_alone_and_every_window_has_one():
+    tokens, targets = torch.arange(60), torch.zeros(60, dtype=torch.bool)
+    targets[[20, 21, 40]] = True
+    for start in ([], [63]):
+        chosen = conversion.Text(tokens, torch.tensor(start, dtype=torch.long), targets)
+        data = conversion.TokenWindows(chosen, Schedule(steps=30, learning_rate=0.0, batch_size=2, length=9), 0)
+        labels = torch.stack([row["labels"] for row in data])
+        assert ((labels == -100) | (labels == torch.stack([row["input_ids"] for row in data]))).all()
+        assert (labels[:, 1:] != -100).any(1).all()
+        assert labels.unique().tolist() == [-100, 20, 21, 40]
+    with pytest.raises(ValueError, match="text must have messages of an assistant"):
+        conversion.TokenWindows(chosen[:20], SCHEDULE)
+
+    teacher = make_teacher()
+    rows = torch.stack([data[i]["input_ids"] for i in range(2)])
+    labels = torch.stack([data[i]["labels"] for i in range(2)])[:, 1:]
+    student, schedule = make_student(teacher, "linear"), data.schedule._replace(steps=1)
+    carry_over(student, teacher)
+    with torch.no_grad():
+        pairs = [model(rows).logits[:, :-1][labels != -100] for model in (student, teacher)]
+    losses = distill(student, teacher, chosen, schedule)
+    data = conversion.TokenWindows(chosen, schedule, 0)
+    assert losses[0]["loss"] == pytest.approx(divergence(*pairs).item() / len(pairs[0]), rel=1e-4)
 
 
 @pytest.mark.parametrize(

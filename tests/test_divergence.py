@@ -12,7 +12,6 @@ from cases import CASES, SIZES, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.conversion.stages import divergence
 from hf_memory.conversion.stages.distillation import DistillationTrainer
-from hf_memory.conversion.stages.divergence import sliced_loss
 from hf_memory.conversion.stages.logits import SAVED, SavedDistillationTrainer, _top
 
 V, C, B, T = 97, SIZES["hidden_size"], 2, 11  # a vocabulary that no other size is
@@ -21,7 +20,7 @@ STUDENTS = {
     "tied": ("linear-sliding", None),
     "adapted": ("deltanet-as-in-gemma", "lm_head"),
 }
-PARTS = [(0.0, 1.0), (0.25, 2.0), (1.0, 1.0)]  # of the text, and the temperature
+PARTS = [(0.0, 1.0, 0.0), (0.25, 2.0, 0.5), (1.0, 1.0, 0.8)]  # of the text, temperature, share that is no target
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +43,10 @@ def student_and_teacher(name):
 def trainer_of(kind, teacher, part, temperature):
     """What a trainer knows when it makes a loss."""
     loss = {"cross_entropy": part, "temperature": temperature}
-    trainer = SimpleNamespace(**loss, teacher=teacher, accelerator=SimpleNamespace(autocast=torch.no_grad))
-    trainer.divergence = lambda inputs: kind.divergence(trainer, inputs)
+    accelerator = SimpleNamespace(autocast=torch.no_grad, num_processes=1)
+    trainer = SimpleNamespace(**loss, teacher=teacher, accelerator=accelerator)
+    trainer.loss_of = lambda *batch: kind.loss_of(trainer, *batch)
+    trainer.divergence = lambda *batch: kind.divergence(trainer, *batch)
     return trainer
 
 
@@ -61,31 +62,32 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("part", "temperature"), PARTS)
+@pytest.mark.parametrize(("part", "temperature", "masked"), PARTS)
 @pytest.mark.parametrize("name", STUDENTS)
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("kind", [DistillationTrainer, SavedDistillationTrainer])
 def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
-    kind, is_sharded, name, part, temperature, monkeypatch
+    kind, is_sharded, name, part, temperature, masked, monkeypatch
 ):
     monkeypatch.setattr(divergence, "is_sharded", lambda: is_sharded)
     student, teacher = student_and_teacher(name)
     tokens = random_tokens(B, T)
     logits = student(tokens).logits
     log_p, log_q = ((x / temperature).log_softmax(-1) for x in (teacher(tokens).logits.detach(), logits))
-    kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    text = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    labels = tokens.masked_fill(torch.rand(B, T) < masked, -100)
+    chosen = labels[:, 1:] != -100
+    kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][chosen].mean()
+    text = F.cross_entropy(logits[:, :-1][chosen], tokens[:, 1:][chosen])
     plain = (1 - part) * kl + part * text
     learned = [x for x in student.parameters() if x.requires_grad]
     expected = torch.autograd.grad(3 * plain, learned, allow_unused=True)
 
-    inputs = {"input_ids": tokens, "labels": tokens}
+    inputs = {"input_ids": tokens, "labels": labels}
     with torch.no_grad():
         inputs |= dict(zip(SAVED, _top(teacher(tokens).logits, V, temperature)))
     trainer = trainer_of(kind, teacher, part, temperature)
     with Largest() as largest:
-        loss_of = DistillationTrainer.loss_of(trainer, inputs)
-        loss = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
+        loss = kind.compute_loss(trainer, student.eval(), inputs)
         found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
     assert largest.found <= 3 * V or kind is SavedDistillationTrainer  # whose top is all of the vocabulary here
     assert_close(loss, plain)
@@ -93,5 +95,5 @@ def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
         if y is not None:
             assert_close(x, y)
     with torch.no_grad():
-        again = student(tokens, loss_from=lambda model, x: sliced_loss(model, x, loss_of)).loss
+        again = kind.compute_loss(trainer, student, inputs)
     assert torch.equal(again, loss)

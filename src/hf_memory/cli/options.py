@@ -45,6 +45,10 @@ class TrainingFlags:
 
     max_tokens: MaxTokens = None
     measure_tokens: MeasureTokens = 2**16
+    assistant_only_loss: Annotated[
+        bool,
+        typer.Option("--assistant-only-loss", help="Of conversations, learn to predict the assistant's turns only."),
+    ] = False
     checkpoints: Checkpoints = None
     training: Annotated[
         list[str] | None,

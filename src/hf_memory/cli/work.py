@@ -113,8 +113,8 @@ def _prepare(asked: Asked) -> Job:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
     sources = [_written(source, asked, tokenizer) for source in asked.text]
-    limit = asked.training.max_tokens
-    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, limit=limit, report=run.report))
+    how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
+    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how, report=run.report))
     if validates:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)

@@ -14,14 +14,16 @@ class TokenWindows(Dataset):
     """A data set of all windows of one long text that a stage reads, at random places, which depend only on the seed.
 
     A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
-    text rarely needs what has left a window of attention.
+    text rarely needs what has left a window of attention. Labels are -100 where a token is no target of the text.
     """
 
     def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
         check_length(tokens, schedule.length)
         self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
-        places, count = len(tokens) - schedule.length + 1, schedule.steps * schedule.batch_size
-        self.starts = torch.randint(places, (count,), generator=torch.Generator().manual_seed(seed))
+        places, count = self.text.places(schedule.length), schedule.steps * schedule.batch_size
+        number = len(tokens) - schedule.length + 1 if places is None else len(places)
+        drawn = torch.randint(number, (count,), generator=torch.Generator().manual_seed(seed))
+        self.starts = drawn if places is None else places[drawn]
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""
@@ -31,9 +33,9 @@ class TokenWindows(Dataset):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length, repeats = self.schedule.length, self.schedule.repeats
-        (window,) = self.text.windows(self.starts[index].view(1), length)
+        length, repeats, start = self.schedule.length, self.schedule.repeats, self.starts[index].view(1)
+        (window,), (labels,) = self.text.windows(start, length), self.text.labels(start, length)
         if int((index + 1) * repeats) > int(index * repeats):
             size, first = length // 4, len(self.text.start)
-            window[length - size :] = window[first : first + size].clone()
-        return {"input_ids": window, "labels": window}
+            window[length - size :] = labels[length - size :] = window[first : first + size].clone()
+        return {"input_ids": window, "labels": labels}

@@ -18,7 +18,8 @@ CONTEXTS = (1024, 32768)
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """A plan and what it needs in time and memory, as rows of two columns."""
-    rows = [("text", f"{plan.num_tokens:,} tokens to learn on")]
+    chosen = "" if plan.targets == 1 else f", {plan.targets:.0%} of them in the assistant's turns"
+    rows = [("text", f"{plan.num_tokens:,} tokens to learn on{chosen}")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
     if plan.bits is not None:
@@ -52,12 +53,12 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
 def story(plan: Plan) -> list[str]:
     """How a student was made, one sentence for each step."""
     if plan.recipe.to is None:
-        return ["It was fine-tuned on the text.", _of_lora(plan)]
+        return ["It was fine-tuned on the text.", _of_lora(plan), _of_targets(plan)]
     start = "The student started with the teacher's weights."
     if plan.is_exact:
         start += " Its new parts started with no effect, so that it equalled its teacher before any training."
     stages = [_stage_sentence(stage, plan) for stage in plan.stages]
-    return [start, *(stages or ["It was not trained after that."]), _of_lora(plan)]
+    return [start, *(stages or ["It was not trained after that."]), _of_lora(plan), _of_targets(plan)]
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
@@ -93,6 +94,10 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
 
 def _of_lora(plan: Plan) -> str:
     return "Fine-tuning used LoRA, which is merged into the weights." if plan.recipe.lora_rank else ""
+
+
+def _of_targets(plan: Plan) -> str:
+    return "" if plan.targets == 1 else "Losses are of the assistant's turns only."
 
 
 def _kept(plan: Plan) -> str:

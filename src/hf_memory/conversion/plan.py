@@ -54,6 +54,7 @@ class Plan:
         student: config of the student.
         stages: the stages, in order.
         num_tokens: tokens of the text.
+        targets: share of the tokens that are targets of a loss.
         student_parameters: number of the student's parameters.
         kept: layers that keep the teacher's attention, without those that a ranking will choose.
         ranked: number of layers that a ranking will choose.
@@ -77,6 +78,7 @@ class Plan:
     window: int = 0
     teacher_parameters: int = 0
     quantized_parameters: int = 0
+    targets: float = 1.0
 
     @property
     def top_k(self) -> int | None:
@@ -163,6 +165,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
         window=window,
         teacher_parameters=_count(whole),
         quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
+        targets=Text.of(tokens).share,
     )
 
 
@@ -255,7 +258,8 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text 
         raise ValueError("steps of fine-tuning must be at least 1, got 0")
     check_fine_tuning(tokens, config, recipe.fine_tuning)
     model = _on_meta(config)
-    return Plan(recipe, config, config, (_fine_tuning(recipe, model, recipe.seed),), len(tokens), _count(model))
+    stages, targets = (_fine_tuning(recipe, model, recipe.seed),), Text.of(tokens).share
+    return Plan(recipe, config, config, stages, len(tokens), _count(model), targets=targets)
 
 
 def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:

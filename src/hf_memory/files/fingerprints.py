@@ -16,7 +16,8 @@ SAMPLES = 64  # numbers of each weight that go into a fingerprint
 def tokens_fingerprint(tokens: Text | Tensor) -> str:
     """A fingerprint of a text."""
     text = Text.of(tokens)
-    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes()).hexdigest()
+    targets = b"" if text.targets is None else text.targets.cpu().numpy().tobytes()
+    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes() + targets).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

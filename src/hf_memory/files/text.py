@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from hf_memory.files.chat_template import apply_template
+from hf_memory.files.chat_template import apply_template, tokens_and_targets
 from hf_memory.files.documents import Document, documents
 from hf_memory.progress import Progress, silent
 
@@ -24,10 +25,12 @@ class Text:
     Attributes:
         tokens: [T], the tokens of the text.
         start: [P], what the tokenizer writes before a text, such as a beginning-of-text token; often nothing.
+        targets: [T] of bool, the tokens that a model is to predict; default: all.
     """
 
     tokens: Tensor
     start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    targets: Tensor | None = None
 
     @classmethod
     def of(cls, tokens: "Text | Tensor") -> "Text":
@@ -38,11 +41,40 @@ class Text:
         return len(self.tokens)
 
     def __getitem__(self, part: slice) -> "Text":
-        return Text(self.tokens[part], self.start)
+        return Text(self.tokens[part], self.start, None if self.targets is None else self.targets[part])
+
+    @property
+    def share(self) -> float:
+        """The share of the tokens that are targets."""
+        return 1.0 if self.targets is None else self.targets.float().mean().item()
 
     def windows(self, places: Tensor, length: int) -> Tensor:
         """[N, length]: the text from each of N places on, after what begins a text."""
         return self.begun(self.tokens[places[:, None] + torch.arange(length - len(self.start))])
+
+    def labels(self, places: Tensor, length: int) -> Tensor:
+        """[N, length]: windows with -100 in place of what is no target."""
+        windows = self.windows(places, length)
+        if self.targets is not None:
+            chosen = Text(self.targets, torch.zeros_like(self.start, dtype=torch.bool)).windows(places, length)
+            windows[~chosen] = -100
+        return windows
+
+    def places(self, length: int) -> Tensor | None:
+        """[N], where windows may begin, such that they predict a target; None for everywhere.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self.targets is None:
+            return None
+        starts, read = torch.arange(len(self) - length + 1), length - len(self.start)
+        before = F.pad(self.targets.cumsum(0), (1, 0))
+        first = starts + (len(self.start) == 0)  # a token before which there is nothing is not predicted
+        places = starts[before[starts + read] > before[first]]
+        if not len(places):
+            raise ValueError("text must have messages of an assistant if the loss is of these only, got none")
+        return places
 
     def begun(self, rows: Tensor) -> Tensor:
         """[N, P + T]: rows [N, T] of tokens after what begins a text."""
@@ -60,6 +92,7 @@ def read_tokens(
     tokenizer,
     *,
     limit: int | None = None,
+    assistant_only: bool = False,
     report: Callable[[Progress], None] = silent,
 ) -> Text:
     """Tokenise texts into one, with the tokenizer's end-of-text token after each document.
@@ -70,25 +103,29 @@ def read_tokens(
             on the Hub that `datasets` can load, as `name` or `name:config`, whose split `train` is streamed.
         tokenizer: the teacher's tokenizer.
         limit: largest number of tokens to read; default: all.
+        assistant_only: whether only the assistant's turns are targets in conversations. All of a text is.
         report: is called with the progress.
 
     Raises:
         ValueError: if a source is not text, or all sources are empty.
         OSError: if a source cannot be read.
     """
-    sources, tokens, count, start = list(sources), [], 0, start_of(tokenizer)
+    sources, tokens, targets, count, start = list(sources), [], [], 0, start_of(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in chain.from_iterable([documents(source) for source in sources]):  # fails first if one is missing
         if count >= (limit or math.inf):
             break
-        ids = _ids(document, tokenizer)
-        ids = ids[len(start) :] if ids[: len(start)] == start else ids  # templates write it, but windows begin with it
-        tokens.append(torch.tensor(ids + end if ids and isinstance(document, str) else ids, dtype=torch.long))
-        count += len(tokens[-1])
+        ids, chosen = _ids(document, tokenizer, assistant_only)
+        first = len(start) if ids[: len(start)] == start else 0  # templates write it, but windows begin with it
+        ids = ids[first:] + (end if ids and isinstance(document, str) else [])
+        tokens.append(torch.tensor(ids, dtype=torch.long))
+        targets.append(torch.ones(len(ids), dtype=torch.bool) if chosen is None else chosen[first:])
+        count += len(ids)
         report(Progress("reading the text", count, limit or 0, 1))
     if not count:
         raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
-    return Text(torch.cat(tokens)[:limit], torch.tensor(start, dtype=torch.long))
+    chosen = torch.cat(targets) if assistant_only else None
+    return Text(torch.cat(tokens), torch.tensor(start, dtype=torch.long), chosen)[:limit]
 
 
 def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int) -> None:
@@ -118,9 +155,12 @@ def check_length(tokens: Text | Tensor, length: int) -> None:
         raise ValueError(f"tokens must be at least one window of {length} tokens, got {len(tokens)}")
 
 
-def _ids(document: Document, tokenizer) -> list[int]:
+def _ids(document: Document, tokenizer, assistant_only: bool) -> tuple[list[int], Tensor | None]:
+    """The tokens of a document, and which are targets; None for all."""
     if not isinstance(document, str):
         if tokenizer.chat_template is None:
             raise ValueError("messages need a tokenizer with a chat template, got one without")
+        if assistant_only:
+            return tokens_and_targets(tokenizer, document)
         document = apply_template(tokenizer, document)
-    return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"], None

@@ -29,7 +29,10 @@ DISTILLATION = "distillation"
 
 
 class DistillationTrainer(StageTrainer):
-    """L = (1 - c) temperature^2 KL(teacher || student) + c CE(text), c = cross_entropy, averaged over tokens."""
+    """L = (1 - c) temperature^2 KL(teacher || student) + c CE(text), c = cross_entropy, averaged over targets.
+
+    Targets are tokens whose label is not -100, and each part is of the predictions of these.
+    """
 
     def __init__(self, *args, teacher: PreTrainedModel | None, temperature: float, cross_entropy: float, **kwargs):
         check_loss(temperature, cross_entropy)
@@ -37,30 +40,33 @@ class DistillationTrainer(StageTrainer):
         self.teacher: Any = teacher
         self.temperature = temperature
         self.cross_entropy = cross_entropy
-        self.model_accepts_loss_kwargs = False
+        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = True, False  # the Trainer counts targets
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss; with `return_outputs` also the student's outputs, without logits."""
-        loss_from = partial(sliced_loss, loss=self.loss_of(inputs))
+        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()  # what each token must predict
+        kept = (targets != -100).nonzero().squeeze(1)
+        parts = self.accelerator.num_processes * (self.current_gradient_accumulation_steps if model.training else 1)
+        count = len(kept) if num_items_in_batch is None else num_items_in_batch / parts
+        loss_of = self.loss_of(inputs, targets[kept], kept)
+        loss_from = lambda head, x: sliced_loss(head, x, loss_of, kept) / count  # noqa: E731
         outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-    def loss_of(self, inputs: dict[str, Tensor]) -> LossOfTokens:
-        """The parts of the loss of a batch."""
+    def loss_of(self, inputs: dict[str, Tensor], targets: Tensor, kept: Tensor) -> LossOfTokens:
+        """The parts of the loss of a batch, summed over `targets` [n], which the tokens at places `kept` predict."""
         part, parts = self.cross_entropy, []
         if part < 1:
-            parts.append(((1 - part) / inputs["input_ids"].numel(), self.divergence(inputs)))
+            parts.append((1 - part, self.divergence(inputs, kept)))
         if part > 0:
-            labels = inputs["labels"][:, 1:]
-            next_tokens = F.pad(labels, (0, 1), value=-100).flatten()  # the last token of a window has none
-            text: LossOfTokens = lambda logits, where: cross_entropy(logits, next_tokens[where])  # noqa: E731
-            parts.append((part / labels.numel(), text))
+            text: LossOfTokens = lambda logits, where: cross_entropy(logits, targets[where])  # noqa: E731
+            parts.append((part, text))
         return lambda logits, where: torch.stack([weight * loss(logits, where) for weight, loss in parts]).sum()
 
-    def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
+    def divergence(self, inputs: dict[str, Tensor], kept: Tensor) -> LossOfTokens:
         """The divergence from the teacher's predictions, for which the teacher runs here."""
         with torch.no_grad(), self.accelerator.autocast():
-            hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)
+            hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)[kept]
 
         def loss(logits: Tensor, where: slice) -> Tensor:
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """Losses computed slice by slice over the tokens, with gradients, so that logits of all tokens never exist at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from hf_memory.decoding.parts import head
 SLICE, BLOCK = 2**24, 2**18  # largest number of logits in a slice, and of logits that are compared in float32 at once
 
 LossOfTokens = Callable[[Tensor, slice], Tensor]
-"""The sum of a loss over tokens, of their logits [n, V] and of where they stand among all B * T."""
+"""The sum of a loss over tokens, of their logits [n, V] and of where they stand among the tokens of the loss."""
 
 
 def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -26,37 +26,46 @@ def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return seen[0]
 
 
-def slices(num_tokens: int, vocab_size: int) -> Iterator[slice]:
-    """Slices of the tokens, each with at most SLICE logits, or with one token."""
-    size = max(1, SLICE // vocab_size)
-    return (slice(start, start + size) for start in range(0, num_tokens, size))
+def slices(num_tokens: int, vocab_size: int, kept: int | None = None) -> list[slice]:
+    """Slices of the tokens, each with at most SLICE logits, or with one token.
+
+    There are as many slices of the `kept` tokens as of all, since sharded processes must run the head equally often.
+    """
+    number = max(1, -(-num_tokens // max(1, SLICE // vocab_size)))
+    size = -(-(num_tokens if kept is None else kept) // number)
+    return [slice(i * size, (i + 1) * size) for i in range(number)]
 
 
-def sliced_loss(model: PreTrainedModel, hidden_states: Tensor, loss: LossOfTokens) -> Tensor:
-    """The sum of a loss over all tokens, slice by slice, with the gradients that all logits at once would give.
+def sliced_loss(
+    model: PreTrainedModel, hidden_states: Tensor, loss: LossOfTokens, kept: Tensor | None = None
+) -> Tensor:
+    """The sum of a loss over tokens, slice by slice, with the gradients that all logits at once would give.
 
     Args:
         model: the model; its head is called as a module, so that adapters and hooks take part.
         hidden_states: [B, T, hidden_size], the input of the head.
         loss: the loss of a slice.
+        kept: [n], the tokens among all B * T that the loss is of; default: all.
     """
     hidden_states = hidden_states.flatten(0, -2)
+    number = len(hidden_states)
+    hidden_states = hidden_states if kept is None else hidden_states[kept]
+    places = slices(number, model.config.vocab_size, len(hidden_states))
     if is_sharded():  # FSDP gathers the head's weights only during its own forward and backward
-        places = slices(len(hidden_states), model.config.vocab_size)
         checkpointed = partial(checkpoint, lambda x, where: loss(head(model, x), where), use_reentrant=False)
         return torch.stack([checkpointed(hidden_states[where], where) for where in places]).sum()
     parameters = [x for x in model.get_output_embeddings().parameters() if x.requires_grad]
-    return _SlicedLoss.apply(model, loss, hidden_states, *parameters)
+    return _SlicedLoss.apply(model, loss, places, hidden_states, *parameters)
 
 
 class _SlicedLoss(torch.autograd.Function):
     """Computes gradients in the forward pass, while the logits of a slice exist, so that none are computed twice."""
 
     @staticmethod
-    def forward(ctx, model, loss, hidden_states, *parameters):
+    def forward(ctx, model, loss, places, hidden_states, *parameters):
         learns, total = any(ctx.needs_input_grad), 0.0
         d_hidden, sums = torch.zeros_like(hidden_states), [torch.zeros_like(x, dtype=wide(x)) for x in parameters]
-        for where in slices(len(hidden_states), model.config.vocab_size):
+        for where in places:
             x = hidden_states[where].detach().requires_grad_(learns)
             with torch.set_grad_enabled(learns):
                 part = loss(head(model, x), where)
@@ -70,7 +79,7 @@ class _SlicedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        return None, None, *(scale * gradient for gradient in ctx.saved_tensors)
+        return None, None, None, *(scale * gradient for gradient in ctx.saved_tensors)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

@@ -143,9 +143,9 @@ def top_divergence(
 class SavedDistillationTrainer(DistillationTrainer):
     """Distillation from saved predictions of the teacher."""
 
-    def divergence(self, inputs: dict[str, Tensor]) -> LossOfTokens:
+    def divergence(self, inputs: dict[str, Tensor], kept: Tensor) -> LossOfTokens:
         """The divergence from the saved predictions."""
-        ids, top, rest = (inputs[name].flatten(0, 1) for name in SAVED)
+        ids, top, rest = (inputs[name].flatten(0, 1)[kept] for name in SAVED)
         return lambda logits, where: top_divergence(logits, ids[where], top[where], rest[where], self.temperature)
 
 
