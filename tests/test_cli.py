@@ -142,6 +142,7 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == ("1", 3, 0.5)
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
     stage = {"steps": 2, "batch_size": 2, "length": 32, "warmup": 0.05, "memory_factor": 1.0, "repeats": 0.0}
+    stage |= {"start_length": 0, "chunk_length": 0}
     assert described["transfer"] == {**stage, "learning_rate": 3e-3}
     assert described["distillation"] == {**stage, "learning_rate": 1e-3}
     assert described["fine-tuning"]["steps"] == 0

@@ -462,6 +462,29 @@ def test_some_windows_end_in_what_they_began_with():
     assert {len(row) for row in rows} == {9}
 
 
+def test_windows_grow_in_equal_shares_of_the_steps():
+    schedule = Schedule(steps=7, learning_rate=0.0, batch_size=2, length=20, start_length=5)
+    rows = [len(row["labels"]) for row in conversion.TokenWindows(torch.arange(50), schedule, 0)]
+    assert rows == [5] * 6 + [10] * 4 + [20] * 4
+    assert schedule.tokens == sum(rows)
+    assert "of 5, then 10, then 20 tokens, learning" in str(schedule)
+
+
+def test_a_conversion_in_chunks_has_the_same_student():
+    students = []
+    for chunk_length, lengths in ((0, {16}), (7, {7, 2})):
+        teacher, seen = make_teacher(), set()
+        student = conversion.make_student(teacher, "deltanet")
+        student.model.layers[0].register_forward_hook(lambda *args, seen=seen: seen.add(args[-1].shape[1]))
+        once = SCHEDULE._replace(steps=1, chunk_length=chunk_length)
+        conversion.distill(student, teacher, text(), once)
+        conversion.fine_tune(student, text(), once)
+        assert seen == lengths
+        students.append(student)
+    for x, y in zip(*(student.parameters() for student in students), strict=True):
+        assert (x - y).abs().max() <= 1e-3 * y.abs().max()  # Adam makes much of the rounding of small gradients
+
+
 def test_text_files_are_read_in_order(tmp_path):
     (tmp_path / "a.txt").write_text("w4 w5")
     (tmp_path / "b.txt").write_text("w6")

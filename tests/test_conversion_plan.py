@@ -148,6 +148,19 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"to": "gated", "options": {"linear_key_head_dim": 4, "memory_rope": False}}, r"\(32, 32\) in the teacher"),
         ({"transfer": SCHEDULE._replace(learning_rate=float("inf"))}, "learning_rate of transfer must be at least 0"),
         ({"transfer": SCHEDULE._replace(memory_factor=2)}, "memory_factor of transfer must be 1, since that stage"),
+        ({"transfer": SCHEDULE._replace(chunk_length=4)}, "chunk_length of transfer must be 0, since that stage"),
+        (
+            {"distillation": SCHEDULE._replace(chunk_length=-1)},
+            "chunk_length of distillation must be at least 0, got -1",
+        ),
+        (
+            {"distillation": SCHEDULE._replace(start_length=17)},
+            "start_length of distillation must be at most its length 16",
+        ),
+        (
+            {"distillation": SCHEDULE._replace(start_length=8), "top_k": 4},
+            "start_length of distillation must be 0 with saved logits, got 8",
+        ),
         ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
         ({"options": {"sparse_memory_gradients": True}}, "sparse_memory_gradients must be False in a conversion"),
         ({"to": "deltaformer", "keep": "auto"}, "keep must not be auto for a student that equals its teacher"),

@@ -275,15 +275,34 @@ def test_gradient_checkpointing_changes_no_gradient(case):
 
 
 @every_case
-def test_gradients_flow_through_a_cache(case):
-    model, tokens = make_model(case).double().train(), random_tokens(1, 8)
-    cache = DynamicCache(config=model.config)
-    logits = torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(4, dim=1)], 1)
-    logits.sum().backward()
-    split = model.model.embed_tokens.weight.grad.clone()
-    model.zero_grad()
-    model(tokens).logits.sum().backward()
-    assert_close(split, model.model.embed_tokens.weight.grad)
+def test_a_row_in_chunks_has_the_gradients_of_the_whole(case):
+    model, tokens = make_model(case).model.double().train(), random_tokens(2, 9)
+    if not all(layer.mixer.passes_gradients for layer in model.layers):
+        with pytest.raises(ValueError, match="chunk_length must be None with"):
+            model(tokens, chunk_length=4)
+        return
+    found = []
+    for chunk_length in (None, 4):
+        model.zero_grad()
+        output = model(tokens, chunk_length=chunk_length)
+        (output.last_hidden_state.sin().sum() + (output.own_loss or 0)).backward()
+        found.append([output.last_hidden_state, *(p.grad for p in model.parameters())])
+    assert_close(found[1], found[0])
+
+
+def test_what_cannot_be_read_in_chunks_is_refused():
+    model, tokens = make_model(CASE["linear-full"]), random_tokens(2, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    for given, expected in (
+        ({"position_ids": positions}, "packed sequences"),
+        ({"attention_mask": {"full_attention": None}}, "a mask for each layer type"),
+        ({"past_key_values": DynamicCache(config=model.config)}, "a cache"),
+    ):
+        with pytest.raises(ValueError, match=f"chunk_length must be None with {expected}"):
+            model(tokens, chunk_length=4, **given)
+    model.train().activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="chunk_length must be None with activation_checkpointing"):
+        model(tokens, chunk_length=4)
 
 
 @every_kind_of_layer

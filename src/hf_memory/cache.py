@@ -426,6 +426,16 @@ def owned(x: Tensor) -> Tensor:
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
 
 
+def branch(cache: Cache) -> Cache:
+    """A cache that goes on from the states of another: what it reads does not change the other."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        if isinstance(layer, MemoryLayer):
+            layer.states = dict(layer.states)
+    return other
+
+
 def copied(cache: Cache) -> Cache:
     """A copy of a cache, without gradients: `copy.deepcopy` refuses states that have them."""
     states = [x for layer in cache.layers for x in _tensors(layer)]

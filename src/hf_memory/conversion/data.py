@@ -20,20 +20,26 @@ class TokenWindows(Dataset):
     def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
         check_length(tokens, schedule.length)
         self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
-        places, count = self.text.places(schedule.length), schedule.steps * schedule.batch_size
-        number = len(tokens) - schedule.length + 1 if places is None else len(places)
+        places, count = self.text.places(schedule.lengths[0]), schedule.steps * schedule.batch_size
+        number = len(tokens) - schedule.length + 1
+        if places is not None:
+            places = places[places < number]
+            number = len(places)
         drawn = torch.randint(number, (count,), generator=torch.Generator().manual_seed(seed))
         self.starts = drawn if places is None else places[drawn]
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""
-        return TokenWindows(text, self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0), self.seed)
+        return TokenWindows(
+            text, self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0, start_length=0), self.seed
+        )
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length, repeats, start = self.schedule.length, self.schedule.repeats, self.starts[index].view(1)
+        schedule, start = self.schedule, self.starts[index].view(1)
+        length, repeats = schedule.length_in(index // schedule.batch_size), schedule.repeats
         (window,), (labels,) = self.text.windows(start, length), self.text.labels(start, length)
         if int((index + 1) * repeats) > int(index * repeats):
             size, first = length // 4, len(self.text.start)

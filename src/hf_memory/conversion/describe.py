@@ -128,7 +128,7 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
     """The tokens that a stage reads, and the bytes of all models, gradients and both moments of AdamW."""
     schedule, held = stage.schedule, BYTES * plan.student_parameters + plan.teacher_bytes
-    read = schedule.steps * schedule.batch_size * schedule.length
+    read = schedule.tokens
     yield stage.name, str(schedule) + (f", LoRA of rank {stage.lora_rank}" if stage.lora_rank else "")
     if 0 < stage.cross_entropy < 1:
         yield "", f"cross-entropy with the text has a weight of {stage.cross_entropy:g} in the loss"

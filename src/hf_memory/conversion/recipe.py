@@ -21,6 +21,10 @@ class Schedule(NamedTuple):
         warmup: fraction of the steps in which the learning rate rises.
         memory_factor: multiplies the learning rate of the parts that the teacher does not have.
         repeats: fraction of the windows whose last quarter repeats the first, which teaches recall.
+        start_length: tokens in each of the first windows, which grow from there to `length`, twice as long each time
+            and in equal shares of the steps; 0: all have `length`.
+        chunk_length: tokens of a window that are read at once. Longer windows are read in chunks, with the gradients of
+            whole windows in little more memory than those of a chunk, and with a second forward pass; 0: all.
     """
 
     steps: int
@@ -30,21 +34,48 @@ class Schedule(NamedTuple):
     warmup: float = 0.05
     memory_factor: float = 1.0
     repeats: float = 0.0
+    start_length: int = 0
+    chunk_length: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of windows, in turn."""
+        lengths, shorter = [self.length], self.start_length
+        while 0 < shorter < self.length:
+            lengths.insert(-1, shorter)
+            shorter *= 2
+        return lengths
+
+    def length_in(self, step: int) -> int:
+        """The tokens of each window of a step, counted from 0."""
+        return self.lengths[step * len(self.lengths) // self.steps]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.batch_size * sum(map(self.length_in, range(self.steps)))
 
     def __str__(self) -> str:
         factor = f", times {self.memory_factor:g} for memories" if self.memory_factor != 1 else ""
         repeats = f"; {self.repeats:.0%} of the windows repeat a passage" if self.repeats else ""
+        lengths = f"{', then '.join(map(str, self.lengths))} tokens"
+        chunks = f" in chunks of {self.chunk_length}" if 0 < self.chunk_length < self.length else ""
         return (
-            f"{self.steps} steps of {self.batch_size} window{'s' * (self.batch_size > 1)} of {self.length} tokens, "
+            f"{self.steps} steps of {self.batch_size} window{'s' * (self.batch_size > 1)} of {lengths}{chunks}, "
             f"learning rate {self.learning_rate:g}{factor} falling as a cosine{repeats}"
         )
 
     def check(self, stage: str) -> None:
         """Raise ValueError if a field is out of its range."""
         least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
+        least |= {"start_length": 2 if self.start_length else 0, "chunk_length": 0}
         for name, smallest in least.items():
             if not smallest <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} of {stage} must be at least {smallest}, got {getattr(self, name)}")
+        if self.start_length > self.length:
+            raise ValueError(
+                f"start_length of {stage} must be at most its length {self.length}, got {self.start_length}"
+            )
         if not 0 <= self.repeats <= 1:
             raise ValueError(f"repeats of {stage} must be from 0 to 1, got {self.repeats}")
 
@@ -110,6 +141,13 @@ class Recipe:
                 "memory_factor of transfer must be 1, since that stage trains memory layers only, got "
                 f"{self.transfer.memory_factor}"
             )
+        if self.transfer.chunk_length:
+            raise ValueError(
+                "chunk_length of transfer must be 0, since that stage trains each layer for itself, got "
+                f"{self.transfer.chunk_length}"
+            )
+        if self.top_k is not None:
+            check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
@@ -125,3 +163,9 @@ def check_loss(temperature: float, cross_entropy: float) -> None:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     if not 0 <= cross_entropy <= 1:
         raise ValueError(f"cross_entropy must be from 0 to 1, got {cross_entropy}")
+
+
+def check_saved_lengths(schedule: Schedule) -> None:
+    """Raise ValueError unless all windows of a distillation from saved predictions have one length."""
+    if len(schedule.lengths) > 1:
+        raise ValueError(f"start_length of distillation must be 0 with saved logits, got {schedule.start_length}")

@@ -113,6 +113,9 @@ class Run:
         if unknown := sorted(set(self.training) - set(USABLE)):
             given = ", ".join(unknown) + nearest(unknown[0], USABLE)
             raise ValueError(f"training must be arguments from {', '.join(USABLE)}, got {given}")
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if self.training.get(name) and any(schedule.chunk_length for schedule in schedules):
+                raise ValueError(f"{name} of training must be false with chunk_length, which recomputes whole chunks")
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
             _check_value(name, value, hints[name])

@@ -120,6 +120,10 @@ class Context(NamedTuple):
 class Projections(nn.Module, ABC):
     """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
+    passes_gradients = (
+        True  # whether those of a row are the same if it is read in parts, one after the states of another
+    )
+
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config = config

@@ -26,6 +26,7 @@ from hf_memory.cache import LAYER_TYPES, padding_mask
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
+from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubClassMixin
 from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
@@ -164,6 +165,7 @@ class MemoryModel(MemoryPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        chunk_length: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Run the layers.
@@ -176,9 +178,16 @@ class MemoryModel(MemoryPreTrainedModel):
             past_key_values: made by `DynamicCache(config=model.config)`, which is also the default with `use_cache`.
             inputs_embeds: [B, T, hidden_size].
             use_cache: whether to return a cache. Packed sequences without a cache given have none.
+            chunk_length: read the rows in chunks of so many tokens, from a new cache: with the gradients of whole rows,
+                in little more memory than those of a chunk, and with a second forward pass.
             **kwargs: passed to the mixers.
         """
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
+        if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
+            if past_key_values is not None:
+                raise ValueError("chunk_length must be None with a cache, since the chunks have one of their own")
+            read = read_in_chunks(self, inputs_embeds, chunk_length, attention_mask, position_ids, **kwargs)
+            return MemoryModelOutput(read[0], read[1] if use_cache else None, own_loss=read[2])
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)

@@ -50,7 +50,7 @@ class DistillationTrainer(StageTrainer):
         count = len(kept) if num_items_in_batch is None else num_items_in_batch / parts
         loss_of = self.loss_of(inputs, targets[kept], kept)
         loss_from = lambda head, x: sliced_loss(head, x, loss_of, kept) / count  # noqa: E731
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from)
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from, **self.reading)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def loss_of(self, inputs: dict[str, Tensor], targets: Tensor, kept: Tensor) -> LossOfTokens:

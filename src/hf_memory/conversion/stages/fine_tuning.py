@@ -17,6 +17,7 @@ from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
+from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.progress import History
 
 FINE_TUNING = "fine-tuning"
@@ -104,6 +105,10 @@ def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule:
     """Raise ValueError if a model of this config cannot learn a text by a schedule."""
     schedule.check(FINE_TUNING)
     check_tokens(tokens, config)
+    if schedule.chunk_length and not isinstance(config, MemoryConfig):
+        raise ValueError(
+            f"chunk_length of {FINE_TUNING} must be 0 for a model without memories, got {config.model_type}"
+        )
     if not schedule.steps:
         return
     check_length(tokens, schedule.length)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import FINGERPRINT, claim, describe
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.recipe import TOP_K, Schedule
+from hf_memory.conversion.recipe import TOP_K, Schedule, check_saved_lengths
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
 from hf_memory.conversion.stages.divergence import LossOfTokens, last_hidden_states, slices, tempered
@@ -63,11 +63,13 @@ def save_logits(
         report: is called with the progress.
 
     Raises:
-        ValueError: if k is not from 1 to the size of the vocabulary, or the folder belongs to other arguments.
+        ValueError: if k is not from 1 to the size of the vocabulary, windows have several lengths, or the folder
+            belongs to other arguments.
         OSError: if a shard cannot be written; earlier shards stay.
     """
     if not 1 <= k <= teacher.config.vocab_size:
         raise ValueError(f"k must be from 1 to the teacher's {teacher.config.vocab_size} tokens, got {k}")
+    check_saved_lengths(schedule)
     windows = TokenWindows(tokens, schedule, seed)
     state = processes()
     if state.is_main_process:

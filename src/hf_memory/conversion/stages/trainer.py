@@ -31,12 +31,15 @@ class Reporter(TrainerCallback):
     """A callback that reports the progress of a stage."""
 
     def __init__(self, run: Run, schedule: Schedule):
-        self.report, self.tokens = run.report, schedule.batch_size * schedule.length
+        self.report, self.schedule = run.report, schedule
         self.loss = self.eval_loss = None
+
+    def _tokens(self, step: int) -> int:
+        return self.schedule.batch_size * self.schedule.length_in(step)
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Report the step at which training begins or resumes."""
-        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens))
+        self.report(Progress(args.run_name, state.global_step, state.max_steps, self._tokens(0)))
 
     def on_log(self, args, state, control, logs, **kwargs):
         """Remember the latest losses."""
@@ -44,13 +47,15 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Report the step."""
-        self.report(Progress(args.run_name, state.global_step, state.max_steps, self.tokens, self.loss, self.eval_loss))
+        done = state.global_step
+        self.report(Progress(args.run_name, done, state.max_steps, self._tokens(done - 1), self.loss, self.eval_loss))
 
 
 class StageTrainer(Trainer):
     """A Trainer that stops before the first step whose loss or gradients are not finite."""
 
     memory_factor = 1.0  # multiplies the learning rate of new parts
+    reading: Mapping[str, int] = {}  # options of the model's forward
 
     def create_optimizer(self, model=None) -> Optimizer:
         """The Trainer's optimizer, with a separate learning rate for parts that the teacher does not have."""
@@ -64,6 +69,10 @@ class StageTrainer(Trainer):
             group["params"] = [x for x in group["params"] if x not in memories]
             optimizer.add_param_group({**group, "params": own, "lr": self.memory_factor * group["lr"]})
         return optimizer
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """The Trainer's loss, for a model that reads as the schedule says."""
+        return super().compute_loss(model, {**inputs, **self.reading}, *args, **kwargs)
 
     def training_step(self, model, *args, **kwargs):
         """The loss; its gradients are in the parameters.
@@ -165,6 +174,7 @@ def run_trainer(
             optimizers=(optimizer, None),
         )
         trainer.memory_factor = schedule.memory_factor
+        trainer.reading = {"chunk_length": schedule.chunk_length} if schedule.chunk_length else {}
         trainer.remove_callback(PrinterCallback)
         with args.main_process_first(local=False):
             last = last_whole_checkpoint(run.checkpoints) if run.checkpoints else None

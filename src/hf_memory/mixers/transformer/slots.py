@@ -69,7 +69,7 @@ class CompressiveMixer(TransformerMixer):
     tokens, and not by the prediction loss.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last, takes_packed, passes_gradients = True, False, False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -172,7 +172,7 @@ class MostUsedMixer(TransformerMixer):
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last, takes_packed, passes_gradients = True, False, False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

@@ -135,7 +135,7 @@ class SegmentMixer(TransformerMixer):
     Hidden states before the segment get no gradient, as if the text were read segment by segment.
     """
 
-    padding_last, takes_packed = True, False
+    padding_last, takes_packed, passes_gradients = True, False, False
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

@@ -1,0 +1,66 @@
+"""Long rows in the memory of short ones: a row is read in chunks, which are computed again in the backward pass."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_memory.cache import branch
+from hf_memory.modeling.packing import packed_boundaries
+
+
+def read_in_chunks(
+    model, inputs_embeds: Tensor, chunk_length: int, attention_mask, position_ids: Tensor | None, **kwargs
+) -> tuple[Tensor, Cache, Tensor | None]:
+    """Read rows [B, T, hidden_size] chunk by chunk, each after the states of a cache that has read those before.
+
+    Gradients flow through the states, and are those of whole rows. Between the forward and the backward pass only
+    outputs and these states are held.
+
+    Args:
+        model: a `MemoryModel`.
+        inputs_embeds: the embedded tokens.
+        chunk_length: tokens of a chunk.
+        attention_mask: [B, T], zero at padding, or None.
+        position_ids: [1 or B, T], or None.
+        **kwargs: further arguments of the model.
+
+    Returns:
+        The last hidden states [B, T, hidden_size], the cache, and the additional loss, if there is one.
+
+    Raises:
+        ValueError: if the model or the rows cannot be divided.
+    """
+    check_divisible(model, "chunk_length must be None")
+    if packed_boundaries(inputs_embeds, attention_mask, position_ids, None, kwargs) is not None:
+        raise ValueError("chunk_length must be None with packed sequences, since a cache does not separate them")
+    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
+        raise ValueError("chunk_length must be None with a mask for each layer type")
+
+    def read(x: Tensor, start: int, cache: Cache) -> tuple[Tensor, Tensor | None, Cache]:
+        here, cache = slice(start, start + x.shape[1]), branch(cache)
+        mask = None if attention_mask is None else attention_mask[:, : here.stop]
+        positions = None if position_ids is None else position_ids[:, here]
+        out = model(inputs_embeds=x, attention_mask=mask, position_ids=positions, past_key_values=cache, **kwargs)
+        return out.last_hidden_state, out.own_loss, cache
+
+    T, cache, outputs, losses = inputs_embeds.shape[1], DynamicCache(config=model.config), [], []
+    for start, x in zip(range(0, T, chunk_length), inputs_embeds.split(chunk_length, 1)):
+        if torch.is_grad_enabled():
+            output, own_loss, cache = checkpoint(read, x, start, cache, use_reentrant=False)
+        else:
+            output, own_loss, cache = read(x, start, cache)
+        outputs.append(output)
+        losses += [] if own_loss is None else [own_loss * (x.shape[1] / T)]
+    return torch.cat(outputs, 1), cache, sum(losses) if losses else None
+
+
+def check_divisible(model, otherwise: str) -> None:
+    """Raise ValueError, which begins with `otherwise`, unless parts of a row give the gradients of the whole row."""
+    if stops := {type(x.mixer).__name__ for x in model.layers if not x.mixer.passes_gradients}:
+        raise ValueError(
+            f"{otherwise} with {', '.join(sorted(stops))}: keys before a segment get gradients of their own, "
+            "which do not flow through states"
+        )
+    if model.training and any(x.gradient_checkpointing for x in model.layers):
+        raise ValueError(f"{otherwise} with activation_checkpointing, which computes layers again without a cache")
