@@ -64,6 +64,7 @@ KEPT = {  # what keeps everything, in words
     "auto": "7 layers that retrieve full, sinks",
     "auto:1/7": "4 layers that retrieve full, sinks",
 }
+SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
@@ -126,12 +127,16 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
     )
     seven, four_layers = (recipe_of(ROOT / "recipes" / f"smollm2-{n}-layers.yaml")[0] for n in (7, 4))
     sinks = replace(seven, keep="heads:1/11", distillation=seven.distillation._replace(steps=24))
+    sinks = with_window(263, sinks)  # as many bytes as the best
+    quick_updates = sinks.distillation._replace(learning_rate=1e-3, memory_factor=5)
     return {
         "1/11 of heads, window 192, 12 steps of transfer, 20 of 2,048 tokens": quickest,
         "1/11 of heads, window 192, 20 steps of 2,048 tokens": longer,
         "1/11 of heads, window 192, 18 steps of 2,048 tokens": quicker,
         "1/11 of heads, window 192, 2,048 tokens": best,
-        "1/11 of heads, window 263, 2,048 tokens, sinks, no memory": with_window(263, sinks),  # as many bytes
+        SINKS: sinks,
+        f"{SINKS}, new parts alone": replace(sinks, train="new"),
+        f"{SINKS}, LoRA of rank 16": replace(sinks, train="lora:16", distillation=quick_updates),
         "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
         "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="heads:1/10")),
         "1/10 of heads": first,

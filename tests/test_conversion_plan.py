@@ -54,6 +54,12 @@ def planned(**recipe):
         ({"keep": (1,)}, ("grows with the text at 50% of the rate of its teacher's",), (FIXED,)),
         ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("fine-tuned on the text", "LoRA"), ()),
         ({"top_k": 8}, ("8 most likely tokens",), ()),
+        (
+            {"train": "new"},
+            ("the parts that its teacher does not have were trained to predict",),
+            ("the whole student",),
+        ),
+        ({"train": "lora:2"}, ("and LoRA of rank 2 of the others, were trained",), ("the whole student",)),
         ({"top_k": 8, "cross_entropy": 1.0}, (), ("most likely tokens", "top_k")),
     ],
 )
@@ -140,6 +146,9 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"top_k": 0}, "top_k must be from 1 to the teacher's 64 tokens, got 0"),
         ({"lora_rank": 2}, "lora_rank must be None without steps of fine_tuning, got 2"),
         ({"lora_rank": 0, "fine_tuning": SCHEDULE}, "lora_rank must be at least 1, got 0"),
+        ({"train": "lora"}, "train must be all, new, or lora:RANK such as lora:8, got 'lora'"),
+        ({"train": "lora:0"}, "train must be all, new, or lora:RANK such as lora:8, got 'lora:0'"),
+        ({"train": "new", "keep": (0, 1)}, "train must be all or lora:RANK for a student without parts that are new"),
         ({"teacher_bits": 3}, "teacher_bits must be 8 or 4, got 3"),
         ({"options": {"hidden_size": 64}}, "options must not change hidden_size, .* got 64"),
         ({"options": {"vocab_size": 9, "head_dim": 4}}, "options must not change head_dim and vocab_size"),

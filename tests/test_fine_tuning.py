@@ -127,6 +127,32 @@ def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
     assert same(student, whole)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("train", ["new", "lora:2"])
+def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, train, saved):
+    run = {"to": "gated", "keep": (1,), "transfer": NONE}
+    start = convert(make_teacher(), tokens(), **run, distillation=NONE).student
+    logits = tmp_path / "logits" if saved else None
+    run |= {"distillation": FEW, "top_k": 8 if saved else None, "train": train}
+    whole = convert(make_teacher(), tokens(), run=Run(None, logits), **run).student
+    with pytest.raises(RuntimeError):
+        convert(make_teacher(), tokens(), run=Run(tmp_path / "run", logits, callbacks=(Fail(2),)), **run)
+    student = convert(make_teacher(), tokens(), run=Run(tmp_path / "run", logits), **run).student
+    assert same(student, whole)
+    assert all(x.requires_grad for x in student.parameters())
+
+    new = "model.layers.0.mixer."
+    changed = {name for name, x in start.state_dict().items() if not torch.equal(x, whole.state_dict()[name])}
+    assert changed >= {name for name in whole.state_dict() if name.startswith(new)}
+    linear = {f"{name}.weight" for name, x in whole.named_modules() if isinstance(x, nn.Linear)} - {"lm_head.weight"}
+    assert {x for x in changed if not x.startswith(new)} == {
+        x for x in linear if train != "new" and not x.startswith(new)
+    }
+    for name in linear & changed:
+        update = whole.get_parameter(name) - start.get_parameter(name)
+        assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2 or name.startswith(new)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_divergence_from_the_top_is_that_of_the_definition(temperature):
     student, teacher = torch.randn(2, 15, 17).double()

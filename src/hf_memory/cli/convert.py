@@ -58,6 +58,12 @@ class StudentFlags:
     transfer: Annotated[list[str] | None, schedule("attention transfer")] = None
     distillation: Annotated[list[str] | None, schedule("distillation")] = None
     fine_tuning: Annotated[list[str] | None, schedule("fine-tuning, by default of 0 steps")] = None
+    train: Annotated[
+        str,
+        typer.Option(
+            help="What distillation trains: all weights, what is new, or with lora:8 this and LoRA of rank 8."
+        ),
+    ] = DEFAULT.train
     lora_rank: options.LoraRank = None
     temperature: Annotated[float, typer.Option(help="Temperature of the distillation loss.")] = 1.0
     cross_entropy: Annotated[

@@ -135,7 +135,7 @@ def _learn(
         return attention_transfer(student, teacher, tokens, schedule, seed=seed, run=run)
     if stage.slot == "fine_tuning":
         return fine_tune(student, tokens, schedule, lora_rank=stage.lora_rank, seed=seed, run=run)
-    loss = {"temperature": temperature, "cross_entropy": stage.cross_entropy}
+    loss: dict = {"temperature": temperature, "cross_entropy": stage.cross_entropy, "train": plan.recipe.train}
     if plan.top_k is None or run.teacher_logits is None:
         return distill(student, teacher, tokens, schedule, **loss, seed=seed, run=run)
     folder, k = run.teacher_logits, plan.top_k

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_memory.conversion.plan import BYTES, Plan, Stage
+from hf_memory.conversion.recipe import lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
@@ -45,6 +46,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named: dict[str, Any] = {"student": recipe.to}
     named |= {stage.name: str(stage.schedule) for stage in plan.stages}
     named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
+    named |= {"train": recipe.train if parts and recipe.train != "all" else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits, "top_k": plan.top_k}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
     return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **training}
@@ -80,14 +82,17 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
             "Then each memory layer was trained to give the output of the attention layer that it replaces, on the "
             "teacher's hidden states (attention transfer)."
         )
+    rank = lora_rank_of(plan.recipe.train)
+    whole = {None: "the whole student was", 0: "the parts that its teacher does not have were"}
+    learner = whole.get(rank, f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were")
     if stage.name == TRAINING:
-        return "Then the whole student was trained on the text, without its teacher."
+        return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
     source = f" for its {plan.top_k} most likely tokens at each position" if plan.top_k else ""
     mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
     return (
-        "Then the whole student was trained to predict what the teacher predicts "
+        f"Then {learner} trained to predict what the teacher predicts "
         f"(distillation: KL divergence of the logits{source}{mix})."
     )
 

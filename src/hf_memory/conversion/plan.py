@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.claims import check_claimable
-from hf_memory.conversion.recipe import Recipe, Schedule
+from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned
 from hf_memory.conversion.stages.logits import bytes_of_logits
+from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import WINDOW, is_exact, student_config
 from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_retrieval
@@ -251,7 +252,11 @@ def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreT
         if recipe.distillation.chunk_length:
             check_divisible(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
-        yield Stage("distillation", loss_name(part), recipe.distillation, recipe.seed + 1, _count(student), part)
+        rank, new = lora_rank_of(recipe.train), new_parameters(student)
+        if rank == 0 and not new:
+            raise ValueError("train must be all or lora:RANK for a student without parts that are new, got new")
+        learned = num_learned(student, rank, new)
+        yield Stage("distillation", loss_name(part), recipe.distillation, recipe.seed + 1, learned, part)
     if recipe.fine_tuning.steps:
         yield _fine_tuning(recipe, student, recipe.seed + 2)
 

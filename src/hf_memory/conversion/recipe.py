@@ -104,6 +104,8 @@ class Recipe:
             if the student equals its teacher before any training.
         distillation: schedule of distillation, in which the whole student learns.
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
+        train: what distillation trains. `"all"` weights; the parts that are `"new"`, so that what equals the teacher
+            stays so; or with `"lora:8"` these parts, and the other linear layers with LoRA of rank 8.
         lora_rank: rank of LoRA in fine-tuning; default: all weights are trained.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
@@ -120,6 +122,7 @@ class Recipe:
     transfer: Schedule = TRANSFER_SCHEDULE
     distillation: Schedule = DISTILLATION_SCHEDULE
     fine_tuning: Schedule = NO_FINE_TUNING
+    train: str = "all"
     lora_rank: int | None = None
     temperature: float = 1.0
     cross_entropy: float | None = None
@@ -149,6 +152,7 @@ class Recipe:
         if self.top_k is not None:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
+        lora_rank_of(self.train)
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
         if self.lora_rank is not None and self.lora_rank < 1:
@@ -169,3 +173,17 @@ def check_saved_lengths(schedule: Schedule) -> None:
     """Raise ValueError unless all windows of a distillation from saved predictions have one length."""
     if len(schedule.lengths) > 1:
         raise ValueError(f"start_length of distillation must be 0 with saved logits, got {schedule.start_length}")
+
+
+def lora_rank_of(train: str) -> int | None:
+    """The rank of `lora:RANK`, 0 for `new`, or None for `all`.
+
+    Raises:
+        ValueError: for other words.
+    """
+    if train in ("all", "new"):
+        return None if train == "all" else 0
+    kind, _, rank = train.partition(":")
+    if kind != "lora" or not rank.isdecimal() or not int(rank):
+        raise ValueError(f"train must be all, new, or lora:RANK such as lora:8, got {train!r}")
+    return int(rank)

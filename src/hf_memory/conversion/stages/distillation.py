@@ -18,6 +18,7 @@ from hf_memory.conversion.stages.divergence import (
     last_hidden_states,
     sliced_loss,
 )
+from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import TRAINING, StageTrainer, run_trainer
 from hf_memory.decoding.parts import head
@@ -84,10 +85,11 @@ def distill(
     *,
     temperature: float = 1.0,
     cross_entropy: float = 0.0,
+    train: str = "all",
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
-    """Train the whole student to predict what its teacher predicts, by KL(teacher || student).
+    """Train a student to predict what its teacher predicts, by KL(teacher || student).
 
     Returns and raises what `attention_transfer` does.
 
@@ -98,12 +100,13 @@ def distill(
         schedule: the training schedule.
         temperature: divides the logits of both models; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
-        seed: seed for the order of the windows.
+        train: what learns: `"all"` weights, the parts that are `"new"`, or with `"lora:8"` these and LoRA of rank 8.
+        seed: seed for the order of the windows, and for LoRA.
         run: checkpoints, progress reports and options of the Trainer.
     """
     data, how = TokenWindows(tokens, schedule, seed), {"temperature": temperature, "cross_entropy": cross_entropy}
-    belongs_to = {"student": student, "teacher": teacher, **how}
-    with sharded_teacher(teacher.eval()) as teacher:
+    belongs_to = {"student": student, "teacher": teacher, "train": train, **how}
+    with sharded_teacher(teacher.eval()) as teacher, trained(student, train, seed):
         trainer = partial(DistillationTrainer, teacher=teacher, **how)
         return run_trainer(trainer, student, data, loss_name(cross_entropy), run, belongs_to)
 

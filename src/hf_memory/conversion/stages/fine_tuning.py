@@ -1,7 +1,7 @@
 """Fine-tuning, the last stage: a student is trained on text, usually with longer windows, fully or with LoRA."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.recipe import Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes
-from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
+from hf_memory.conversion.stages.trainer import StageTrainer, new_parameters, only_these_learn, run_trainer
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
 from hf_memory.modeling.configuration import MemoryConfig
@@ -74,15 +74,40 @@ def fine_tune(
 
 
 @contextmanager
-def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
-    """A model with LoRA, as a context; the updates are merged into its weights if no exception was raised."""
+def trained(student: PreTrainedModel, train: str, seed: int) -> Iterator[None]:
+    """A context in which only those weights of a student learn that a recipe's `train` names."""
+    rank, new = lora_rank_of(train), new_parameters(student)
+    if rank is None:
+        yield
+    elif rank == 0:
+        with only_these_learn(student, new):
+            yield
+    else:
+        with lora(student, rank, seed, beside=new):
+            yield
+
+
+@contextmanager
+def lora(model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.Parameter] = ()) -> Iterator[PeftModel]:
+    """A model with LoRA, as a context; the updates are merged into its weights if no exception was raised.
+
+    Args:
+        model: the model.
+        rank: the rank.
+        seed: seed for the updates.
+        beside: parameters that are trained themselves.
+    """
     if rank < 1:
         raise ValueError(f"lora_rank must be at least 1, got {rank}")
+    whole = [name for name, x in linears(model).items() if x.weight in beside]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        how: dict = {"target_modules": "all-linear", "exclude_modules": whole or None, "task_type": "CAUSAL_LM"}
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, **how)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks for an old name
             learner = get_peft_model(model, config)
+    for x in beside:
+        x.requires_grad_()
     try:
         yield learner  # type: ignore[misc]
         learner.merge_and_unload()
@@ -93,12 +118,18 @@ def lora(model: PreTrainedModel, rank: int, seed: int) -> Iterator[PeftModel]:
         model.requires_grad_()
 
 
-def num_learned(model: PreTrainedModel, rank: int | None) -> int:
-    """The number of parameters that `fine_tune` trains, with LoRA or without."""
+def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The layers that LoRA changes, by name."""
+    last = model.get_output_embeddings()
+    return {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not last}
+
+
+def num_learned(model: PreTrainedModel, rank: int | None, beside: Collection[nn.Parameter] = ()) -> int:
+    """The number of parameters that are trained: all, or those of LoRA and those `beside`."""
     if rank is None:
         return sum(x.numel() for x in model.parameters())
-    linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not model.get_output_embeddings()]
-    return sum(rank * (x.in_features + x.out_features) for x in linears)
+    updated = [x for x in linears(model).values() if x.weight not in beside]
+    return sum(rank * (x.in_features + x.out_features) for x in updated) + sum(x.numel() for x in beside)
 
 
 def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:

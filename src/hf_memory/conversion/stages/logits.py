@@ -17,6 +17,7 @@ from hf_memory.conversion.recipe import TOP_K, Schedule, check_saved_lengths
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, DistillationTrainer
 from hf_memory.conversion.stages.divergence import LossOfTokens, last_hidden_states, slices, tempered
+from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import run_trainer
 from hf_memory.decoding.parts import head
@@ -98,6 +99,7 @@ def distill_from_logits(
     *,
     temperature: float = 1.0,
     cross_entropy: float = 0.0,
+    train: str = "all",
     seed: int = 0,
     run: Run = Run(),
 ) -> History:
@@ -112,8 +114,9 @@ def distill_from_logits(
     how = {"temperature": temperature, "cross_entropy": cross_entropy}
     data = WindowsWithLogits(folder, tokens, schedule, seed)
     check_saved(folder, data, temperature)
-    trainer, belongs_to = partial(SavedDistillationTrainer, teacher=None, **how), {"student": student, **how}
-    return run_trainer(trainer, student, data, DISTILLATION, run, belongs_to)
+    trainer = partial(SavedDistillationTrainer, teacher=None, **how)
+    with trained(student, train, seed):
+        return run_trainer(trainer, student, data, DISTILLATION, run, {"student": student, "train": train, **how})
 
 
 def top_divergence(

@@ -2,8 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,7 @@ class StageTrainer(Trainer):
         if self.optimizer is not None or self.memory_factor == 1:
             return super().create_optimizer(model)
         optimizer, learner = super().create_optimizer(model), self.model if model is None else model
-        parts = [x.new_part for x in learner.modules() if isinstance(x, Convertible)]  # type: ignore[union-attr]
-        memories = {x for part in parts if part is not None for x in part.parameters()}
+        memories = new_parameters(learner)  # type: ignore[arg-type]
         for group in list(optimizer.param_groups):
             own = [x for x in group["params"] if x in memories]
             group["params"] = [x for x in group["params"] if x not in memories]
@@ -99,6 +98,25 @@ class StageTrainer(Trainer):
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def new_parameters(student: nn.Module) -> set[nn.Parameter]:
+    """The parameters of the parts that the teacher does not have."""
+    parts = [x.new_part for x in student.modules() if isinstance(x, Convertible)]
+    return {x for part in parts if part is not None for x in part.parameters()}
+
+
+@contextmanager
+def only_these_learn(model: nn.Module, learned: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A context in which no other parameters of a model are trained."""
+    frozen = [x for x in set(model.parameters()) - set(learned) if x.requires_grad]
+    try:
+        for x in frozen:
+            x.requires_grad_(False)
+        yield
+    finally:
+        for x in frozen:
+            x.requires_grad_(True)
 
 
 def not_finite(model: nn.Module) -> str:

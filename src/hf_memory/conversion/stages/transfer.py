@@ -15,7 +15,7 @@ from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import sharded_teacher
-from hf_memory.conversion.stages.trainer import StageTrainer, run_trainer
+from hf_memory.conversion.stages.trainer import StageTrainer, only_these_learn, run_trainer
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History
@@ -99,11 +99,5 @@ def attention_transfer(
     data, models = TokenWindows(tokens, schedule, seed), {"student": student, "teacher": teacher}
     with sharded_teacher(teacher.eval()) as teacher:
         transfer = AttentionTransfer(student, teacher)
-        frozen = [x for x in set(student.parameters()) - set(transfer.parameters()) if x.requires_grad]
-        try:
-            for x in frozen:
-                x.requires_grad_(False)
+        with only_these_learn(student, transfer.parameters()):
             return run_trainer(StageTrainer, transfer, data, TRANSFER, run, models)
-        finally:
-            for x in frozen:
-                x.requires_grad_(True)
