@@ -1,0 +1,213 @@
+"""What a plan costs: memory by part, operations, and time on a device.
+
+No formulas of layers: a layer of each kind runs on tensors without data (FakeTensorMode), and what it saves for its
+backward pass and what it multiplies is counted. Other layers of its kind cost the same. With LoRA the work is counted
+as if all weights learned, which is a little more. Full attention counts with a mask, which real tensors may not need.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hf_memory.conversion.plan import BYTES, Plan, Stage
+from hf_memory.conversion.stages.divergence import SLICE
+from hf_memory.conversion.stages.transfer import AttentionTransfer
+
+UTILISATION = 0.35  # assumed part of a device's peak that matrix products reach, all other work included
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention of the CPU, where layers are traced
+
+
+class Device(NamedTuple):
+    """A kind of accelerator, as its data sheet describes it."""
+
+    memory: int  # bytes
+    flops: float  # operations a second in bfloat16, without sparsity
+
+
+DEVICES = {
+    "a100": Device(80 * 10**9, 312e12),
+    "h100": Device(80 * 10**9, 989e12),
+    "h200": Device(141 * 10**9, 989e12),
+    "l40s": Device(48 * 10**9, 362e12),
+    "rtx4090": Device(24 * 10**9, 165e12),
+}
+
+
+class Work(NamedTuple):
+    """What a forward pass does."""
+
+    saved: float  # bytes that it saves for the backward pass
+    flops: float
+
+    def plus(self, other: "Work", times: int = 1) -> "Work":
+        """The sum of this work and a multiple of another."""
+        return Work(self.saved + times * other.saved, self.flops + times * other.flops)
+
+
+class Cost(NamedTuple):
+    """What a stage costs a process.
+
+    Attributes:
+        stage: the stage.
+        parts: bytes by part of what its memory holds.
+        peak: bytes at the moment when most is held. Gradients replace what was saved for them, one after the other.
+        tokens: tokens that the stage reads, in all processes together.
+        flops: operations of the stage, in all processes together.
+    """
+
+    stage: Stage
+    parts: dict[str, int]
+    peak: int
+    tokens: int
+    flops: float
+
+    def seconds(self, device: Device, processes: int = 1, utilisation: float = UTILISATION) -> float:
+        """The time of the stage on so many devices."""
+        return self.flops / (processes * utilisation * device.flops)
+
+
+def costs(plan: Plan, training: Mapping[str, Any] = {}, *, processes: int = 1) -> list[Cost]:
+    """The cost of each stage of a plan.
+
+    Args:
+        plan: the plan.
+        training: training arguments of the run; `bf16`, `activation_checkpointing` and `gradient_accumulation_steps`
+            change the cost.
+        processes: number of processes that share rows and shard models, as with FSDP2.
+    """
+    return [_cost(stage, plan, training, processes) for stage in plan.stages]
+
+
+def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int) -> Cost:
+    half, again = bool(training.get("bf16")), bool(training.get("activation_checkpointing"))
+    rows = max(1, stage.schedule.batch_size // (processes * training.get("gradient_accumulation_steps", 1)))
+    shape = rows, stage.schedule.length
+    learner, teacher = _learner(stage, plan, shape, half, again), Work(0, 0)
+    if stage.slot == "distillation" and stage.cross_entropy < 1 and not plan.top_k:
+        teacher = _over_layers([plan.teacher], partial(_of_model, shape=shape, half=half))
+    logits = _logits(stage, plan, shape, half)
+    reads_teacher = teacher.flops > 0 or stage.slot == "transfer"
+    parts = {
+        "student": BYTES * plan.student_parameters // processes,
+        "teacher": plan.teacher_bytes // processes if reads_teacher else 0,
+        "optimizer": 2 * BYTES * stage.learned // processes,
+        "gradients": BYTES * stage.learned // processes,
+        "activations": round(learner.saved),
+        "logits": round(logits.saved),
+    }
+    held = parts["student"] + parts["teacher"] + parts["optimizer"]
+    peak = held + max(parts["gradients"], parts["activations"] + parts["logits"])
+    read = stage.schedule.steps * stage.schedule.batch_size * stage.schedule.length
+    flops = (4 if again else 3) * learner.flops + teacher.flops + logits.flops
+    return Cost(stage, parts, peak, read, read / (rows * stage.schedule.length) * flops)
+
+
+def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again: bool) -> Work:
+    """What learns, without a head; with activation checkpointing the inputs of its layers, and one layer."""
+    is_transfer = stage.slot == "transfer"
+    configs = [plan.student, plan.teacher] if is_transfer else [plan.student]
+    run = partial(_of_transfer if is_transfer else _of_model, shape=shape, half=half)
+    whole = _over_layers(configs, run)
+    if not again:
+        return whole
+    inputs = _over_layers(configs, partial(run, again=True))
+    return Work(inputs.saved + (whole.saved - inputs.saved) / plan.student.num_hidden_layers, whole.flops)
+
+
+def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Work:
+    """The head and the loss of all models that a stage runs: both logits, and gradients twice, of a slice of tokens."""
+    if stage.slot == "transfer":
+        return Work(0, 0)
+    size, tokens, vocabulary = BYTES // 2 if half else BYTES, shape[0] * shape[1], plan.student.vocab_size
+    product = 2 * tokens * vocabulary * plan.student.hidden_size
+    if stage.slot == "fine_tuning":  # the logits of all tokens, in float32 for the loss
+        return Work(tokens * vocabulary * (2 * BYTES + size), 3 * product)
+    models = 2 if stage.cross_entropy < 1 and not plan.top_k else 1
+    head = BYTES * vocabulary * plan.student.hidden_size  # its gradient, summed over slices
+    return Work(min(SLICE, tokens * vocabulary) * size * (2 + models) + head, (2 + models) * product)
+
+
+def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) -> Work:
+    """The work of models that are run together, from models with one layer of each kind, and with two."""
+    numbers = range(configs[0].num_hidden_layers)
+    kinds = [tuple(_kind(values[i]) for config in configs for values in _per_layer(config).values()) for i in numbers]
+    total = Work(0, 0)
+    for kind, count in Counter(kinds).items():
+        place = kinds.index(kind)
+        one, two = (run(*(_with_layers(config, [place] * n) for config in configs)) for n in (1, 2))
+        layer = two.plus(one, -1)
+        total = (total if total.flops else one.plus(layer, -1)).plus(layer, count)
+    return total
+
+
+def _per_layer(config: PreTrainedConfig) -> dict[str, list]:
+    """The fields of a config that have a value for each layer."""
+    return {name: x for name, x in vars(config).items() if isinstance(x, list) and len(x) == config.num_hidden_layers}
+
+
+def _kind(value: Any) -> Any:
+    return len(value) if isinstance(value, list) else value  # of full heads, only their number matters
+
+
+def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:
+    """A config with some of the layers."""
+    lists = {name: [values[i] for i in layers] for name, values in _per_layer(config).items()}
+    config = copy.deepcopy(config)
+    config.num_hidden_layers, config.dtype = len(layers), torch.float32
+    for name, values in lists.items():
+        setattr(config, name, values)
+    return config
+
+
+def _of_model(config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False) -> Work:
+    """A model without its head."""
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config)
+        return _traced(model, lambda ids: model.model(ids, use_cache=False), shape, half, again)
+
+
+def _of_transfer(
+    student: PreTrainedConfig, teacher: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False
+) -> Work:
+    """The mixers of a student, and its teacher without its head, whose forward pass counts as a third of one here."""
+    with FakeTensorMode():
+        models = [AutoModelForCausalLM.from_config(config) for config in (student, teacher)]
+        transfer = AttentionTransfer(*models)
+        errors = lambda ids: [F.mse_loss(output, target) for _, output, target in transfer.outputs(ids)]  # noqa: E731
+        both = _traced(transfer, errors, shape, half, again)
+        alone = _traced(models[1], lambda ids: models[1].model(ids, use_cache=False), shape, half, False)
+    return Work(both.saved, both.flops - alone.flops * 2 / 3)
+
+
+def _traced(model: nn.Module, run: Callable[[Tensor], Any], shape: tuple[int, int], half: bool, again: bool) -> Work:
+    """The work of one forward pass of a model for tokens of this shape."""
+    weights = {x.untyped_storage()._cdata for x in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def save(x: Tensor) -> Tensor:
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    model.train()
+    if again:
+        model.activation_checkpointing_enable()  # type: ignore[operator]
+    ids, fused = torch.zeros(shape, dtype=torch.long), {FUSED: _attention_flops}
+    rounded = torch.autocast("cpu", torch.bfloat16, enabled=half)
+    with rounded, saved_tensors_hooks(save, lambda x: x), FlopCounterMode(display=False, custom_mapping=fused) as count:
+        run(ids)
+    size = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
+    return Work(size, count.get_total_flops())
+
+
+def _attention_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(query, key, value)

@@ -1,0 +1,89 @@
+"""What a plan costs: as many bytes and operations as running it takes."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memory.conversion import Recipe, Schedule, resolve
+from hf_memory.conversion.costs import DEVICES, costs
+from hf_memory.conversion.students import build
+from teachers import make_teacher, text
+
+LENGTH, ROWS = 32, 2
+SCHEDULE = Schedule(steps=3, learning_rate=1e-3, batch_size=ROWS, length=LENGTH)
+NONE = SCHEDULE._replace(steps=0)
+
+
+def plan_of(teacher, **recipe):
+    """A plan of distillation alone, unless another stage is given."""
+    return resolve(Recipe(**{"transfer": NONE, "distillation": SCHEDULE, **recipe}), teacher.config, text())
+
+
+def saved_bytes(model):
+    """Bytes that a forward pass of a model without its head saves for the backward pass, besides its weights."""
+    weights, saved = {x.untyped_storage().data_ptr() for x in model.parameters()}, {}
+
+    def save(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with saved_tensors_hooks(save, lambda x: x):
+        model.train().model(text(ROWS * LENGTH).view(ROWS, LENGTH), use_cache=False)
+    return sum(storage.nbytes() for place, storage in saved.items() if place not in weights)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"to": "deltanet", "keep": "heads:1/4", "options": {"sliding_window": 8}},
+        {"to": "attention", "keep": "heads:1/4", "options": {"sliding_window": 8}},
+        {"to": "gated", "keep": "none", "options": {"gate": "mamba2", "memory_rope": False}},
+    ],
+    ids=lambda recipe: recipe["to"],
+)
+def test_activations_are_what_a_forward_pass_saves(recipe):
+    teacher = make_teacher()
+    plan = plan_of(teacher, **recipe)
+    (cost,) = costs(plan)
+    assert cost.parts["activations"] == saved_bytes(build(plan.student, teacher, seed=0))
+
+
+def test_weights_cost_two_operations_forward_and_four_backward():
+    teacher = make_teacher()
+    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))
+    matrices = sum(x.numel() for x in teacher.model.layers.parameters() if x.ndim == 2)
+    matrices += teacher.lm_head.weight.numel()
+    least = (2 + 6) * matrices * 3 * ROWS * LENGTH
+    assert least < cost.flops < 1.5 * least  # attention and the window are the rest
+    assert cost.tokens == 3 * ROWS * LENGTH
+    h100 = DEVICES["h100"]
+    assert cost.seconds(h100, processes=2) == pytest.approx(cost.flops / (2 * 0.35 * h100.flops))
+
+
+def test_what_changes_the_memory_of_a_stage():
+    teacher = make_teacher("llama-tied")
+    plan = plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8})
+    (whole,) = costs(plan)
+    (half,), (again,), (alone,) = (
+        costs(plan, {name: value})
+        for name, value in {"bf16": True, "activation_checkpointing": True, "gradient_accumulation_steps": 2}.items()
+    )
+    assert whole.parts["student"] == whole.parts["teacher"] == 4 * plan.student_parameters
+    assert whole.parts["optimizer"] == 2 * whole.parts["gradients"] == 8 * plan.student_parameters
+    assert half.parts["activations"] < whole.parts["activations"]
+    assert again.parts["activations"] < whole.parts["activations"]
+    assert again.flops > whole.flops
+    assert alone.parts["activations"] == pytest.approx(whole.parts["activations"] / 2, rel=0.1)
+    (shared,) = costs(plan, processes=2)
+    assert shared.parts["optimizer"] == whole.parts["optimizer"] / 2
+    assert shared.flops == pytest.approx(whole.flops)
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_the_teacher_is_held_if_it_runs(top_k):
+    plan = plan_of(make_teacher(), to="deltanet", top_k=top_k, transfer=SCHEDULE, fine_tuning=SCHEDULE)
+    transfer, distillation, fine_tuning = costs(plan)
+    teacher = 4 * plan.teacher_parameters
+    held = [cost.parts["teacher"] for cost in (transfer, distillation, fine_tuning)]
+    assert held == [teacher, 0 if top_k else teacher, 0]
+    assert torch.tensor([cost.peak for cost in (transfer, distillation, fine_tuning)]).min() > 0
