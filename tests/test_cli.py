@@ -131,13 +131,13 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     flags = {"to": "gated", "keep-attention": [1], "transfer": [SHORT], "cross-entropy": 0.5}
     flags["distillation"] = {"steps": 9, "batch_size": 2, "length": 32}
     options = {"gate": "scalar", "memory_rope": False}
-    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": str(text), "option": options, **flags}))
+    file.write_text(yaml.safe_dump({"teacher": str(teacher), "text": {str(text): 0.5}, "option": options, **flags}))
     code, _, err = run("convert", "--config", file, "--output", first, "--distillation", "steps=2", "--seed", 3)
     assert (code, err) == (0, "")
     config = AutoConfig.from_pretrained(first)
     assert (config.model_type, config.gate, config.memory_rope) == ("hf_memory_gated", "scalar", False)
     described = yaml.safe_load((first / "run.yaml").read_text())
-    assert described["teacher"] == str(teacher)
+    assert (described["teacher"], described["text"]) == (str(teacher), [f"{text}=0.5"])
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
     assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == ("1", 3, 0.5)
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
@@ -228,6 +228,10 @@ def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):
         ),
         (["convert", "TEACHER", "--text", "/no/such/file", "--output", "OUT"], "No such file or directory"),
         (["convert", "TEACHER", "--text", "TEACHER/config.json", "--output", "OUT"], "text must be a plain file"),
+        (
+            ["convert", "TEACHER", "--text", "TEXT", "--text", "b=0.3", "--output", "OUT"],
+            "all texts or none must have a",
+        ),
         (["demo", "--output", "TEACHER"], "output must be a new folder or the result of an earlier run"),
     ],
 )

@@ -27,6 +27,7 @@ from transformers import (
 from cases import random_tokens
 from comparing import assert_close, in_float64
 from hf_memory import conversion
+from hf_memory.cli.work import split
 from hf_memory.conversion import (
     Recipe,
     Run,
@@ -45,6 +46,7 @@ from hf_memory.conversion.students.starts import match_scale, start_near, start_
 from hf_memory.conversion.students.weights import rename, rename_back
 from hf_memory.decoding.parts import head
 from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measure
+from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
 from hf_memory.modeling import delta_net, gated_linear_attention
@@ -452,6 +454,27 @@ def test_text_windows_are_a_function_of_the_seed():
     assert windows[0][3]["input_ids"].diff().eq(1).all()
     with pytest.raises(ValueError, match="one window of 8 tokens, got 7"):
         conversion.TokenWindows(torch.arange(7), schedule)
+
+
+def test_windows_of_a_mixture_are_drawn_by_weight(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(["w5"] * 300))
+    (tmp_path / "b.txt").write_text(" ".join(["w6"] * 50))
+    files, schedule = [tmp_path / "a.txt", tmp_path / "b.txt"], SCHEDULE._replace(steps=500)
+    mixed = conversion.read_tokens(files, make_tokenizer(), weights=[1, 3])
+    assert [len(part) for part in mixed.parts] == [301, 51]
+    rows = torch.stack([row["input_ids"] for row in conversion.TokenWindows(mixed, schedule, 1)])
+    assert not ((rows == 5).any(1) & (rows == 6).any(1)).any()
+    assert (rows == 6).any(1).float().mean().item() == pytest.approx(0.75, abs=0.05)
+    train, held_out = split(conversion.read_tokens(files * 9, make_tokenizer(), weights=[1, 3] * 9))
+    assert train.mixture == ((271, 1), (46, 3)) * 9
+    assert held_out.mixture == ((30, 1), (5, 3)) * 9
+    limited = conversion.read_tokens(files, make_tokenizer(), weights=[1, 3], limit=40)
+    assert limited.mixture == ((10, 1), (30, 3))
+    assert tokens_fingerprint(limited) != tokens_fingerprint(conversion.Text(limited.tokens))
+    with pytest.raises(ValueError, match=r"weights must be above 0, one for each of 2 texts, got \[1, 0\]"):
+        conversion.read_tokens(files, make_tokenizer(), weights=[1, 0])
+    with pytest.raises(ValueError, match="one window of 60 tokens, got 51"):
+        conversion.TokenWindows(mixed, schedule._replace(length=60))
 
 
 def test_some_windows_end_in_what_they_began_with():

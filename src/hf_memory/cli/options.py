@@ -1,5 +1,6 @@
 """Flags that several commands have, and how their values are read."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from hf_memory.cli.run_file import RUN, read_flags
 from hf_memory.conversion import find_gguf
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
+NUMBER = re.compile(r"\d*\.?\d+")
 GENERATED = "teacher:500k[:prompts.txt] is text that the teacher writes"
 
 
@@ -31,7 +33,10 @@ Option = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", help="name=value, an option of the student's config; may be repeated."),
 ]
-Texts = Annotated[list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated. {GENERATED}.")]
+MIXED = "With weights, as a.txt=0.7 and b.jsonl=0.3, windows are drawn from each in proportion"
+Texts = Annotated[
+    list[str], typer.Option("--text", help=f"Training text: {SOURCES}; may be repeated. {MIXED}. {GENERATED}.")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
 MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
@@ -90,6 +95,19 @@ def _value(text: str) -> bool | int | float | str | list:
         except ValueError:
             continue
     return text
+
+
+def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
+    """Sources of text without the weights that they may have, and these weights."""
+    sources, weights = [], []
+    for text in texts:
+        source, _, weight = text.rpartition("=")
+        is_weighted = NUMBER.fullmatch(weight) and not Path(text).exists()
+        sources.append(source if is_weighted else text)
+        weights += [float(weight)] if is_weighted else []
+    if weights and len(weights) < len(texts):
+        raise ValueError(f"all texts or none must have a weight, as a.txt=0.7, got {', '.join(texts)}")
+    return sources, weights or None
 
 
 def found(model: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import TrainingFlags, found
+from hf_memory.cli.options import TrainingFlags, found, read_weights
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
@@ -99,7 +99,7 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
 
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
-    recipe, run, output = asked.recipe, asked.run, asked.output
+    recipe, run, output, (texts, weights) = asked.recipe, asked.run, asked.output, read_weights(asked.text)
     if recipe.teacher_bits and conversion.find_gguf(found(asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     if resumed := asked.flags.are_unfinished(output, recipe):
@@ -112,9 +112,10 @@ def _prepare(asked: Asked) -> Job:
     if asked.servable:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
-    sources = [_written(source, asked, tokenizer) for source in asked.text]
+    sources = [_written(source, asked, tokenizer) for source in texts]
     how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
-    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how, report=run.report))
+    how |= {"weights": weights, "report": run.report}
+    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how))
     if validates:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)
@@ -155,7 +156,7 @@ def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
     rows, file = list(made.measure()), conversion.find_gguf(asked.model)
     names = {
         "teacher": asked.model if file is None else file.name,
-        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in asked.text),
+        "text": ", ".join(Path(x).name if Path(x).exists() else x for x in read_weights(asked.text)[0]),
     }
     results = conversion.results_of(made.plan, made.losses, rows, **names, training=asked.run.training)
     if file:
@@ -170,11 +171,13 @@ def device() -> str:
 
 
 def split(tokens: Text) -> tuple[Text, Text]:
-    """The training text, and the held-out text: the last tenth, or less if that is enough."""
+    """The training text, and the held-out text: the last tenth of each part, or less if that is enough."""
     if len(tokens) < MINIMUM:
         raise ValueError(f"text must have at least {MINIMUM} tokens, of which a tenth is held out, got {len(tokens)}")
-    held_out = min(len(tokens) // 10, MAXIMUM)
-    return tokens[:-held_out], tokens[-held_out:]
+    parts = [(x, len(x) - max(1, min(len(x) // 10, MAXIMUM // len(tokens.parts)))) for x in tokens.parts]
+    sides = [x[:end] for x, end in parts], [x[end:] for x, end in parts]
+    train, held_out = (Text.mixed(texts, tokens.weights) if tokens.mixture else texts[0] for texts in sides)
+    return train, held_out
 
 
 def print_results(results: conversion.Results) -> None:

@@ -18,15 +18,25 @@ class TokenWindows(Dataset):
     """
 
     def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
-        check_length(tokens, schedule.length)
         self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
-        places, count = self.text.places(schedule.lengths[0]), schedule.steps * schedule.batch_size
-        number = len(tokens) - schedule.length + 1
-        if places is not None:
-            places = places[places < number]
-            number = len(places)
-        drawn = torch.randint(number, (count,), generator=torch.Generator().manual_seed(seed))
-        self.starts = drawn if places is None else places[drawn]
+        parts, generator = self.text.parts, torch.Generator().manual_seed(seed)
+        self.starts = torch.zeros(schedule.steps * schedule.batch_size, dtype=torch.long)
+        weights = torch.tensor(self.text.weights, dtype=torch.float64)
+        sources = weights.multinomial(len(self.starts), True, generator=generator) if len(parts) > 1 else self.starts
+        offset = 0
+        for i, part in enumerate(parts):
+            check_length(part, schedule.length)
+            mine = sources == i
+            self.starts[mine] = offset + self._places(part, int(mine.sum()), generator)
+            offset += len(part)
+
+    def _places(self, text: Text, count: int, generator: torch.Generator) -> Tensor:
+        """[count], where windows of one text begin."""
+        places, number = text.places(self.schedule.lengths[0]), len(text) - self.schedule.length + 1
+        if places is None:
+            return torch.randint(number, (count,), generator=generator)
+        places = places[places < number]
+        return places[torch.randint(len(places), (count,), generator=generator)]
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""

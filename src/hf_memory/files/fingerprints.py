@@ -17,7 +17,8 @@ def tokens_fingerprint(tokens: Text | Tensor) -> str:
     """A fingerprint of a text."""
     text = Text.of(tokens)
     targets = b"" if text.targets is None else text.targets.cpu().numpy().tobytes()
-    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes() + targets).hexdigest()
+    mixture = repr(text.mixture).encode() if text.mixture else b""
+    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes() + targets + mixture).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,9 +1,9 @@
 """Text as tokens, and windows of it that begin as a tokenizer begins a text."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import torch
@@ -26,16 +26,37 @@ class Text:
         tokens: [T], the tokens of the text.
         start: [P], what the tokenizer writes before a text, such as a beginning-of-text token; often nothing.
         targets: [T] of bool, the tokens that a model is to predict; default: all.
+        mixture: number of tokens, and weight, of each of the texts of which this is a mixture. A part of it has none.
     """
 
     tokens: Tensor
     start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     targets: Tensor | None = None
+    mixture: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, tokens: "Text | Tensor") -> "Text":
         """The text itself, or that of tokens [T] before which nothing is written."""
         return tokens if isinstance(tokens, Text) else cls(tokens)
+
+    @classmethod
+    def mixed(cls, texts: "Sequence[Text]", weights: Sequence[float]) -> "Text":
+        """A mixture of texts of one tokenizer: training windows are drawn from each in proportion to its weight."""
+        targets = [torch.ones(len(x), dtype=torch.bool) if x.targets is None else x.targets for x in texts]
+        chosen = None if all(x.targets is None for x in texts) else torch.cat(targets)
+        tokens, mixture = torch.cat([x.tokens for x in texts]), zip(map(len, texts), weights, strict=True)
+        return cls(tokens, texts[0].start, chosen, tuple(mixture))
+
+    @property
+    def parts(self) -> "list[Text]":
+        """The texts of a mixture, or this text alone."""
+        ends = list(accumulate((size for size, _ in self.mixture), initial=0))
+        return [self[start:end] for start, end in pairwise(ends)] or [self]
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the parts."""
+        return [weight for _, weight in self.mixture] or [1.0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,6 +112,7 @@ def read_tokens(
     sources: Iterable[Path | str],
     tokenizer,
     *,
+    weights: Sequence[float] | None = None,
     limit: int | None = None,
     assistant_only: bool = False,
     report: Callable[[Progress], None] = silent,
@@ -102,15 +124,23 @@ def read_tokens(
             with a field `messages`, which goes through the chat template; a folder of such files; or a folder or a name
             on the Hub that `datasets` can load, as `name` or `name:config`, whose split `train` is streamed.
         tokenizer: the teacher's tokenizer.
-        limit: largest number of tokens to read; default: all.
+        weights: of each source in a mixture; default: texts follow each other, and their lengths are their weights.
+        limit: largest number of tokens to read, of sources with weights in proportion to these; default: all.
         assistant_only: whether only the assistant's turns are targets in conversations. All of a text is.
         report: is called with the progress.
 
     Raises:
-        ValueError: if a source is not text, or all sources are empty.
+        ValueError: if a source is not text, all sources are empty, or a weight is not above 0.
         OSError: if a source cannot be read.
     """
     sources, tokens, targets, count, start = list(sources), [], [], 0, start_of(tokenizer)
+    if weights is not None:
+        if len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights must be above 0, one for each of {len(sources)} texts, got {list(weights)}")
+        limits = [None if limit is None else math.ceil(limit * weight / sum(weights)) for weight in weights]
+        how: dict = {"assistant_only": assistant_only, "report": report}
+        texts = [read_tokens([source], tokenizer, limit=part, **how) for source, part in zip(sources, limits)]
+        return Text.mixed(texts, weights)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in chain.from_iterable([documents(source) for source in sources]):  # fails first if one is missing
         if count >= (limit or math.inf):
