@@ -35,6 +35,7 @@ from decode import by_context  # noqa: E402
 from hf_memory.cli.run_file import read_schedule  # noqa: E402
 from hf_memory.conversion import (  # noqa: E402
     SERVABLE,
+    OnPolicy,
     Recipe,
     Run,
     convert,
@@ -135,6 +136,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/11 of heads, window 192, 18 steps of 2,048 tokens": quicker,
         "1/11 of heads, window 192, 2,048 tokens": best,
         SINKS: sinks,
+        f"{SINKS}, a third of the steps on its own text": replace(sinks, on_policy=OnPolicy(share=0.34, tokens=128)),
         f"{SINKS}, new parts alone": replace(sinks, train="new"),
         f"{SINKS}, LoRA of rank 16": replace(sinks, train="lora:16", distillation=quick_updates),
         "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
@@ -357,7 +359,7 @@ def main() -> None:
         student, seconds = make(name, rows[name], teacher, tokenizer, tokens)
         row = {
             "command": f'python benchmarks/smollm2.py "{name}"',
-            "recipe": {x: str(y) if x in rows[name].schedules else y for x, y in vars(rows[name]).items()},
+            "recipe": {x: str(y) if isinstance(y, tuple) else y for x, y in vars(rows[name]).items()},
             "tokens": read(rows[name]),
             "CPU seconds": seconds,
             **measured(AutoModelForCausalLM.from_pretrained(student), teacher, held_out, gains),

@@ -14,7 +14,7 @@ from hf_memory.cli import options
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
-from hf_memory.conversion import Conversion, Recipe, Run, Schedule
+from hf_memory.conversion import Conversion, OnPolicy, Recipe, Run, Schedule
 from hf_memory.evaluation import ModelResult
 from hf_memory.evaluation.model_result import OF_CARD
 
@@ -23,9 +23,9 @@ DEFAULT = Recipe()
 RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
 
-def schedule(stage: str):
+def schedule(stage: str, kind: type[Schedule | OnPolicy] = Schedule):
     """The flag for the schedule of a stage."""
-    fields = ", ".join(Schedule._fields)
+    fields = ", ".join(kind._fields)
     words = f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
     return typer.Option(callback=options.after_file, help=words)
 
@@ -70,6 +70,7 @@ class StudentFlags:
         float | None,
         typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
     ] = None
+    on_policy: Annotated[list[str] | None, schedule("learning from the student's own continuations", OnPolicy)] = None
     teacher_bits: Annotated[
         int | None,
         typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."),
@@ -88,7 +89,8 @@ class StudentFlags:
         if self.servable and self.to not in conversion.SERVABLE:
             raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
         given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
-        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.schedules.items()}
+        tuples = {**DEFAULT.schedules, "on_policy": DEFAULT.on_policy}
+        given |= {name: read_schedule(name, usual, given[name]) for name, usual in tuples.items()}
         given["keep"] = self.keep or ("auto" if self.servable and self.to == DEFAULT.to else "none")
         given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
         given["top_k"] = conversion.TOP_K if self.teacher_logits and self.top_k is None else self.top_k

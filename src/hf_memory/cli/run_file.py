@@ -4,15 +4,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import typer
 import yaml
 
-from hf_memory.conversion.recipe import Recipe, Schedule
+from hf_memory.conversion.recipe import OnPolicy, Recipe, Schedule
 from hf_memory.files.folders import RESULTS
 
 RUN = "run.yaml"
+Fields = TypeVar("Fields", Schedule, OnPolicy)
 OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # flags that do not change the result, so are not saved
 
 
@@ -76,14 +77,14 @@ class Flags(NamedTuple):
 
 def _of_recipe(recipe: Recipe) -> dict[str, Any]:
     """The values of the flags that make a recipe, by name."""
-    flags = {name: schedule._asdict() for name, schedule in recipe.schedules.items()}
+    flags = {name: x._asdict() for name, x in {**recipe.schedules, "on_policy": recipe.on_policy}.items()}
     option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
     keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep)) or "none"
     return {**vars(recipe), **flags, "keep": keep, "option": option or None}
 
 
-def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) -> Schedule:
-    """A schedule with some of its fields given as name=value.
+def read_schedule(stage: str, default: Fields, pairs: Sequence[str] | None) -> Fields:
+    """A schedule with some of its fields given as name=value, or another tuple of numbers.
 
     Args:
         stage: the name of the stage in error messages.
@@ -96,10 +97,10 @@ def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) ->
     given = {}
     for pair in ",".join(pairs).split(",") if pairs else ():
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or name not in Schedule._fields:
-            fields = ", ".join(Schedule._fields)
+        if not equals or name not in default._fields:
+            fields = ", ".join(default._fields)
             raise ValueError(f"{stage} must have name=value with names from {fields}, got {pair!r}")
-        kind = Schedule.__annotations__[name]
+        kind = type(default).__annotations__[name]
         try:
             number = float(value)
             given[name] = kind(number)

@@ -14,7 +14,7 @@ from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
-from hf_memory.conversion.recipe import TOP_K, Recipe, Schedule
+from hf_memory.conversion.recipe import TOP_K, OnPolicy, Recipe, Schedule
 from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
@@ -51,6 +51,7 @@ __all__ = [
     "CarriedWeights",
     "Conversion",
     "LayerScore",
+    "OnPolicy",
     "Plan",
     "Recipe",
     "Results",

@@ -137,7 +137,8 @@ def _learn(
         return fine_tune(student, tokens, schedule, lora_rank=stage.lora_rank, seed=seed, run=run)
     loss: dict = {"temperature": temperature, "cross_entropy": stage.cross_entropy, "train": plan.recipe.train}
     if plan.top_k is None or run.teacher_logits is None:
-        return distill(student, teacher, tokens, schedule, **loss, seed=seed, run=run)
+        own = plan.recipe.on_policy
+        return distill(student, teacher, tokens, schedule, **loss, on_policy=own, seed=seed, run=run)
     folder, k = run.teacher_logits, plan.top_k
     with processes().main_process_first():
         save_logits(folder, teacher, tokens, schedule, k=k, temperature=temperature, seed=seed, report=run.report)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_memory.conversion.recipe import Schedule
+from hf_memory.conversion.recipe import OFF_POLICY, OnPolicy, Schedule
 from hf_memory.files.text import Text, check_length
 
 EVALUATED = 32  # windows in an evaluation
@@ -15,10 +15,13 @@ class TokenWindows(Dataset):
 
     A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
     text rarely needs what has left a window of attention. Labels are -100 where a token is no target of the text.
+
+    In on-policy steps, the targets of a window are its last tokens, which the student replaces by its own, and the
+    window has its number as `index`.
     """
 
-    def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
-        self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
+    def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0, on_policy: OnPolicy = OFF_POLICY):
+        self.text, self.schedule, self.seed, self.on_policy = Text.of(tokens), schedule, seed, on_policy
         parts, generator = self.text.parts, torch.Generator().manual_seed(seed)
         self.starts = torch.zeros(schedule.steps * schedule.batch_size, dtype=torch.long)
         weights = torch.tensor(self.text.weights, dtype=torch.float64)
@@ -48,10 +51,23 @@ class TokenWindows(Dataset):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        schedule, start = self.schedule, self.starts[index].view(1)
-        length, repeats = schedule.length_in(index // schedule.batch_size), schedule.repeats
+        schedule, start, step = self.schedule, self.starts[index].view(1), index // self.schedule.batch_size
+        length, repeats = schedule.length_in(step), schedule.repeats
+        if self.on_policy.is_at(step, schedule.steps):
+            return self._prompt(start, length) | {"index": torch.tensor(index)}
         (window,), (labels,) = self.text.windows(start, length), self.text.labels(start, length)
         if int((index + 1) * repeats) > int(index * repeats):
             size, first = length // 4, len(self.text.start)
             window[length - size :] = labels[length - size :] = window[first : first + size].clone()
+        return {"input_ids": window, "labels": labels}
+
+    def _prompt(self, start: Tensor, length: int) -> dict[str, Tensor]:
+        """A window whose last tokens the student writes, from the place of the first target of the drawn one on."""
+        own = self.on_policy.tokens
+        if self.text.targets is not None:
+            first = (self.text.labels(start, length)[0, 1:] != -100).int().argmax() + 1
+            start = (start + first - (length - own)).clamp(0, len(self.text) - length + len(self.text.start))
+        (window,) = self.text.windows(start, length)
+        labels = window.clone()
+        labels[:-own] = -100
         return {"input_ids": window, "labels": labels}

@@ -46,6 +46,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named: dict[str, Any] = {"student": recipe.to}
     named |= {stage.name: str(stage.schedule) for stage in plan.stages}
     named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
+    named |= {"on_policy": str(recipe.on_policy) if parts and recipe.on_policy.share else None}
     named |= {"train": recipe.train if parts and recipe.train != "all" else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits, "top_k": plan.top_k}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
@@ -90,10 +91,12 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
     source = f" for its {plan.top_k} most likely tokens at each position" if plan.top_k else ""
+    own = plan.recipe.on_policy
+    when = f", in {own.share:.0%} of the steps on continuations that the student wrote itself" if own.share else ""
     mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
     return (
         f"Then {learner} trained to predict what the teacher predicts "
-        f"(distillation: KL divergence of the logits{source}{mix})."
+        f"(distillation: KL divergence of the logits{source}{mix}{when})."
     )
 
 

@@ -252,6 +252,8 @@ def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreT
         if recipe.distillation.chunk_length:
             check_divisible(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
+        if recipe.on_policy.share and part == 1:
+            raise ValueError("cross_entropy must be below 1 with on_policy, where a teacher scores, got 1")
         rank, new = lora_rank_of(recipe.train), new_parameters(student)
         if rank == 0 and not new:
             raise ValueError("train must be all or lora:RANK for a student without parts that are new, got new")

@@ -80,6 +80,48 @@ class Schedule(NamedTuple):
             raise ValueError(f"repeats of {stage} must be from 0 to 1, got {self.repeats}")
 
 
+class OnPolicy(NamedTuple):
+    """How distillation learns from what the student writes: https://arxiv.org/abs/2306.13649.
+
+    In these steps the student continues the beginnings of windows, and the loss is the divergence of its predictions
+    of these continuations from its teacher's. In all other steps it is KL(teacher || student) on the text.
+
+    Attributes:
+        share: share of the steps.
+        warmup: fraction of all steps in which this share rises from 0.
+        tokens: tokens of a continuation; the first takes the place of a target.
+        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), and between these the generalised
+            Jensen-Shannon divergence beta KL(teacher || m) + (1 - beta) KL(student || m), where
+            m = beta teacher + (1 - beta) student.
+    """
+
+    share: float = 0.0
+    warmup: float = 0.0
+    tokens: int = 128
+    beta: float = 1.0
+
+    def is_at(self, step: int, steps: int) -> bool:
+        """Whether a step, counted from 0, is one of them; they are as evenly spread as the share is."""
+        rise = self.warmup * steps
+        before, after = (
+            self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in (float(step), step + 1.0)
+        )
+        return int(after) > int(before)
+
+    def __str__(self) -> str:
+        rise = f", after a rise in {self.warmup:.0%} of all" if self.warmup else ""
+        return f"{self.share:.0%} of the steps{rise}, {self.tokens} tokens, beta {self.beta:g}"
+
+    def check(self) -> None:
+        """Raise ValueError if a field is out of its range."""
+        for name in ("share", "warmup", "beta"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} of on_policy must be from 0 to 1, got {getattr(self, name)}")
+        if self.tokens < 1:
+            raise ValueError(f"tokens of on_policy must be at least 1, got {self.tokens}")
+
+
+OFF_POLICY = OnPolicy()
 TRANSFER_SCHEDULE = Schedule(steps=100, learning_rate=3e-3)
 DISTILLATION_SCHEDULE = Schedule(steps=250, learning_rate=1e-3)
 NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
@@ -110,6 +152,7 @@ class Recipe:
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
             1 for a student that equals its teacher before any training.
+        on_policy: the steps of distillation in which the student learns from its own continuations; default: none.
         top_k: number of most likely tokens of the teacher that are saved for each position, to distil from; default:
             nothing is saved, and the teacher runs during distillation.
         teacher_bits: 8 or 4: quantise the teacher to learn from; default: no quantisation.
@@ -126,6 +169,7 @@ class Recipe:
     lora_rank: int | None = None
     temperature: float = 1.0
     cross_entropy: float | None = None
+    on_policy: OnPolicy = OFF_POLICY
     top_k: int | None = None
     teacher_bits: int | None = None
     seed: int = 0
@@ -153,6 +197,14 @@ class Recipe:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         lora_rank_of(self.train)
+        self.on_policy.check()
+        shortest = min(self.distillation.lengths)
+        if self.on_policy.share and self.on_policy.tokens >= shortest:
+            raise ValueError(
+                f"tokens of on_policy must be fewer than the {shortest} of a window, got {self.on_policy.tokens}"
+            )
+        if self.on_policy.share and self.top_k is not None:
+            raise ValueError("share of on_policy must be 0 with saved logits, which are of the text")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
         if self.lora_rank is not None and self.lora_rank < 1:
