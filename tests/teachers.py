@@ -91,11 +91,12 @@ def text(length=200):
     return random_tokens(length, seed=1)
 
 
-def convert(teacher, tokens, *, run=Run(), quantized=None, **recipe):
+def convert(teacher, tokens, *, run=Run(), quantized=None, scorer=None, **recipe):
     """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
     options = {name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__}
-    plan = resolve(Recipe(**{"to": "linear", **recipe}, options=options), teacher.config, tokens)
-    return conversion.convert(teacher, tokens, plan, run, quantized=quantized)
+    recipe, scores = Recipe(**{"to": "linear", **recipe}, options=options), scorer and scorer.config
+    plan = resolve(recipe, teacher.config, tokens, scores)
+    return conversion.convert(teacher, tokens, plan, run, quantized=quantized, scorer=scorer)
 
 
 def same(a, b):

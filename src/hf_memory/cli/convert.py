@@ -75,6 +75,12 @@ class StudentFlags:
         int | None,
         typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."),
     ] = None
+    scored_by: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to distil from, with the teacher's vocabulary and usually larger; default: the teacher."
+        ),
+    ] = None
     teacher_logits: Annotated[
         Path | None,
         typer.Option(help="Save the teacher's most likely tokens to this folder first, then distil from them."),
@@ -108,6 +114,7 @@ def convert(
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     run = Run(training.checkpoints, student.teacher_logits, training=options.read_pairs(training.training))
     asked = Asked(teacher, student.recipe(), run, text, output, Flags.of(context), training, student.servable)
+    asked = asked._replace(scored_by=student.scored_by)
     carry_out(asked, _convert)
 
 
@@ -116,9 +123,14 @@ def _convert(job: Job) -> Made | None:
     model = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()  # from here on, each process has its own device
     place, bits = device(), job.plan.bits
-    quantized = None if bits is None else conversion.load_quantized(job.asked.model, bits, place)
+    name = job.asked.scored_by or job.asked.model  # of the model that the student is distilled from
+    learnt = None if bits is None else conversion.load_quantized(name, bits, place)
+    quantized, scorer = (learnt, None) if job.plan.scorer is None else (None, learnt or conversion.load_teacher(name))
     model.to(place if quantized is None else "cpu")  # type: ignore[arg-type]
-    made = conversion.convert(model, job.tokens, job.plan, job.asked.run, quantized=quantized)
+    if scorer is not None:
+        scorer.resize_token_embeddings(model.config.vocab_size)  # without what pads its vocabulary
+        scorer.to(place)  # type: ignore[arg-type]
+    made = conversion.convert(model, job.tokens, job.plan, job.asked.run, quantized=quantized, scorer=scorer)
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory import conversion
 from hf_memory.cli.options import TrainingFlags, found, read_weights
@@ -40,6 +40,7 @@ class Asked(NamedTuple):
     flags: Flags  # of the command, for the run file
     training: TrainingFlags
     servable: bool = False  # by inference engines
+    scored_by: str | None = None  # the model that scores in distillation, if it is not the first
 
 
 class Job(NamedTuple):
@@ -100,13 +101,14 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
     recipe, run, output, (texts, weights) = asked.recipe, asked.run, asked.output, read_weights(asked.text)
-    if recipe.teacher_bits and conversion.find_gguf(found(asked.model)):
+    if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     if resumed := asked.flags.are_unfinished(output, recipe):
         asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
-    validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty)
+    scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
+    validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty, scorer)
     checked = replace(run, validation=empty if validates else None)
     conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:
@@ -120,11 +122,21 @@ def _prepare(asked: Asked) -> Job:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)
         asked = asked._replace(run=run)
-    plan = conversion.resolve(recipe, config, tokens)
+    plan = conversion.resolve(recipe, config, tokens, scorer)
     if not asked.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)
     known = record.open_record(output, {}) if resumed else {"settings": {}, "models": {}}
     return Job(asked, plan, tokenizer, tokens, held_out, known)
+
+
+def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model that scores, without what pads its vocabulary."""
+    scorer = conversion.load_config(found(name))
+    ours, theirs = (conversion.load_tokenizer(x).get_vocab() for x in (teacher_name, name))
+    if ours != theirs or scorer.vocab_size < teacher.vocab_size:
+        raise ValueError(f"scored_by must be a model with the teacher's vocabulary, got {name} with another")
+    scorer.vocab_size = teacher.vocab_size
+    return scorer
 
 
 def _written(source: str, asked: Asked, tokenizer) -> str:

@@ -50,6 +50,7 @@ def convert(
     run: Run = Run(),
     *,
     quantized: PreTrainedModel | None = None,
+    scorer: PreTrainedModel | None = None,
 ) -> Conversion:
     """Convert a Transformer into a memory model, according to a plan of `resolve`.
 
@@ -63,6 +64,7 @@ def convert(
         run: checkpoints, progress reports and options of the Trainer.
         quantized: the teacher with quantised weights (see `load_quantized`). The student then learns from it, on its
             device, and still gets its weights from `teacher`.
+        scorer: the model of the plan's `scorer`, which scores in distillation.
 
     Raises:
         ValueError: if the plan is of another teacher or text, the checkpoints are of another plan, or a loss is not
@@ -70,10 +72,13 @@ def convert(
         OSError: if a file cannot be written.
     """
     _check_same(plan, teacher, tokens)
+    if (scorer and scorer.config.vocab_size) != (plan.scorer and plan.scorer.vocab_size):
+        raise ValueError(f"scorer must be the one of the plan, got {type(scorer).__name__}")
     check_run(plan, run)
     check_space(plan, run)
     if run.checkpoints and processes().is_main_process:
-        models = {"teacher": teacher, "quantized": quantized, "tokens": tokens, "validation": run.validation}
+        models = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
+        models |= {"tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
     observed, ranking = teacher.eval() if quantized is None else quantized, ()
     if plan.ranks_heads:
@@ -83,7 +88,10 @@ def convert(
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
         plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
-    losses = {stage.name: _learn(stage, student, observed, tokens, plan, run.of(stage.slot)) for stage in plan.stages}
+    losses = {}
+    for stage in plan.stages:
+        scores = scorer if scorer and stage.slot == "distillation" else observed
+        losses[stage.name] = _learn(stage, student, scores, tokens, plan, run.of(stage.slot))
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, plan, weights, losses, ranking)
 

@@ -23,8 +23,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [("text", f"{plan.num_tokens:,} tokens to learn on{chosen}")]
     if plan.recipe.to is not None:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
+    if plan.scorer is not None:
+        rows += [("scored by", f"{plan.scorer.model_type}, {plan.scorer_parameters:,} parameters")]
     if plan.bits is not None:
-        whole = _megabytes(BYTES * plan.teacher_parameters)
+        whole = _megabytes(BYTES * (plan.teacher_parameters + plan.scorer_parameters))
         size = f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
         rows += [(f"teacher in {plan.bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
@@ -91,11 +93,13 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
     source = f" for its {plan.top_k} most likely tokens at each position" if plan.top_k else ""
-    own = plan.recipe.on_policy
+    own, scorer = plan.recipe.on_policy, "the teacher"
+    if plan.scorer is not None:
+        scorer = f"another model of {plan.scorer_parameters:,} parameters"
     when = f", in {own.share:.0%} of the steps on continuations that the student wrote itself" if own.share else ""
     mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
     return (
-        f"Then {learner} trained to predict what the teacher predicts "
+        f"Then {learner} trained to predict what {scorer} predicts "
         f"(distillation: KL divergence of the logits{source}{mix}{when})."
     )
 

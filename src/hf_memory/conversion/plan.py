@@ -57,6 +57,8 @@ class Plan:
         stages: the stages, in order.
         num_tokens: tokens of the text.
         targets: share of the tokens that are targets of a loss.
+        scorer: config of the model that scores in distillation, if it is not the teacher.
+        scorer_parameters: number of its parameters.
         student_parameters: number of the student's parameters.
         kept: layers that keep the teacher's attention, without those that a ranking will choose.
         ranked: number of layers that a ranking will choose.
@@ -81,6 +83,8 @@ class Plan:
     teacher_parameters: int = 0
     quantized_parameters: int = 0
     targets: float = 1.0
+    scorer: PreTrainedConfig | None = None
+    scorer_parameters: int = 0
 
     @property
     def top_k(self) -> int | None:
@@ -90,8 +94,9 @@ class Plan:
 
     @property
     def teacher_bytes(self) -> int:
-        """Bytes of the teacher that the student learns from."""
-        return BYTES * self.teacher_parameters - self.quantized_parameters * (8 * BYTES - (self.bits or 0)) // 8
+        """Bytes of the models that the student learns from."""
+        whole = BYTES * (self.teacher_parameters + self.scorer_parameters)
+        return whole - self.quantized_parameters * (8 * BYTES - (self.bits or 0)) // 8
 
     @property
     def bits(self) -> int | None:
@@ -122,13 +127,17 @@ class Plan:
         return recipe | {"keep": kept, **self.recipe.options, **run.training}
 
 
-def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) -> Plan:
+def resolve(
+    recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor, scorer: PreTrainedConfig | None = None
+) -> Plan:
     """Make the plan of a recipe for a teacher and a text. No weights are loaded or created.
 
     Args:
         recipe: the recipe.
         teacher: config of the teacher, or of the model to fine-tune if `recipe.to` is None.
         tokens: [T], the training text, tokenised by the teacher's tokenizer.
+        scorer: config of a model of the same vocabulary, usually a larger one, that scores in distillation in place of
+            the teacher, which gives the weights.
 
     Raises:
         ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
@@ -137,6 +146,8 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_teacher(recipe, teacher)
+    if scorer is not None:
+        _check_scorer(recipe, teacher, tokens, scorer)
     ranked = share_count("auto", recipe.keep, teacher.num_hidden_layers)
     heads = share_count("heads", recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
     kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
@@ -145,7 +156,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
     if heads:
         places = range(teacher.num_hidden_layers * teacher.num_key_value_heads)[:heads]
         config = _with_heads(recipe, teacher, [divmod(place, teacher.num_key_value_heads) for place in places])
-    whole, student = _on_meta(teacher), _on_meta(config)
+    whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
@@ -157,7 +168,7 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
         recipe,
         teacher,
         config,
-        tuple(_stages(recipe, exact, student, whole)),
+        tuple(_stages(recipe, exact, student, whole, scored=scorer is not None)),
         len(tokens),
         _count(student),
         kept=kept,
@@ -166,7 +177,9 @@ def resolve(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor) ->
         is_exact=exact,
         window=window,
         teacher_parameters=_count(whole),
-        quantized_parameters=num_quantized(whole) if recipe.teacher_bits else 0,
+        quantized_parameters=num_quantized(scores or whole) if recipe.teacher_bits else 0,
+        scorer=scorer,
+        scorer_parameters=_count(scores) if scores else 0,
         targets=Text.of(tokens).share,
     )
 
@@ -236,6 +249,14 @@ def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:
         raise ValueError(f"top_k must be from 1 to the teacher's {teacher.vocab_size} tokens, got {recipe.top_k}")
 
 
+def _check_scorer(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor, scorer: PreTrainedConfig) -> None:
+    if scorer.vocab_size != teacher.vocab_size:
+        raise ValueError(
+            f"scorer must have the teacher's vocabulary of {teacher.vocab_size} tokens, got {scorer.vocab_size}"
+        )
+    check_tokens(tokens, scorer, recipe.distillation.length)
+
+
 def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor) -> int:
     """Tokens of the longest window before fine-tuning, after a check that both models can read it."""
     lengths = [schedule.length for schedule in (recipe.transfer, recipe.distillation) if schedule.steps]
@@ -244,7 +265,9 @@ def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig
     return max(lengths, default=recipe.transfer.length)
 
 
-def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel) -> Iterator[Stage]:
+def _stages(
+    recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreTrainedModel, *, scored: bool
+) -> Iterator[Stage]:
     transfer = AttentionTransfer(student, teacher)  # type: ignore[arg-type]
     if recipe.transfer.steps and len(transfer.mixers) and not exact:
         yield Stage("transfer", TRANSFER, recipe.transfer, recipe.seed, _count(transfer))
@@ -252,8 +275,8 @@ def _stages(recipe: Recipe, exact: bool, student: PreTrainedModel, teacher: PreT
         if recipe.distillation.chunk_length:
             check_divisible(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
-        if recipe.on_policy.share and part == 1:
-            raise ValueError("cross_entropy must be below 1 with on_policy, where a teacher scores, got 1")
+        if part == 1 and (recipe.on_policy.share or scored):
+            raise ValueError("cross_entropy must be below 1 with on_policy or a scorer, got 1")
         rank, new = lora_rank_of(recipe.train), new_parameters(student)
         if rank == 0 and not new:
             raise ValueError("train must be all or lora:RANK for a student without parts that are new, got new")
