@@ -71,6 +71,8 @@ def run(monkeypatch, capsys, wide_console):
     """Types a command; returns its exit code, what it printed, and its errors."""
 
     def type_command(*arguments):
+        if arguments[0] in ("convert", "fine-tune") and "--items" not in arguments:
+            arguments += ("--items", 0)  # answers are scored where a test asks for it
         monkeypatch.setattr(sys, "argv", ["hf-memory", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             hf_memory_cli.app()

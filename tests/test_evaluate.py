@@ -25,7 +25,7 @@ from hf_memory.files.folders import claimed
 TEXT = ["the", "a", "number", "is", "for", "key", "magic", "pass", "One", "of", "quiet", "river", "golden", ".", ":"]
 WORDS = ["?", *"0123456789", *TEXT]
 KINDS = {"single": SINGLE, "multikey": MULTIKEY, "passkey": PASSKEY}
-SHORT = ["--lengths", 256, "--samples", 2, "--max-new-tokens", 3, "--measure-tokens", 2048]
+SHORT = ["--lengths", 256, "--samples", 2, "--items", 2, "--max-new-tokens", 3, "--measure-tokens", 2048]
 
 
 def make_tokenizer():
@@ -68,11 +68,14 @@ def evaluate(run, folder, tmp_path, monkeypatch):
 
 
 def test_a_student_beside_its_teacher_has_the_figures_of_its_card(evaluate, folder, tmp_path):
-    chosen = ["agreement", "perplexity", "recall", "passkey", "answers", "speed"]
+    chosen = ["instructions", "agreement", "perplexity", "recall", "passkey", "answers", "speed"]
     code, out, err, (theirs, ours) = evaluate("--tasks", ",".join(chosen))
     assert (code, err) == (0, "")
-    assert (list(ours), list(theirs)) == (chosen, chosen[1:])
-    assert all((tmp_path / "out" / f"{task}.png").read_text() == "['teacher', 'student']" for task in chosen[1:])
+    assert (list(ours), list(theirs)) == (chosen, [x for x in chosen if x != "agreement"])
+    assert all((tmp_path / "out" / f"{task}.png").read_text() == "['teacher', 'student']" for task in chosen[2:])
+    assert (tmp_path / "out" / "scores.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(ours["instructions"]["copying"]["score"]["samples"]) == 2
+    assert "the teacher cannot" in out
     assert len(ours["answers"]["3"]["texts"]["value"]) == 2
     assert "the magic number is" in out
 
@@ -117,7 +120,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--tasks", "perplexity,chess"], "tasks must be from agreement, perplexity,"),
+        (["--tasks", "perplexity,chess"], "tasks must be from instructions, retrieval,"),
         (["--lengths", "256,long"], "lengths must be numbers with commas between them, got '256,long'"),
         (["--lengths", "256,-5"], "lengths must be at least 2 tokens, got '256,-5'"),
         (["--prompts", "/dev/null"], "prompts must be a file with a prompt in each line, got /dev/null"),
@@ -130,6 +133,19 @@ def test_what_cannot_be_measured_is_refused(evaluate, monkeypatch, flags, senten
     code, _, err, _ = evaluate(*flags)
     assert code == 2
     assert sentence in err
+
+
+def test_scores_need_no_text(run, folder, tmp_path):
+    model, out = folder / "teacher", tmp_path / "out"
+    code, _, err = run("evaluate", model, "--tasks", "turns,recall", "--output", out)
+    assert code == 2
+    assert "text must be given, except for instructions, retrieval, " in err
+    code, shown, err = run(
+        "evaluate", model, "--tasks", "turns", "--items", 2, "--score-lengths", "200,9999", "--output", out
+    )
+    assert (code, err) == (0, "")
+    assert "first turn at 200" in " ".join(shown.split())
+    assert "9999" not in shown  # more than the model has positions
 
 
 @pytest.mark.parametrize("flags", [["--tasks", "agreement"], ["--tasks", "passkey", "--lengths", 8]])
@@ -211,8 +227,9 @@ def test_an_answer_is_greedy_whatever_the_model_would_do():
     expected = prompt
     for _ in range(5):
         expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
-    tokenizer = make_tokenizer()
-    assert greedy(model, tokenizer, prompt, 5) == tokenizer.decode(expected[0, 3:])
+    tokenizer, longer = make_tokenizer(), [7, 3, 8, 9, 3, 4, 5]
+    alone = greedy(model, tokenizer, [longer], 5)
+    assert greedy(model, tokenizer, [prompt[0].tolist(), longer], 5) == [tokenizer.decode(expected[0, 3:]), *alone]
 
 
 def test_tasks_of_lm_eval_stand_in_the_table(evaluate, monkeypatch):

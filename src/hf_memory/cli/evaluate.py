@@ -8,29 +8,37 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from hf_memory import conversion
-from hf_memory.cli.options import SOURCES, MaxTokens, MeasureTokens
+from hf_memory.cli.options import SOURCES, Items, MaxTokens, MeasureTokens
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
-from hf_memory.evaluation import LENGTHS, PROMPTS, TASKS, Subject, harness, record
+from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, harness, record
 from hf_memory.evaluation import evaluate as carry_out
+from hf_memory.evaluation.scores import KINDS
+from hf_memory.evaluation.tasks import SCORED_AT, TOLERANCE
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from hf_memory.files.folders import claimed
-from hf_memory.files.text import check_tokens
+from hf_memory.files.text import Text, check_tokens
 
 TITLE = "figures with their 95 % intervals"
-ALL, USUAL = ",".join(TASKS), ",".join(map(str, LENGTHS))
+ALL, USUAL = ",".join(x for x in TASKS if x != "reasoning"), ",".join(map(str, LENGTHS))
+SCORED, NEED_NO_TEXT = ",".join(map(str, SCORED_AT)), (*KINDS, "answers")
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
 Texts = Annotated[
-    list[str], typer.Option("--text", help=f"Text that the model was not trained on: {SOURCES}; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--text",
+        help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
+    ),
 ]
 Against = Annotated[
     str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
@@ -41,6 +49,12 @@ Lengths = Annotated[
 ]
 Samples = Annotated[
     int, typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2)
+]
+ScoreLengths = Annotated[
+    str, typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text.")
+]
+Tolerance = Annotated[
+    float, typer.Option(help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1)
 ]
 HeldOut = Annotated[
     bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
@@ -63,12 +77,15 @@ Output = Annotated[
 
 def evaluate(
     model: ModelName,
-    text: Texts,
+    text: Texts = None,
     against: Against = None,
     tasks: Tasks = ALL,
     lengths: Lengths = USUAL,
     samples: Samples = 10,
-    seed: Annotated[int, typer.Option(help="Random seed for the needles.")] = 0,
+    items: Items = ITEMS,
+    score_lengths: ScoreLengths = SCORED,
+    tolerance: Tolerance = TOLERANCE,
+    seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0,
     max_tokens: MaxTokens = None,
     held_out: HeldOut = False,
     measure_tokens: MeasureTokens = 2**16,
@@ -80,11 +97,13 @@ def evaluate(
     *,
     loading: LoadingFlags,
 ) -> None:
-    """Measure a model, and compare it with its teacher. Each figure has a 95 % interval (bootstrap).
+    """Measure a model, and compare it with its teacher. Each figure has a 95 % interval.
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
     chosen, sizes = _chosen(tasks), _numbers(lengths)
+    if text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
+        raise ValueError(f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}")
     asked = read_prompts(prompts) if prompts else list(PROMPTS)
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
@@ -92,16 +111,19 @@ def evaluate(
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: loading.load(source) for name, source in sources.items()}
         weights = _weights(models, store)
-        tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
-        tokens = split(tokens)[1] if held_out else tokens
-        for loaded, _ in models.values():
-            check_tokens(tokens, loaded.config, min(sizes))
-        how: dict = {"samples": samples, "seed": seed, "prompts": asked}
+        tokens = Text(torch.empty(0, dtype=torch.long))
+        if text:
+            tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
+            tokens = split(tokens)[1] if held_out else tokens
+            for loaded, _ in models.values():
+                check_tokens(tokens, loaded.config, min(sizes))
+        how: dict = {"samples": samples, "seed": seed, "prompts": asked, "items": items, "tolerance": tolerance}
         settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": max_new_tokens}
         settings |= {"dtype": loading.dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
         known = record.open_record(output, settings | {"against": weights[against] if against else None})
         keep = partial(record.keep, output, known)
         how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": max_new_tokens}
+        how |= {"score_lengths": _numbers(score_lengths, "score_lengths")}
         with NearestNeighbours(models[mine][0], store) if store else nullcontext():
             for name, (loaded, tokenizer) in models.items():
                 found = record.row_of(known, name, weights[name])
@@ -138,13 +160,13 @@ def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str
     return weights
 
 
-def _numbers(lengths: str) -> tuple[int, ...]:
+def _numbers(lengths: str, name: str = "lengths") -> tuple[int, ...]:
     try:
         sizes = sorted({int(length) for length in lengths.split(",")})
     except ValueError as error:
-        raise ValueError(f"lengths must be numbers with commas between them, got {lengths!r}") from error
+        raise ValueError(f"{name} must be numbers with commas between them, got {lengths!r}") from error
     if sizes[0] < 2:
-        raise ValueError(f"lengths must be at least 2 tokens, got {lengths!r}")
+        raise ValueError(f"{name} must be at least 2 tokens, got {lengths!r}")
     return tuple(sizes)
 
 

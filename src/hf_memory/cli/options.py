@@ -11,6 +11,7 @@ from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.cli.run_file import RUN, read_flags
 from hf_memory.conversion import find_gguf
+from hf_memory.evaluation import ITEMS
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
 NUMBER = re.compile(r"\d*\.?\d+")
@@ -39,6 +40,7 @@ Texts = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
 MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
+Items = Annotated[int, typer.Option(help="Questions of each kind on which answers are scored; 0: none.", min=0)]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
 LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
@@ -54,6 +56,7 @@ class TrainingFlags:
         bool,
         typer.Option("--assistant-only-loss", help="Of conversations, learn to predict the assistant's turns only."),
     ] = False
+    items: Items = ITEMS
     checkpoints: Checkpoints = None
     training: Annotated[
         list[str] | None,

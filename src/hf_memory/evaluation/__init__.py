@@ -21,10 +21,11 @@ from hf_memory.evaluation.language import (
 )
 from hf_memory.evaluation.model_result import ModelResult, lengths_beyond, longest_window, measure
 from hf_memory.evaluation.plots import plot_contexts, plot_conversion
-from hf_memory.evaluation.tasks import LENGTHS, TASKS, Subject, evaluate
+from hf_memory.evaluation.tasks import ITEMS, LENGTHS, TASKS, Subject, evaluate
 from hf_memory.evaluation.writing import PROMPTS
 
 __all__ = [
+    "ITEMS",
     "LENGTHS",
     "PROMPTS",
     "TASKS",

@@ -1,5 +1,6 @@
 """Figures with confidence intervals."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 RESAMPLES = 1000
 TAILS = (0.025, 0.975)  # quantiles of the 95 % interval
+WIDTH = 1.96  # half-width of a 95 % interval in standard errors
+TINY = 1e-12
 
 
 def mean(samples: Tensor, weights: Tensor) -> Tensor:
@@ -18,6 +21,11 @@ def mean(samples: Tensor, weights: Tensor) -> Tensor:
 def exp_of_mean(samples: Tensor, weights: Tensor) -> Tensor:
     """A perplexity from mean losses."""
     return mean(samples, weights).exp()
+
+
+def ratio_of_sums(samples: Tensor, weights: Tensor) -> Tensor:
+    """A ratio of two means, with the numbers above as samples and those below as weights."""
+    return samples.sum(-1) / weights.sum(-1).clamp_min(TINY)
 
 
 def best(samples: Tensor, weights: Tensor) -> Tensor:
@@ -57,6 +65,20 @@ class Estimate(float):
         figures = self.of(self.samples[drawn], self.weights[drawn])
         low, high = figures.quantile(figures.new_tensor(TAILS)).tolist()
         return low, high
+
+
+class Share(Estimate):
+    """The mean of numbers from 0 to 1, with Wilson's interval, which is not empty if all of them are the same.
+
+    It is that of zeros and ones, and wider than needed for numbers between them, which vary less.
+    """
+
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval."""
+        N, p = len(self.samples), float(self)
+        spread = WIDTH * math.sqrt(p * (1 - p) / N + WIDTH**2 / (4 * N**2))
+        middle, scale = p + WIDTH**2 / (2 * N), 1 + WIDTH**2 / N
+        return (middle - spread) / scale, (middle + spread) / scale
 
 
 def described(figure: Any) -> dict[str, Any]:

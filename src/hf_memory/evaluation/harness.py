@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_memory.evaluation.estimates import WIDTH
+
 YAML = ".yaml"
-WIDTH = 1.96  # half-width of a 95 % interval in standard errors
 
 
 def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8) -> dict[str, dict[str, Any]]:

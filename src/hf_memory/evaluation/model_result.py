@@ -1,16 +1,19 @@
 """The measurements of a model for a model card: some of the tasks, without intervals."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_memory.evaluation.efficiency import Cost
+from hf_memory.evaluation.scores import ALL, SUMMARY
 from hf_memory.evaluation.tasks import BYTES, LENGTHS, READ, WRITTEN, Found, Subject, evaluate
 from hf_memory.progress import Progress, silent
 
-OF_CARD = ("agreement", "perplexity", "recall", "speed")
+QUALITY = ("agreement", "perplexity", "recall")
+SCORED = ("instructions", "retrieval", "long_answers", "turns")
+OF_CARD = (*SCORED, *QUALITY, "speed")
 WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
 FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 
@@ -28,6 +31,8 @@ class ModelResult:
         costs: costs by length.
         windows: number of windows of text in which perplexity, KL and agreement were measured.
         passages: number of passages in the texts of each length that were read twice.
+        scores: {kind of question: figures with their intervals}; of a student, compared with its teacher.
+        summary: figures over all kinds of questions that the teacher can answer.
     """
 
     name: str
@@ -38,6 +43,8 @@ class ModelResult:
     costs: tuple[Cost, ...]
     windows: int
     passages: int
+    scores: dict[str, dict] = field(default_factory=dict)
+    summary: dict[str, dict] = field(default_factory=dict)
 
 
 def measure(
@@ -75,6 +82,8 @@ def measure(
         costs=tuple(Cost(context, *(column[context] for column in columns)) for context in columns[0]),
         windows=[len(x) for x in curve("perplexity", "perplexity", "samples").values()][-1],
         passages=[len(x) for x in curve("recall", "recall", "samples").values()][-1],
+        scores={at: figures for task in SCORED for at, figures in found.get(task, {}).items()},
+        summary=found.get(SUMMARY, {}).get(ALL, {}),
     )
 
 

@@ -133,7 +133,7 @@ def hunt(
         digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
         written = bool(right.all())  # then greedy decoding gives it
         if not written:
-            after = greedy(model, tokenizer, torch.tensor([sample.prompt]), len(answer) + ROOM)
+            (after,) = greedy(model, tokenizer, [sample.prompt], len(answer) + ROOM)
             written = sample.words.number in after
         found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
         progress(len(sample.prompt))

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hf_memory.evaluation.needles import RIGHT
+from hf_memory.evaluation.scores import SCORE
 from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.names import visible
 from hf_memory.progress import History
@@ -78,6 +79,31 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
     _finish(figure, path)
 
 
+def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
+    """Write a PNG with a bar for each kind of question and each model, with intervals; none without scores.
+
+    Args:
+        path: the file to write.
+        models: {model: {kind of question: figures, among them the score}}.
+    """
+    names = list(dict.fromkeys(name for found in models.values() for name in found))
+    if not names:
+        return
+    figure, (panel,) = _panels(1, height=1 + 0.4 * len(names))
+    thick = 0.8 / len(models)
+    for i, (model, found) in enumerate(models.items()):
+        scores = [row[SCORE] for row in found.values()]
+        places = [names.index(name) + (i - (len(models) - 1) / 2) * thick for name in found]
+        sides = list(zip(*map(_sides, scores))) or None
+        panel.barh(
+            places, [x["value"] for x in scores], thick, xerr=sides, capsize=2, color=f"C{i}", label=_shown(model)
+        )
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set(xlabel=f"{SCORE}, with 95 % intervals", xlim=(0, 1))
+    _finish(figure, path)
+
+
 def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
     """Values with their intervals, over numbers of tokens or names of tasks; the models stand beside each other."""
     names = sorted(
@@ -106,9 +132,9 @@ def _sides(figure: dict) -> tuple[float, float]:
     return max(0.0, figure["value"] - figure["low"]), max(0.0, figure["high"] - figure["value"])
 
 
-def _panels(count: int):
+def _panels(count: int, height: float = 4):
     """A figure with axes side by side, which needs no display."""
-    figure = Figure(figsize=(4 * count, 4), layout="constrained")
+    figure = Figure(figsize=(4 * count + 2 * (count == 1), height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]
 

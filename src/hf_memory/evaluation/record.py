@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hf_memory.evaluation.plots import plot_task
+from hf_memory.evaluation.plots import plot_scores, plot_task
+from hf_memory.evaluation.scores import KINDS, SCORE, SUMMARY
 from hf_memory.evaluation.tasks import TASKS
 from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.folders import replaced
@@ -85,10 +86,10 @@ def keep(folder: Path, record: Record) -> None:
 def table(record: Record) -> Iterator[tuple[str, ...]]:
     """The rows of the table as text: the columns of HEADER, and a column for each model."""
     for task, models in _by_task(record).items():
-        for at in sorted({at for found in models.values() for at in found}, key=_order):
+        for at in sorted(dict.fromkeys(at for found in models.values() for at in found), key=_order):
             rows = [found.get(at, {}) for found in models.values()]
             for label in dict.fromkeys(label for row in rows for label in row if label != TEXTS):
-                yield task, at, label, *(_said(row.get(label)) for row in rows)
+                yield task, at, label, *(said(row.get(label)) for row in rows)
 
 
 def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
@@ -99,17 +100,27 @@ def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
 
 
 def draw(folder: Path, record: Record) -> None:
-    """Write a picture of each task that has figures."""
-    shown = labels(record)
-    for task, models in _by_task(record).items():
-        plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items()})
+    """Write a picture of each task that has figures, and one of all scores."""
+    shown, by_task = labels(record), _by_task(record)
+    for task, models in by_task.items():
+        if task != SUMMARY and task not in KINDS:
+            plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items()})
+    plot_scores(
+        folder / f"{SUMMARY}.png", {shown[name]: scores_of(row["found"]) for name, row in record["models"].items()}
+    )
+
+
+def scores_of(found: dict[str, Any]) -> dict[str, dict]:
+    """{kind of question: figures} of all groups of questions of a model."""
+    return {at: row for group in KINDS for at, row in found.get(group, {}).items() if SCORE in row}
 
 
 def _by_task(record: Record) -> dict[str, dict[str, dict]]:
     """{task: {model: {at: figures}}}."""
     models = {name: row["found"] for name, row in record["models"].items()}
     known = {task for found in models.values() for task in found}
-    tasks = [*(task for task in TASKS if task in known), *sorted(known - set(TASKS))]
+    order = (SUMMARY, *TASKS)
+    tasks = [*(task for task in order if task in known), *sorted(known - set(order))]
     return {task: {name: found.get(task, {}) for name, found in models.items()} for task in tasks}
 
 
@@ -117,9 +128,12 @@ def _order(at: str) -> int:
     return int(at) if at.isdigit() else 0
 
 
-def _said(figure: dict[str, Any] | None) -> str:
+def said(figure: dict[str, Any] | None) -> str:
+    """A figure of a record as text, with its interval; empty without one."""
     if figure is None:
         return ""
+    if isinstance(figure["value"], str):
+        return figure["value"]
     numbers = [figure[name] for name in ("value", "low", "high") if figure.get(name) is not None]
     value, *ends = (f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in numbers)
     return f"{value} [{', '.join(ends)}]" if ends else value

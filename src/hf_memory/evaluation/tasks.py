@@ -1,6 +1,6 @@
 """The tasks of `hf-memory evaluate`. To add a task, add a function and an entry of TASKS in this file."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,11 +18,15 @@ from hf_memory.evaluation.language import (
     say_nothing,
 )
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, samples_of, shortest
+from hf_memory.evaluation.scores import ALL, KINDS, SCORE, SUMMARY, Place, compared, places, score, summary
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+SCORED_AT = (512, 2048)
+ITEMS = 32
+TOLERANCE = 0.05
 SHORTEST = 64  # tokens in which recall is measured
 TRIALS = 16  # largest number of passages for recall
 BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
@@ -46,7 +50,10 @@ class Subject:
         seed: seed for the needles.
         prompts: prompts of the task `answers`.
         new_tokens: tokens of an answer.
-        theirs: the results of the teacher, to compare answers with.
+        theirs: the results of the teacher, to compare answers and scores with.
+        items: number of questions of each kind that are scored.
+        score_lengths: lengths of their prompts in tokens; those that are too long for the model are left out.
+        tolerance: part of the teacher's score by which the student's may be less for a tie.
         tell: is called with the number of tokens of each batch.
 
     Raises:
@@ -64,6 +71,9 @@ class Subject:
     prompts: Sequence[str] = PROMPTS
     new_tokens: int = 48
     theirs: Found = field(default_factory=dict)
+    items: int = ITEMS
+    score_lengths: tuple[int, ...] = SCORED_AT
+    tolerance: float = TOLERANCE
     tell: Tell = say_nothing
 
     def __post_init__(self):
@@ -86,13 +96,13 @@ class Task(NamedTuple):
 
     Args:
         says: what the task measures, for the help text.
-        places: the numbers of tokens (lengths, distances) to measure at; each result is saved at once.
-        measure: a function of a subject and one of these numbers that returns figures by name, by number of tokens.
+        places: the numbers of tokens (lengths, distances) or kinds of questions to measure at; each result is saved.
+        measure: a function of a subject and one of these places that returns figures by name, by place.
     """
 
     says: str
-    places: Callable[[Subject], Sequence[int]]
-    measure: Callable[[Subject, int], dict[int, Figures]]
+    places: Callable[[Subject], Sequence[Any]]
+    measure: Callable[[Subject, Any], Mapping[Any, Figures]]
 
 
 def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
@@ -132,6 +142,24 @@ def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
     return {new_tokens: figures}
 
 
+def _scored(group: str, says: str) -> Task:
+    """The task of answering questions of a group; there are none without a tokenizer."""
+
+    def where(subject: Subject) -> list[Place]:
+        longest = getattr(subject.model.config, "max_position_embeddings", None) or max(subject.score_lengths)
+        fitting = tuple(x for x in subject.score_lengths if x <= longest)
+        return places(group, fitting) if subject.items and subject.tokenizer else []
+
+    def measure(subject: Subject, place: Place) -> dict[Place, Figures]:
+        how: dict = {"items": subject.items, "seed": subject.seed, "tell": subject.tell}
+        ours = score(subject.model, subject.tokenizer, group, place, **how)
+        theirs = subject.theirs.get(group, {}).get(str(place))
+        chance = KINDS[group][place.kind].chance
+        return {place: compared(ours, theirs[SCORE], chance, subject.tolerance) if theirs else {SCORE: ours}}
+
+    return Task(says, where, measure)
+
+
 def _search(says: str, kind: Hunt) -> Task:
     """The task of finding needles of a kind, at lengths at which at least half of the context is filler text."""
 
@@ -148,6 +176,11 @@ def _whole_window(subject: Subject) -> list[int]:
 
 
 TASKS = {
+    "instructions": _scored("instructions", "scores of short answers: copying, lists, JSON, facts"),
+    "retrieval": _scored("retrieval", "scores of numbers and variables found in a text, by length"),
+    "long_answers": _scored("long_answers", "scores of long answers about a long text"),
+    "turns": _scored("turns", "scores of answers about the first turn of a conversation, by length"),
+    "reasoning": _scored("reasoning", "scores of answers to puzzles of reasoning-gym, which must be installed"),
     "agreement": Task(
         "KL divergence from the teacher, agreement on the next token, and perplexity, by position",
         lambda x: _whole_window(x) if x.teacher else [],
@@ -187,19 +220,21 @@ def evaluate(
         report: is called with the progress.
     """
     found = {} if found is None else found
-    places = [(task, place) for task in tasks for place in TASKS[task].places(subject)]
-    for done, (task, place) in enumerate(places):
+    todo = [(task, place) for task in tasks for place in TASKS[task].places(subject)]
+    for done, (task, place) in enumerate(todo):
 
         def tell(read: int = 0, done: int = done) -> None:
-            report(Progress(f"measuring {name}", done, len(places)))
+            report(Progress(f"measuring {name}", done, len(todo)))
 
         tell()
         known = found.setdefault(task, {})
         if str(place) in known:
             continue
         measured = TASKS[task].measure(replace(subject, tell=tell), place)
-        for tokens, figures in measured.items():
-            known[str(tokens)] = {label: described(figure) for label, figure in figures.items()}
+        for at, figures in measured.items():
+            known[str(at)] = {label: described(figure) for label, figure in figures.items()}
+        if task in KINDS and (total := summary(found, subject.theirs, subject.tolerance)):
+            found[SUMMARY] = {ALL: {label: described(figure) for label, figure in total.items()}}
         keep()
-    report(Progress(f"measuring {name}", len(places), len(places)))
+    report(Progress(f"measuring {name}", len(todo), len(todo)))
     return found

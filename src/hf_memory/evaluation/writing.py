@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.files.chat_template import apply_template
 
+BATCH = 2**12  # tokens of a batch of prompts, unless a prompt has more
 TEXTS = "texts"  # key of the answers in a record
 PROMPTS = (
     "What is gravity?",
@@ -41,18 +41,32 @@ def answers(
     for prompt in prompts:
         if has_template:
             prompt = apply_template(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-        asked = tokenizer(prompt, add_special_tokens=not has_template, return_tensors="pt")["input_ids"]
-        yield greedy(model, tokenizer, asked, new_tokens)
+        asked = tokenizer(prompt, add_special_tokens=not has_template)["input_ids"]
+        yield from greedy(model, tokenizer, [asked], new_tokens)
         progress(new_tokens)
 
 
 @torch.no_grad()
-def greedy(model: PreTrainedModel, tokenizer, prompt: Tensor, new_tokens: int) -> str:
-    """The text that follows a prompt [1, T]."""
-    prompt = prompt.to(model.device)
+def greedy(
+    model: PreTrainedModel,
+    tokenizer,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> list[str]:
+    """The texts that follow prompts, which are read in batches with padding on the left."""
+    padding = next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
     plain: dict = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": new_tokens}
-    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **plain)  # type: ignore[operator]
-    return tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+    rows, texts = max(1, BATCH // max(map(len, prompts))), []
+    for first in range(0, len(prompts), rows):
+        batch = prompts[first : first + rows]
+        longest = max(map(len, batch))
+        read = torch.tensor([[padding] * (longest - len(x)) + x for x in batch], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in batch], device=model.device)
+        made = model.generate(read, attention_mask=mask, pad_token_id=padding, **plain)  # type: ignore[operator]
+        texts += tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
+        progress(read.numel())
+    return texts
 
 
 def words_alike(text: str, other: str) -> int:
