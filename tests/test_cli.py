@@ -21,9 +21,15 @@ from teachers import FAST, SHORT
 
 def test_convert_info_generate(run, teacher, text, tmp_path):
     student = tmp_path / "student"
-    code, out, err = run("convert", teacher, "--text", text, "--output", student, "--keep", 1, *FAST)
+    keep = "--keep", 1, "--items", 2
+    code, out, err = run("convert", teacher, "--text", text, "--output", student, *keep, *FAST)
     assert (code, err) == (0, "")
-    assert "perplexity" in out
+    assert 0 < out.index("win and tie") < out.index("perplexity")
+    card, results = (student / "README.md").read_text(), json.loads((student / "results.json").read_text())
+    assert 0 < card.index("| copying | 0 [") < card.index("2 of each kind") < card.index("| 256 | teacher")
+    scored = [row["scores"] for row in results["rows"]]
+    assert [len(x) for x in scored] == [len(scored[0]), 0, len(scored[0])]  # the student before training has none
+    assert (student / "scores.png").exists()
 
     code, out, _ = run("info", student)
     assert code == 0

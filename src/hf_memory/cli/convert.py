@@ -16,7 +16,7 @@ from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
 from hf_memory.conversion import Conversion, OnPolicy, Recipe, Run, Schedule
 from hf_memory.evaluation import ModelResult
-from hf_memory.evaluation.model_result import OF_CARD
+from hf_memory.evaluation.model_result import QUALITY
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
@@ -150,6 +150,5 @@ def _rows(
     if made.plan.stages:
         made.student.cpu()
         before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
-        quality = [task for task in OF_CARD if task != "speed"]  # which does not depend on the weights
-        yield replace(measure("before training", before, teacher, tasks=quality), costs=after.costs)
+        yield replace(measure("before training", before, teacher, tasks=QUALITY), costs=after.costs)
     yield after

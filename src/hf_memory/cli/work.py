@@ -18,7 +18,7 @@ from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
-from hf_memory.conversion.report import HEADER, table
+from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
 from hf_memory.export import find_target
@@ -55,10 +55,18 @@ class Job(NamedTuple):
 
     def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
         """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
-        subject = Subject(
-            model, self.held_out, teacher, lengths_beyond(self.plan.student), self.asked.training.measure_tokens
-        )
         found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
+        first, flags = next(iter(self.known["models"].values()))["found"], self.asked.training
+        subject = Subject(
+            model,
+            self.held_out,
+            teacher,
+            lengths_beyond(self.plan.student),
+            flags.measure_tokens,
+            self.tokenizer,
+            items=flags.items,
+            theirs={} if found is first else first,
+        )
         return measure(name, subject, found=found, report=self.asked.run.report, **how)
 
     def keep(self) -> None:
@@ -193,7 +201,9 @@ def split(tokens: Text) -> tuple[Text, Text]:
 
 
 def print_results(results: conversion.Results) -> None:
-    """Print the results of all models in one table."""
+    """Print the results of all models, first the scores of their answers."""
+    if scores := score_table(results):
+        print_table(scores, SCORE_HEADER, title="scores of answers")
     rows, models = table(results), len(results.rows)
     sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
     print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")

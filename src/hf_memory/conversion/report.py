@@ -15,6 +15,9 @@ from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
 from hf_memory.evaluation.model_result import FACTOR
+from hf_memory.evaluation.plots import plot_scores
+from hf_memory.evaluation.record import said
+from hf_memory.evaluation.scores import RATIO, SCORE, TEACHERS, WIN
 from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
 
@@ -98,6 +101,7 @@ def add_results(path: Path, results: Results) -> None:
         folder = Path(name)
         plot_conversion(folder / "conversion.png", results.losses, last)
         plot_contexts(folder / "contexts.png", **curves(results))
+        plot_scores(folder / "scores.png", {row.name: row.scores for row in results.rows if row.scores})
         model_card(results).save(folder / "README.md")
         (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
         for file in sorted(folder.iterdir()):
@@ -114,7 +118,13 @@ def model_card(results: Results) -> ModelCard:
         model_name=results.model_type,
         eval_results=eval_results(results),
     )
-    fields: dict = {"header": HEADER, "table": table(results), "longest": results.longest}
+    fields: dict = {
+        "score_header": SCORE_HEADER,
+        "scores": score_table(results),
+        "header": HEADER,
+        "table": table(results),
+        "longest": results.longest,
+    }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
 
@@ -123,8 +133,20 @@ def eval_results(results: Results) -> list[EvalResult]:
     """The results that the Hub shows for a model: those of the student, the last row, at the longest length."""
     student = results.rows[-1]
     length = results.longest
+    scored = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="generated",
+            dataset_name="generated questions with checkable answers",
+            metric_type=name.replace(" ", "_"),
+            metric_name=f"{name}, relative to the teacher" if name == SCORE else name,
+            metric_value=round(student.summary[figure]["value"], 4),
+        )
+        for name, figure in ((SCORE, RATIO), (WIN, WIN))
+        if student.summary
+    ]
     found = {"perplexity": student.perplexity, "KL from the teacher": student.kl, "agreement": student.agreement}
-    return [
+    return scored + [
         EvalResult(
             task_type="text-generation",
             dataset_type="text",
@@ -138,8 +160,17 @@ def eval_results(results: Results) -> list[EvalResult]:
     ]
 
 
+SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")
 HEADER = ("tokens", "model", "perplexity", "ratio", "KL", "agreement", "recall", "cache kB")
 SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
+
+
+def score_table(results: Results) -> list[tuple[str, ...]]:
+    """The scores of the first and the last model as text, with the columns of SCORE_HEADER."""
+    first, last = results.rows[0], results.rows[-1]
+    rows = {"all that the teacher can answer": last.summary} if last.summary else {}
+    rows |= {at: {TEACHERS: first.scores[at][SCORE], **row} for at, row in last.scores.items()}
+    return [(at, *(said(row.get(name)) for name in (TEACHERS, SCORE, RATIO, WIN))) for at, row in rows.items()]
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
