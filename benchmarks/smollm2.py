@@ -195,9 +195,14 @@ class Stopwatch:
         print(f"  {self.seconds:6.0f} s  {progress.task} {progress.done}/{progress.total} {progress.loss}", flush=True)
 
 
+def folder_of(name: str) -> Path:
+    """Where the student of a row is kept."""
+    return WORK / name.replace("/", "-").replace(", ", "-").replace(" ", "-")
+
+
 def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens: Tensor) -> tuple[Path, float]:
     """The folder of a student and the CPU seconds that it took, now or before."""
-    folder = WORK / name.replace("/", "-").replace(", ", "-").replace(" ", "-")
+    folder = folder_of(name)
     student, watch = folder / "student", folder / "cpu_seconds"
     folder.mkdir(parents=True, exist_ok=True)
     if not student.exists():
