@@ -419,6 +419,12 @@ FIRST_OF_KIND = [case for case in CASES if NEW_KINDS[case.name]]
 every_kind_of_layer = pytest.mark.parametrize("case", FIRST_OF_KIND, ids=[case.name for case in FIRST_OF_KIND])
 
 
+def passes_gradients(case: Case) -> bool:
+    """Whether all layers give the gradients of whole rows if these are read in parts."""
+    config = make_config(case)
+    return all(config.mixer_class(i).passes_gradients for i in range(len(config.layer_types)))
+
+
 def one_layer(case: Case) -> dict:
     """Options of `make_model` for what is asked of each layer alone: the memory of a new kind, if there is only one.
 

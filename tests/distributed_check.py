@@ -14,17 +14,18 @@ from transformers.distributed import DistributedConfig
 import hf_memory  # noqa: F401  (registers the families)
 
 
-def become_two() -> None:
-    """Go on in two processes, as torchrun starts them but with one import for both; a failure ends both."""
+def become(number: int) -> None:
+    """Go on in several processes, as torchrun starts them but with one import for all; a failure ends all."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    size = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    os.environ |= {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.setpgrp()
-    for rank in "01":
+    for rank in map(str, range(number)):
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
         if not os.fork():
             return
-    for _ in range(2):
+    for _ in range(number):
         if os.wait()[1]:
             os.killpg(0, signal.SIGKILL)
     os._exit(0)
@@ -56,7 +57,7 @@ def main() -> None:
     """Arguments: a folder, then what to compare, a way to spread (tp_size, fsdp_size, pp_size) and a model each."""
     torch.set_num_threads(1)
     folder, *spread = sys.argv[1:]
-    become_two()
+    become(2)
     for which in spread:
         what, way, model = which.split("/")
         compared = {"logits": logits, "gradients": gradients}[what]

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 import hf_memory_cli
-from distributed_check import become_two
+from distributed_check import become
 from hf_memory.conversion import Run, processes
 from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
@@ -50,7 +50,7 @@ def main() -> None:
         shard_on_the_cpu()
         return hf_memory_cli.app()
     folder = Path(sys.argv[1])
-    become_two()
+    become(2)
     convert_and_save("copied", folder)
     shard_on_the_cpu()
     convert_and_save("sharded", folder)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cases import CASES, SIZES, make_model
+from cases import CASES, FIRST_OF_FAMILY, FIRST_OF_KIND, SIZES, make_model, passes_gradients
 from distributed_conversion import STAGES, convert_and_save
 from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
@@ -17,6 +17,7 @@ from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
+CONTEXT = SCRIPT.with_name("context_parallel_check.py")
 SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
 SHARDED += ("attention-sinks",)
 
@@ -39,6 +40,15 @@ def test_a_model_in_two_processes_equals_one(tmp_path):
     differences = dict(line.split() for line in printed.splitlines() if line.startswith(tuple(spread)))
     assert set(differences) == set(spread)
     assert all(float(x) < (1e-4 if "gradients" in which else 1e-5) for which, x in differences.items())
+
+
+def test_rows_that_are_split_over_processes_equal_whole_ones():
+    printed = run([sys.executable, CONTEXT]).splitlines()
+    differences = dict(line.split() for line in printed if line.startswith(("rows/", "prefill/", "sharded/")))
+    expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, FIRST_OF_KIND)}
+    expected |= {f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")}
+    assert set(differences) == expected | {"sharded/2x2/gated-deltanet-sliding"}
+    assert all(float(x) < (1e-6 if "sharded" in which else 1e-10) for which, x in differences.items())
 
 
 @pytest.mark.slow

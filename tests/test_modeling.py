@@ -32,6 +32,7 @@ from cases import (
     make_config,
     make_model,
     one_layer,
+    passes_gradients,
     random_tokens,
 )
 from comparing import assert_close
@@ -277,7 +278,7 @@ def test_gradient_checkpointing_changes_no_gradient(case):
 @every_case
 def test_a_row_in_chunks_has_the_gradients_of_the_whole(case):
     model, tokens = make_model(case).model.double().train(), random_tokens(2, 9)
-    if not all(layer.mixer.passes_gradients for layer in model.layers):
+    if not passes_gradients(case):
         with pytest.raises(ValueError, match="chunk_length must be None with"):
             model(tokens, chunk_length=4)
         return
@@ -303,6 +304,20 @@ def test_what_cannot_be_read_in_chunks_is_refused():
     model.train().activation_checkpointing_enable()
     with pytest.raises(ValueError, match="chunk_length must be None with activation_checkpointing"):
         model(tokens, chunk_length=4)
+
+
+def test_what_cannot_be_split_over_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    divisible, stops = make_model(CASE["linear-full"]), make_model(CASE["transformer-segments"])
+    for model, length, given, expected in (
+        (divisible, 9, {"past_key_values": DynamicCache(config=divisible.config)}, "must not be used with a cache"),
+        (divisible, 9, {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}, "with packed sequences"),
+        (divisible, 3, {}, "a token for each of the 4 processes, got 3"),
+        (stops, 9, {}, "must not be used with CompressiveMixer"),
+    ):
+        with hf_memory.context_parallel(model), pytest.raises(ValueError, match=expected):
+            model(random_tokens(2, length), **given)
 
 
 @every_kind_of_layer

@@ -6,6 +6,7 @@ Importing this package registers every family with transformers' Auto classes.
 from hf_memory.export import export_model
 from hf_memory.feed_forward import parameter_groups
 from hf_memory.modeling import FAMILIES, Family
+from hf_memory.modeling.context_parallel import context_parallel
 from hf_memory.modeling.delta_net import (
     DeltaNetConfig,
     DeltaNetForCausalLM,
@@ -112,6 +113,7 @@ __all__ = [
     "TitansForSequenceClassification",
     "TitansForTokenClassification",
     "TitansModel",
+    "context_parallel",
     "export_model",
     "generate_stream",
     "load_memory",

@@ -27,7 +27,7 @@ from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import Text, check_tokens
-from hf_memory.modeling.chunks import check_divisible
+from hf_memory.modeling.chunks import check_passes_gradients
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
@@ -273,7 +273,7 @@ def _stages(
         yield Stage("transfer", TRANSFER, recipe.transfer, recipe.seed, _count(transfer))
     if recipe.distillation.steps:
         if recipe.distillation.chunk_length:
-            check_divisible(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
+            check_passes_gradients(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
         if part == 1 and (recipe.on_policy.share or scored):
             raise ValueError("cross_entropy must be below 1 with on_policy or a scorer, got 1")
@@ -297,7 +297,7 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text 
 
 def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:
     if recipe.fine_tuning.chunk_length:
-        check_divisible(model.model, "chunk_length of fine_tuning must be 0")  # type: ignore[attr-defined]
+        check_passes_gradients(model.model, "chunk_length of fine_tuning must be 0")  # type: ignore[attr-defined]
     learned = num_learned(model, recipe.lora_rank)
     return Stage("fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank)
 

@@ -31,11 +31,7 @@ def read_in_chunks(
     Raises:
         ValueError: if the model or the rows cannot be divided.
     """
-    check_divisible(model, "chunk_length must be None")
-    if packed_boundaries(inputs_embeds, attention_mask, position_ids, None, kwargs) is not None:
-        raise ValueError("chunk_length must be None with packed sequences, since a cache does not separate them")
-    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
-        raise ValueError("chunk_length must be None with a mask for each layer type")
+    check_divisible(model, inputs_embeds, attention_mask, position_ids, kwargs, "chunk_length must be None")
 
     def read(x: Tensor, start: int, cache: Cache) -> tuple[Tensor, Tensor | None, Cache]:
         here, cache = slice(start, start + x.shape[1]), branch(cache)
@@ -55,12 +51,24 @@ def read_in_chunks(
     return torch.cat(outputs, 1), cache, sum(losses) if losses else None
 
 
-def check_divisible(model, otherwise: str) -> None:
+def check_divisible(
+    model, rows: Tensor, attention_mask, position_ids: Tensor | None, kwargs: dict, otherwise: str
+) -> None:
+    """Raise ValueError, which begins with `otherwise`, unless a model can read rows [B, T, ...] in parts."""
+    if torch.is_grad_enabled():
+        check_passes_gradients(model, otherwise)
+    if model.training and any(layer.gradient_checkpointing for layer in model.layers):
+        raise ValueError(f"{otherwise} with activation_checkpointing, which computes layers again without a cache")
+    if packed_boundaries(rows, attention_mask, position_ids, None, kwargs) is not None:
+        raise ValueError(f"{otherwise} with packed sequences, which a cache does not separate")
+    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
+        raise ValueError(f"{otherwise} with a mask for each layer type")
+
+
+def check_passes_gradients(model, otherwise: str) -> None:
     """Raise ValueError, which begins with `otherwise`, unless parts of a row give the gradients of the whole row."""
-    if stops := {type(x.mixer).__name__ for x in model.layers if not x.mixer.passes_gradients}:
+    if stops := {type(layer.mixer).__name__ for layer in model.layers if not layer.mixer.passes_gradients}:
         raise ValueError(
             f"{otherwise} with {', '.join(sorted(stops))}: keys before a segment get gradients of their own, "
             "which do not flow through states"
         )
-    if model.training and any(x.gradient_checkpointing for x in model.layers):
-        raise ValueError(f"{otherwise} with activation_checkpointing, which computes layers again without a cache")

@@ -1,0 +1,212 @@
+"""Context parallelism: the tokens of a row are split over processes, and each hands its states to the next.
+
+What a cache holds after a process's tokens is all that later tokens need: memories of fixed size, the last tokens of
+windows and of short convolutions, and the keys and values of heads that keep everything. A process starts a layer when
+the states of this layer arrive, so that the processes follow each other through the layers like a wave: with L layers
+and n processes a pass takes L + n - 1 turns. Within a layer the processes wait for each other, for all memories.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_memory.cache import Inputs, MemoryLayer, Mix, Spec, States
+from hf_memory.modeling.chunks import check_divisible
+
+
+@contextmanager
+def context_parallel(model: nn.Module, group: Any = None) -> Iterator[None]:
+    """A context in which the processes of a group share the rows of a model, each with its part of the tokens.
+
+    All processes call the model with the same whole rows. Each gets the outputs for its own part. Its loss is that of
+    its part times the number of processes, so that loss and gradients are those of whole rows in the mean over the
+    processes, as data parallelism takes it. With `use_cache` the last process gets the cache of the whole rows.
+
+    Args:
+        model: a causal language model of this package. Its parameters may be sharded.
+        group: the process group, such as that of a dimension of a device mesh; default: all processes.
+
+    Raises:
+        ValueError: if the model or its inputs cannot be divided.
+    """
+    hook = model.register_forward_pre_hook(partial(_own_part, link=Link(group)), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _own_part(model: nn.Module, args: tuple, given: dict[str, Any], link: "Link") -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a model for this process's part of the tokens."""
+    given = dict(zip(("input_ids",), args, strict=True)) | given
+    rows = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    T, mask, positions = rows.shape[1], given.get("attention_mask"), given.get("position_ids")
+    check_divisible(model.base_model, rows, mask, positions, given, "context_parallel must not be used")
+    if given.get("past_key_values") is not None:
+        raise ValueError("context_parallel must not be used with a cache, since each process has its own")
+    if link.size > T:
+        raise ValueError(f"rows must have a token for each of the {link.size} processes, got {T}")
+    here = slice(link.rank * T // link.size, (link.rank + 1) * T // link.size)
+    given |= {name: given[name][:, here] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+    given |= {"past_key_values": _cache(model.config, link, here.start)}
+    if mask is not None:
+        given["attention_mask"] = mask[:, : here.stop]
+    if positions is not None:
+        given["position_ids"] = positions[:, here]
+    if (labels := given.get("labels")) is not None:
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        count = given.get("num_items_in_batch")
+        count = (targets != -100).sum() if count is None else count
+        given |= {"labels": labels[:, here], "shift_labels": targets[:, here]}
+        given |= {"num_items_in_batch": count / link.size}
+    return (), given
+
+
+class Link:
+    """What connects a process to those before and after it in a group."""
+
+    def __init__(self, group: Any = None):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def receive(self, device: torch.device) -> States:
+        """The states that the process before has sent; the first process has none."""
+        if self.rank == 0:
+            return {}
+        header: list[Any] = [None]
+        dist.recv_object_list(header, group=self.group, group_src=self.rank - 1)
+        learns = torch.is_grad_enabled() and any(x[-1] for x in header[0])
+        states = _Receive.apply(self, header[0], torch.zeros((), device=device, requires_grad=learns))
+        return {name: x for (name, *_), x in zip(header[0], states)}
+
+    def send(self, passed: tuple[Tensor, ...], received: States, states: States) -> tuple[Tensor, ...]:
+        """Send states to the process after this one; the last process keeps them.
+
+        Args:
+            passed: tensors that this process goes on with.
+            received: the states that came before, whose gradients are sent back even if nothing has used them.
+            states: the states to send.
+
+        Returns:
+            The passed tensors.
+        """
+        sent = list(states.values()) if self.rank < self.size - 1 else []
+        if sent:
+            header = [(name, x.shape, x.dtype, x.requires_grad) for name, x in states.items()]
+            dist.send_object_list([header], group=self.group, group_dst=self.rank + 1)
+        return _Send.apply(self, len(passed), len(received), *passed, *received.values(), *sent)
+
+
+class _Receive(torch.autograd.Function):
+    """States of the process before; the backward pass sends it their gradients."""
+
+    @staticmethod
+    def forward(ctx, link, header, anchor):
+        states, ctx.link, ctx.learns = [], link, [x[-1] for x in header]
+        for _, shape, dtype, _ in header:
+            states.append(torch.empty(shape, dtype=dtype, device=anchor.device))
+            dist.recv(states[-1], group=link.group, group_src=link.rank - 1)
+        ctx.mark_non_differentiable(*(x for x, learns in zip(states, ctx.learns) if not learns))
+        return tuple(states)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        for gradient, learns in zip(gradients, ctx.learns):
+            if learns:
+                dist.send(gradient.contiguous(), group=ctx.link.group, group_dst=ctx.link.rank - 1)
+        return None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Sends states to the process after; the backward pass adds the gradients that come back from it."""
+
+    @staticmethod
+    def forward(ctx, link, num_passed, num_received, *tensors):
+        passed, sent = tensors[:num_passed], tensors[num_passed + num_received :]
+        for x in sent:
+            dist.send(x.contiguous(), group=link.group, group_dst=link.rank + 1)
+        ctx.link, ctx.num_received = link, num_received
+        ctx.like = [(x.shape, x.dtype, x.device) for x in sent]
+        return tuple(x.view_as(x) for x in passed)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        back: list[Tensor | None] = []
+        for (shape, dtype, device), learns in zip(
+            ctx.like, ctx.needs_input_grad[3 + len(gradients) + ctx.num_received :]
+        ):
+            back.append(torch.empty(shape, dtype=dtype, device=device) if learns else None)
+            if learns:
+                dist.recv(back[-1], group=ctx.link.group, group_src=ctx.link.rank + 1)
+        return None, None, None, *gradients, *[None] * ctx.num_received, *back
+
+
+class _Memory(MemoryLayer):
+    """States of a mixer that begin with those of the process before."""
+
+    def __init__(self, link: Link, before: int):
+        super().__init__()
+        self.link, self.tokens_read = link, before
+
+    def advance(self, inputs: Inputs, mix: Mix, spec: Spec) -> Tensor:
+        """See `MemoryLayer.advance`; states come and go when this process reads its first tokens."""
+        if self.is_initialized:
+            return super().advance(inputs, mix, spec)
+        if received := self.link.receive(next(iter(inputs.values())).device):
+            self.fill(received, self.tokens_read)
+        output = super().advance(inputs, mix, spec)
+        return self.link.send((output,), received, self.states)[0]
+
+
+class _Keys(DynamicLayer):
+    """Keys and values of full attention that begin with those of the processes before."""
+
+    def __init__(self, link: Link, before: int, *args):
+        super().__init__(*args)
+        self.link, self.before = link, before
+
+    def get_seq_length(self) -> int:
+        """Number of tokens seen so far, or that come before."""
+        return super().get_seq_length() if self.is_initialized else self.before
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """See `DynamicLayer.update`; keys and values come and go when this process reads its first tokens."""
+        if self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        received = self.link.receive(key_states.device)
+        self.lazy_initialization(key_states, value_states)
+        if received:
+            self.keys, self.values = received.values()
+        seen = super().update(key_states, value_states, *args, **kwargs)
+        return self.link.send(seen, received, {"keys": self.keys, "values": self.values})  # type: ignore[return-value]
+
+
+class _WindowKeys(_Keys, DynamicSlidingWindowLayer):
+    """The same for attention over a window, of which only the last tokens are handed on."""
+
+    def __init__(self, link: Link, before: int, window: int):
+        super().__init__(link, before, window)
+        self.cumulative_length = before
+
+    def get_seq_length(self) -> int:
+        """See `_Keys.get_seq_length`."""
+        return self.cumulative_length
+
+
+def _cache(config, link: Link, before: int) -> Cache:
+    """A cache that goes on after the states of the process before, which has read `before` tokens with the others."""
+    layers: list[Any] = []
+    for layer in DynamicCache(config=config).layers:
+        if isinstance(layer, MemoryLayer):
+            layers.append(_Memory(link, before))
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            layers.append(_WindowKeys(link, before, layer.sliding_window))
+        else:
+            layers.append(_Keys(link, before))
+    return Cache(layers=layers)

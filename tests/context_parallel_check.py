@@ -1,0 +1,109 @@
+"""Models whose rows are split over two or four processes give what one process gives. Prints what differs."""
+
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from cases import CASE, FIRST_OF_FAMILY, FIRST_OF_KIND, make_model, passes_gradients, random_tokens
+from distributed_check import become, whole
+from hf_memory import context_parallel
+
+T = 13
+TOKENS, WEIGHTS = random_tokens(2, T), torch.randn(2, T, 64, dtype=torch.float64)
+MASK = torch.ones_like(TOKENS)
+MASK[0, :2], MASK[1, -4:] = 0, 0
+LABELS = TOKENS.clone()
+LABELS[:, ::3] = -100  # as many targets in each row, since the mean over processes is one of rows
+SHARDED = CASE["gated-deltanet-sliding"]
+
+
+def of_rows(model, group, mask) -> list:
+    """Logits of whole rows, and the gradients of their weighted sum."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    here = slice(rank * T // size, (rank + 1) * T // size)
+    model.zero_grad()
+    logits = model(TOKENS, attention_mask=mask).logits * (1 if mask is None else mask[:, here, None])
+    (logits * WEIGHTS[:, here]).sum().backward()
+    rows = torch.zeros(2, T, 64, dtype=logits.dtype)
+    rows[:, here] = logits.detach()
+    found = [rows, *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters())]
+    for x in found if size > 1 else ():
+        dist.all_reduce(x, group=group)
+    return found
+
+
+def trained(model, tokens, labels) -> list:
+    """The loss of rows in the mean over processes, and its gradients, which FSDP2 averages."""
+    loss = model(tokens, labels=labels).loss
+    loss.backward()
+    loss = loss.detach()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return [loss, *(whole(x.grad) for x in model.parameters())]
+
+
+@torch.no_grad()
+def continued(model, group=None) -> list:
+    """What follows rows that were read into a cache, in the last process."""
+    if group is None:
+        cache = model(TOKENS, use_cache=True).past_key_values
+    else:
+        with context_parallel(model, group):
+            cache = model(TOKENS, use_cache=True).past_key_values
+        if dist.get_rank(group) < dist.get_world_size(group) - 1:
+            return []
+    return [model(x, past_key_values=cache).logits for x in TOKENS.split(5, 1)]
+
+
+def report(name: str, found: list, expected: list) -> None:
+    """The largest difference, as part of the largest number of a tensor if that is above one."""
+    pairs = zip(found, expected, strict=True)
+    print(name, max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs), flush=True)
+
+
+def main() -> None:
+    """Arguments: names of cases; default: one for each kind of layer whose gradients flow through states."""
+    torch.set_num_threads(1)
+    cases = [CASE[name] for name in sys.argv[1:]] or filter(passes_gradients, FIRST_OF_KIND)
+    models = {case.name: make_model(case).double() for case in cases}
+    expected = {name: [of_rows(model, None, mask) for mask in (None, MASK)] for name, model in models.items()}
+    prefilled = {case.name: make_model(case).double() for case in FIRST_OF_FAMILY}
+    answers = {name: continued(model) for name, model in prefilled.items()}
+    sharded = make_model(SHARDED).double().train()
+    once = trained(copy.deepcopy(sharded), TOKENS, LABELS)
+    become(4)
+    dist.init_process_group("gloo")
+    last, pairs = dist.get_rank() == 3, [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for name, model in models.items():
+        for group, mask, one in zip((dist.group.WORLD, pairs[dist.get_rank() // 2]), (None, MASK), expected[name]):
+            if mask is not None and name not in prefilled and len(sys.argv) == 1:
+                continue
+            with context_parallel(model, group):
+                found = of_rows(model, group, mask)
+            if last:
+                report(f"rows/{dist.get_world_size(group)}/{name}", found, one)
+    for name, model in prefilled.items():
+        found = continued(model, dist.group.WORLD)
+        if last:
+            report(f"prefill/4/{name}", found, answers[name])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    for part in (*sharded.model.layers, sharded):
+        fully_shard(part, mesh=mesh)
+    row = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
+    with context_parallel(sharded, mesh["cp"].get_group()):
+        found = trained(sharded, TOKENS[row], LABELS[row])
+    if last:
+        report(f"sharded/2x2/{SHARDED.name}", found, once)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
