@@ -89,6 +89,11 @@ CASES = (
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
             "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "local_rope_layers": [0, 1],
+            "local_rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+            "mlp_types": ["mlp", "experts"],
+            "moe_intermediate_size": 24,
         },
     ),
     Case(

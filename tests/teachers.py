@@ -6,10 +6,16 @@ from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -20,6 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -42,6 +50,33 @@ GEMMA2 = {
     "query_pre_attn_scalar": 20,
     "attn_logit_softcapping": 2.0,  # low enough to matter
     "final_logit_softcapping": 3.0,
+}
+GEMMA3 = {
+    "head_dim": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    },
+}
+MINISTRAL = {"head_dim": 12, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+GRANITE = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+EXPERTS = {
+    "experts_implementation": "eager",
+    "head_dim": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 TEACHERS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
@@ -68,6 +103,11 @@ TEACHERS = {
     "phi3-part": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 99.0}}),
     "phi3-long": (Phi3Config, Phi3ForCausalLM, LONG_ROPE),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3),
+    "ministral": (MinistralConfig, MinistralForCausalLM, MINISTRAL),
+    "granite": (GraniteConfig, GraniteForCausalLM, GRANITE),
+    "granite-tied": (GraniteConfig, GraniteForCausalLM, {**GRANITE, "tie_word_embeddings": True}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**EXPERTS, "mlp_only_layers": [0]}),
 }
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
 SCHEDULE = Schedule(steps=8, learning_rate=1e-2, batch_size=2, length=16)

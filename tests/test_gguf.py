@@ -46,8 +46,8 @@ def as_llama_cpp(name, x):
     return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x
 
 
-def write(file, tokenizer, model, **others):
-    """A GGUF file with matrices in Q4_1, and other metadata or none where a value is None."""
+def write(file, tokenizer, model, matrices=Q4, **others):
+    """A GGUF file with matrices of one type, and other metadata or none where a value is None."""
     writer, config = gguf.GGUFWriter(file, "llama"), model.config
     vocab, merges = tokenizer.get_vocab(), json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     metadata = {
@@ -78,7 +78,7 @@ def write(file, tokenizer, model, **others):
             add[type(value)](name, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, x in model.named_parameters():
-        kind = Q4 if x.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = matrices if x.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quantize(np.ascontiguousarray(as_llama_cpp(name, x.detach().numpy())), kind)
         writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
     if "extra" in others:
@@ -97,6 +97,15 @@ def folder(tmp_path_factory):
     model = make_teacher(tokenizer)
     write(folder / "tiny.Q4_1.gguf", tokenizer, model)
     return folder, tokenizer, model
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q5_0, gguf.GGMLQuantizationType.Q5_1])
+def test_weights_in_five_bits_are_read(kind, folder, tmp_path):
+    _, tokenizer, model = folder
+    teacher = load_teacher(str(write(tmp_path / "tiny.gguf", tokenizer, model, kind)))
+    weight = model.model.layers[0].mlp.up_proj.weight.detach().numpy()
+    expected = torch.as_tensor(gguf.dequantize(gguf.quantize(weight, kind), kind))
+    assert torch.equal(teacher.model.layers[0].mlp.up_proj.weight, expected)
 
 
 def test_weights_are_those_of_the_file_and_can_be_saved(folder, tmp_path):

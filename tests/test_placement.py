@@ -165,6 +165,19 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     assert best.head in config.full_attention_heads[best.layer]
 
 
+@pytest.mark.parametrize(
+    ("window", "stays"), [({}, True), ({"sliding_window": 4}, True), ({"sliding_window": 3}, False)]
+)
+def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, stays):
+    teacher, tokens = make_teacher("gemma3"), random_tokens(1, 400)[0]
+    made = convert(teacher, tokens, to="attention", keep="heads:1/2", **BOTH_STAGES, **window)
+    config = made.student.config
+    assert config.layer_types == ["sliding_attention" if stays else "sliding_heads", "sliding_heads"]
+    assert config.sliding_window == window.get("sliding_window", teacher.config.sliding_window)
+    if stays:  # one of the heads that see everything in the teacher
+        assert [len(heads) for heads in config.full_attention_heads] == [0, 1]
+
+
 def test_layers_of_a_student_without_memory_are_those_that_retrieve():
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
     made = convert(teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True)

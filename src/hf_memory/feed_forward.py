@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from hf_memory.convertible import Convertible
 from hf_memory.layers import SwiGLU, wide
@@ -91,6 +92,7 @@ FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
     "mlp": SwiGLU,
     "memory": ProductKeyMemory,
     "mlp_and_memory": SwiGLUAndMemory,
+    "experts": Qwen3MoeSparseMoeBlock,
 }
 WITH_MEMORY = ("memory", "mlp_and_memory")  # these also take `read_values`
 

@@ -19,7 +19,7 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import WINDOW, is_exact, student_config
+from hf_memory.conversion.students import WINDOW, changed_layers, is_exact, own_window, student_config
 from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_retrieval
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
@@ -115,6 +115,8 @@ class Plan:
 
     def retrieving(self, heads: Sequence[HeadScore]) -> "Plan":
         """The plan with the layers or heads that retrieve most, according to a ranking of all heads."""
+        changed = changed_layers(_bare(self.recipe, self.teacher), self.teacher)
+        heads = [head for head in heads if head.layer in changed]
         if self.ranked:
             return self.keeping(tuple(sorted(rank_by_retrieval(heads)[: self.ranked])))
         chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
@@ -148,14 +150,16 @@ def resolve(
     _check_teacher(recipe, teacher)
     if scorer is not None:
         _check_scorer(recipe, teacher, tokens, scorer)
-    ranked = share_count("auto", recipe.keep, teacher.num_hidden_layers)
-    heads = share_count("heads", recipe.keep, teacher.num_hidden_layers * teacher.num_key_value_heads)
+    changed = changed_layers(_bare(recipe, teacher), teacher)
+    ranked = share_count("auto", recipe.keep, len(changed))
+    heads = share_count("heads", recipe.keep, len(changed) * teacher.num_key_value_heads)
     kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
-    probable = tuple(range(ranked)) or kept  # sizes do not depend on which layers they are
-    config = student_config(teacher, recipe.to, probable, recipe.options)
+    probable = tuple(changed[:ranked]) or kept  # sizes do not depend on which layers they are
     if heads:
-        places = range(teacher.num_hidden_layers * teacher.num_key_value_heads)[:heads]
-        config = _with_heads(recipe, teacher, [divmod(place, teacher.num_key_value_heads) for place in places])
+        places = [(layer, head) for layer in changed for head in range(teacher.num_key_value_heads)]
+        config = _with_heads(recipe, teacher, places[:heads])
+    else:
+        config = student_config(teacher, recipe.to, probable, recipe.options)
     whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)
@@ -184,9 +188,16 @@ def resolve(
     )
 
 
+def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
+    """The config of a student that keeps no layer and no head."""
+    if share_count("heads", recipe.keep, 1):
+        return _with_heads(recipe, teacher, ())
+    return student_config(teacher, str(recipe.to), (), recipe.options)
+
+
 def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
     """A student's config whose layers keep these heads, and a window in the others."""
-    options = {"sliding_window": WINDOW, **recipe.options}
+    options = {"sliding_window": own_window(teacher) or WINDOW, **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     try:
         return student_config(teacher, str(recipe.to), (), options)

@@ -51,6 +51,7 @@ def last_norm(model: PreTrainedModel) -> nn.Module:
 
 def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
     """Logits [..., V] of the last hidden states [..., hidden_size] of a model, after its final norm."""
-    logits = model.get_output_embeddings()(hidden_states)
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden_states) / getattr(config, "logits_scaling", 1)
+    cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)

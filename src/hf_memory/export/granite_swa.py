@@ -10,7 +10,8 @@ from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.transformer import MemoryTransformerConfig
 
 NO_SINK = -1e30  # the logit of a sink without any share
-FREE = ("attention_bias", "attention_output_bias", "mlp_bias", "embedding_multiplier", "hidden_act", "memory_rope")
+FREE = ("attention_bias", "attention_output_bias", "mlp_bias", "hidden_act", "memory_rope")
+FREE += ("embedding_multiplier", "residual_multiplier")
 
 
 class GraniteSWA(Target):
@@ -42,6 +43,7 @@ class GraniteSWA(Target):
             "mlp_bias": config.mlp_bias,
             "attention_multiplier": parts.attention_scale(config),
             "embedding_multiplier": config.embedding_multiplier,
+            "residual_multiplier": config.residual_multiplier,
         }
 
     def attention(self, config: MemoryTransformerConfig, mixer: Weights) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The language model that all families share. A family adds a config with the options of its mixer, and class names."""
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import (
     create_causal_mask,
@@ -19,6 +21,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -51,7 +54,8 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: MemoryConfig, layer_idx: int):
         super().__init__()
-        self.norms = config.norms(layer_idx)
+        self.norms, self.factor = config.norms(layer_idx), config.residual_multiplier
+        self.is_local = bool(config.local_rope_layers and config.local_rope_layers[layer_idx])
         self.mixer = config.mixer_class(layer_idx)(config, layer_idx)
         kind = config.feed_forwards[layer_idx]
         self.has_mlp, self.reads_values = kind != "none", kind in WITH_MEMORY
@@ -66,25 +70,33 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + self.mixed(hidden_states, **kwargs)
         return hidden_states + self.fed(hidden_states, read_values) if self.has_mlp else hidden_states
 
-    def mixed(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, **kwargs) -> Tensor:
-        """The output of the mixer with its norms, without the residual.
+    def mixed(
+        self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, local_embeddings: Any = None, **kwargs
+    ) -> Tensor:
+        """The output of the mixer with its norms and factor, without the residual.
 
         A packed sequence with a number that is not finite is not shown to the mixer, since attention multiplies the
         values of other sequences by zero, and zero times NaN is NaN. Its output is NaN.
         """
         before, after = self.norms[:2]
         x = self._norm(before, hidden_states)
+        if self.is_local:
+            kwargs["position_embeddings"] = local_embeddings
         if cu_seqlens is None:
-            return self._norm(after, self.mixer(x, **kwargs)[0])
+            return self._added(after, self.mixer(x, **kwargs)[0])
         finite = are_finite(x, cu_seqlens)
         output = self.mixer(blank(x, finite), cu_seqlens=cu_seqlens, **kwargs)[0]
-        return self._norm(after, output.masked_fill(~finite[..., None], torch.nan))
+        return self._added(after, output.masked_fill(~finite[..., None], torch.nan))
 
     def fed(self, hidden_states: Tensor, read_values: Callable | None = None) -> Tensor:
-        """The output of the feed-forward part with its norms, without the residual."""
+        """The output of the feed-forward part with its norms and factor, without the residual."""
         before, after = self.norms[2:]
         reads = (read_values,) if self.reads_values else ()
-        return self._norm(after, self.mlp(self._norm(before, hidden_states), *reads))
+        return self._added(after, self.mlp(self._norm(before, hidden_states), *reads))
+
+    def _added(self, norm: str, x: Tensor) -> Tensor:
+        x = self._norm(norm, x)
+        return x if self.factor == 1 else x * self.factor
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return getattr(self, name)(x) if name else x
@@ -134,6 +146,9 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
+            for x in module.parameters():
+                init.normal_(x, std=self.config.initializer_range)
         if hasattr(module, "init_own_parameters"):
             module.init_own_parameters()
 
@@ -151,6 +166,10 @@ class MemoryModel(MemoryPreTrainedModel):
         self.memory_values: Any = MemoryValues(config) if set(WITH_MEMORY) & set(config.feed_forwards) else None
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
+        if config.local_rope_layers:
+            local = copy.copy(config)
+            local.rope_parameters = config.local_rope_parameters
+            self.local_rotary_emb = RotaryEmbedding(local)
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
@@ -207,7 +226,7 @@ class MemoryModel(MemoryPreTrainedModel):
         hidden_states = self.run_layers(
             hidden_states,
             self._masks(inputs_embeds, attention_mask, past_key_values, position_ids),
-            position_embeddings=self.rotary_emb(hidden_states, position_ids),
+            **self.angles(hidden_states, position_ids),
             position_ids=position_ids,
             past_key_values=past_key_values,
             cu_seqlens=cu_seqlens,
@@ -220,6 +239,13 @@ class MemoryModel(MemoryPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             own_loss=sum(own_losses) if self.training and own_losses else None,
         )
+
+    def angles(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """What layers need to rotate queries and keys, as arguments of theirs."""
+        found = {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
+        if self.config.local_rope_layers:
+            found["local_embeddings"] = self.local_rotary_emb(hidden_states, position_ids)
+        return found
 
     def new_cache(self) -> Cache | None:
         """The cache that a forward with `use_cache` creates if none is given."""

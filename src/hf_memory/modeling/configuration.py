@@ -14,13 +14,13 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import check, check_each, check_names, check_numbers, check_word
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
-from hf_memory.modeling.options import AttentionWindow, ProductKeys, TeacherShape
+from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
 from hf_memory.ops.contract import BACKENDS
 
 
 @strict
-class MemoryConfig(TeacherShape, AttentionWindow, ProductKeys, HubConfigMixin, HubClassMixin, KnownToPeft):
+class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfigMixin, HubClassMixin, KnownToPeft):
     """Options that all families share. Those that Llama has too have Llama's names and meanings.
 
     Args:

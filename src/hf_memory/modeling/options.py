@@ -34,6 +34,10 @@ class TeacherShape(PreTrainedConfig):
             SDPA does not support it, so attention is then eager by default.
         final_logit_softcapping (`float`, *optional*): the same for the logits.
         embedding_multiplier (`float`, defaults to 1): factor that multiplies the embeddings before the first layer.
+        residual_multiplier (`float`, defaults to 1): factor that multiplies what mixer and MLP add, as in Granite.
+        local_rope_layers (`list[int]`, *optional*): 1 for a layer whose rotary positions are those of
+            `local_rope_parameters` in place of `rope_parameters`, as the layers with a window in Gemma-3; 0 for others.
+        local_rope_parameters (`dict`, *optional*): as `rope_parameters`, for these layers.
     """
 
     attention_output_bias: bool = False
@@ -45,6 +49,9 @@ class TeacherShape(PreTrainedConfig):
     attn_logit_softcapping: float | int | None = None
     final_logit_softcapping: float | int | None = None
     embedding_multiplier: float | int = 1.0
+    residual_multiplier: float | int = 1.0
+    local_rope_layers: list[int] | None = None
+    local_rope_parameters: dict | None = None
 
     def norms(self, layer_idx: int) -> tuple[str, str, str, str]:
         """Names of the norms before and after the mixer and the MLP of a layer; empty if there is none."""
@@ -55,6 +62,9 @@ class TeacherShape(PreTrainedConfig):
         super().validate_architecture()
         check_word("norm_placement", self.norm_placement, tuple(NORMS))
         check_each(self, "no_rope_layers", (self.no_rope_layers or self.layer_types)[: self.num_hidden_layers])
+        local, rope = self.local_rope_layers, self.local_rope_parameters
+        check_each(self, "local_rope_layers", local or self.layer_types)
+        check((local is None) == (rope is None), "local_rope_parameters", f"given with local_rope_layers={local}", rope)
 
 
 class AttentionWindow(PreTrainedConfig):
@@ -114,13 +124,30 @@ class AttentionWindow(PreTrainedConfig):
             check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
 
 
+class Experts(PreTrainedConfig):
+    """MLPs of which each token uses a few, as in Qwen3-MoE, in layers whose `mlp_types` is `"experts"`.
+
+    Args:
+        num_experts (`int`, defaults to 8): number of MLPs.
+        num_experts_per_tok (`int`, defaults to 2): number of those that a token uses.
+        moe_intermediate_size (`int`, defaults to 768): width of one.
+        norm_topk_prob (`bool`, defaults to `True`): whether the weights of the MLPs that a token uses add up to one.
+    """
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = True
+
+
 class ProductKeys(PreTrainedConfig):
     """What follows a mixer: an MLP, a memory layer with product keys, or both.
 
     Args:
-        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"memory"` (a memory layer
-            with product keys), `"mlp_and_memory"` (the sum of both) or `"none"`. Default: `"mlp"` in all layers, or
-            `"none"` with an `intermediate_size` of 0. All memory layers share one table of values.
+        mlp_types (`list[str]`, *optional*): what follows the mixer of each layer: `"mlp"`, `"experts"` (see `Experts`),
+            `"memory"` (a memory layer with product keys), `"mlp_and_memory"` (the sum of both) or `"none"`. Default:
+            `"mlp"` in all layers, or `"none"` with an `intermediate_size` of 0. All memory layers share one table of
+            values.
         num_product_keys (`int`, defaults to 1024): number of half keys of each kind and head; its square is the number
             of slots.
         product_key_heads (`int`, defaults to 4): number of queries of each token to the table.

@@ -20,10 +20,10 @@ MEMORIES = {family.config.model_type.removeprefix(PREFIX): family for family in 
 STUDENTS = {"attention": MEMORIES["transformer"], **MEMORIES}  # the first has attention over windows, and no memory
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # the teacher's head size, so that its projections fit
 OPEN = ("sliding_window", "attention_dropout", "initializer_range")  # options that may differ from the teacher's
-WINDOW = 128  # tokens that heads beside full heads see
+ATTENTION = ("full_attention", "sliding_attention")  # layer types of teachers
+WINDOW = 256  # tokens that heads beside full heads see
 SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
 PRESETS: dict[str, dict] = {
-    "attention": {"sliding_window": WINDOW, "num_sink_tokens": SINKS},
     "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
     "gated": {"output_gate": "sigmoid"},  # starts half open; silu starts closed
     "deltanet": {"output_gate": "sigmoid"},
@@ -56,6 +56,11 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
     return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
 
+def own_window(teacher: PreTrainedConfig) -> int | None:
+    """Tokens of the window that layers of a teacher have; None if all its layers see everything."""
+    return teacher.sliding_window if "sliding_attention" in attention_types(teacher) else None
+
+
 def find_student(name: str) -> Family:
     """The family with a given name.
 
@@ -77,10 +82,14 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     kinds, far_memory = attention_types(teacher), getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None
     new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
+    window = own_window(teacher) or WINDOW
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
+    if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", window) == own_window(teacher):
+        in_place_of = {"sliding_attention": "sliding_attention"}  # they are as short already
     shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
-    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if has_window else 0} | PRESETS.get(to, {})
+    presets |= {"memory_rope": True, "num_sink_tokens": SINKS if new != "memory" else 0} | PRESETS.get(to, {})
+    presets |= {"sliding_window": window} if to == "attention" else {}
     if options.get("attention_sinks"):
         presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
@@ -94,6 +103,12 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
             f"layers with one of {config.sliding_window}, got {sliding}"
         )
     return config  # type: ignore[return-value]
+
+
+def changed_layers(config: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
+    """The layers of a student that are not as in its teacher."""
+    kinds = zip(config.layer_types or (), attention_types(teacher))
+    return [i for i, (ours, theirs) in enumerate(kinds) if ours != theirs]
 
 
 def make_student(

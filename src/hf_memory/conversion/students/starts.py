@@ -72,7 +72,9 @@ def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows
     for i, mixer in mixers.items():
         hidden_states, angles = (seen[i][0][name] for name in ("hidden_states", "position_embeddings"))
         mixer.start_sinks(hidden_states, Positions(*angles), SINKS)
-        mixer.start_near(hidden_states, Positions(*student.model.rotary_emb(hidden_states, distances)))
+        is_local = student.model.layers[i].is_local
+        rotary = student.model.local_rotary_emb if is_local else student.model.rotary_emb
+        mixer.start_near(hidden_states, Positions(*rotary(hidden_states, distances)))
 
 
 @torch.no_grad()

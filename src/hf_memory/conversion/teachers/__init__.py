@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -49,6 +50,33 @@ def _gemma2_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str
     return {name: 1 + x if name.endswith("norm.weight") else x}  # its norms multiply by 1 + w
 
 
+def _gemma3(config: PreTrainedConfig) -> dict:
+    ropes = config.rope_parameters
+    return {
+        **_gemma2(config),
+        "embedding_multiplier": torch.tensor(config.hidden_size**0.5).item(),  # it keeps it in float32
+        "rope_parameters": ropes["full_attention"],
+        "local_rope_parameters": ropes["sliding_attention"],
+        "local_rope_layers": [int(kind == "sliding_attention") for kind in config.layer_types],
+    }
+
+
+def _granite(config: PreTrainedConfig) -> dict:
+    return {"query_pre_attn_scalar": config.attention_multiplier**-2}  # scores are divided by its square root
+
+
+def _granite_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
+    return {
+        name: x / config.logits_scaling if name == "model.norm.weight" else x
+    }  # the head, which may be tied, is not
+
+
+def _qwen3_moe(config: PreTrainedConfig) -> dict:
+    number, dense = config.num_hidden_layers, config.mlp_only_layers
+    has_experts = [i not in dense and (i + 1) % config.decoder_sparse_step == 0 for i in range(number)]
+    return {"mlp_types": ["experts" if x else "mlp" for x in has_experts]}
+
+
 class Teacher(NamedTuple):
     """A type of Transformer that can be converted, and how it differs from Llama.
 
@@ -69,6 +97,8 @@ class Teacher(NamedTuple):
 
 QK_NORMS = {"use_qk_norm": True}
 CAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+GRANITE = ("attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier")
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 TEACHERS = (
     Teacher("llama", ("attention_bias", "mlp_bias")),
     Teacher("mistral", ("sliding_window",)),
@@ -78,6 +108,16 @@ TEACHERS = (
     Teacher("olmo2", ("attention_bias",), {"norm_placement": "post", "qk_norm_whole_width": True, **QK_NORMS}),
     Teacher("phi3", ("sliding_window",), parts=_phi3_parts),
     Teacher("gemma2", ("sliding_window", "attention_bias", *CAPS), {"norm_placement": "both"}, _gemma2, _gemma2_parts),
+    Teacher(
+        "gemma3_text",
+        ("sliding_window", "attention_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
+        {"norm_placement": "both", **QK_NORMS},
+        _gemma3,
+        _gemma2_parts,
+    ),
+    Teacher("ministral", ("sliding_window",)),
+    Teacher("granite", GRANITE, others=_granite, parts=_granite_parts),
+    Teacher("qwen3_moe", ("sliding_window", "attention_bias", *EXPERTS), QK_NORMS, _qwen3_moe),
 )
 
 

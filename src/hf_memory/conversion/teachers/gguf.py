@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, read_gguf_metadata
+from transformers.integrations.gguf import convert_gguf_tokenizer, dequant, get_gguf_tokenizer, read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.integrations.gguf.reader import GgufHeader
 from transformers.utils import is_gguf_available
@@ -59,6 +60,22 @@ def find_gguf(name: str) -> Path | None:
     return files[0]
 
 
+def read_more_types() -> None:
+    """Let transformers read blocks of 32 weights in 5 bits, which files have where rows are no multiples of 256."""
+    import gguf
+
+    for kind in (gguf.GGMLQuantizationType.Q5_0, gguf.GGMLQuantizationType.Q5_1):
+        dequant.GGML_BLOCK.setdefault(kind.value, gguf.GGML_QUANT_SIZES[kind])
+        dequant.GGML_NAME.setdefault(kind.value, kind.name)
+        dequant._DEQUANT.setdefault(kind.value, partial(_dequantized, kind))
+
+
+def _dequantized(kind, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    import gguf
+
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).to(dtype)
+
+
 class UnsupportedFile(ValueError):
     """A GGUF file with something that would be lost."""
 
@@ -66,6 +83,7 @@ class UnsupportedFile(ValueError):
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     """A context in which errors of the readers, which expect files as they were written, become sentences."""
+    read_more_types()
     try:
         yield
     except (PermissionError, UnsupportedFile):

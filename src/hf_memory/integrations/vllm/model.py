@@ -239,12 +239,11 @@ class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
         model = self.model
         x = (model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
         x = x * self.config.embedding_multiplier
-        angles = model.rotary_emb(x, positions[None])
         x = model.run_layers(
             x,
             [None] * len(model.layers),
             position_ids=positions[None],
-            position_embeddings=angles,
+            **model.angles(x, positions[None]),
             read_values=model._read_values,
         )
         return model.norm(x)[0]
