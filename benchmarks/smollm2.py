@@ -200,8 +200,10 @@ def folder_of(name: str) -> Path:
     return WORK / name.replace("/", "-").replace(", ", "-").replace(" ", "-")
 
 
-def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens: Tensor) -> tuple[Path, float]:
-    """The folder of a student and the CPU seconds that it took, now or before."""
+def make(
+    name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens: Tensor, training: dict | None = None
+) -> tuple[Path, float]:
+    """The folder of a student and the CPU seconds that it took, now or before; `training` as of `Run`."""
     folder = folder_of(name)
     student, watch = folder / "student", folder / "cpu_seconds"
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,8 +211,9 @@ def make(name: str, recipe: Recipe, teacher: PreTrainedModel, tokenizer, tokens:
         clock = Stopwatch(watch)
         # the example goes on from these checkpoints
         checkpoints = WORK / "checkpoints" if recipe == recipe_of(example.RECIPE)[0] else folder / "checkpoints"
-        rounded = {"bf16": True} if recipe.options.get("attention_sinks") else {}  # as in the recipes of these students
-        run = Run(checkpoints, report=clock.tell, training=rounded)
+        if training is None:  # as in the recipes of these students
+            training = {"bf16": True} if recipe.options.get("attention_sinks") else {}
+        run = Run(checkpoints, report=clock.tell, training=training)
         made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), run)
         watch.write_text(str(clock.seconds))
         partial = folder / "student.partial"

@@ -45,9 +45,8 @@ def expected(q, k, v):
 
 def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
     context = Context(None, mask, cu_seqlens, states or {}, known=known)
-    tokens, count = context.places(q)
-    (o, _), new = MEMORY.attend(q, k, v, tokens, Scores(0.3), context)
-    return o, new | {"tokens_read": count}
+    o, _, new = MEMORY.attend(q, k, v, Scores(0.3), context)
+    return o, new | {"tokens_read": context.places(q)[1]}
 
 
 @pytest.mark.parametrize("T", [1, 3, 17, 31])

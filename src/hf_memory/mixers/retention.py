@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import Attended, Blocks, Scores
+from hf_memory.mixers.attention_blocks import Blocks, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
 from hf_memory.ops.contract import beside
-from hf_memory.ops.masks import Tokens
 
 DECAY = 0.8  # of the received attention, for each block
 
@@ -37,6 +37,25 @@ class Entries(NamedTuple):
     number: Tensor  # [B, H, stay + block] int32, of the token in the sequence, from 1; 0: no token
     received: Tensor  # [B, H, stay + block] float32, the attention that an entry has received
 
+    def of(self, places: slice) -> "Entries":
+        """Some of the entries."""
+        return Entries(*(x[:, :, places] for x in self))
+
+    def with_block(self, block: "Entries") -> "Entries":
+        """Those that stay, and then those of a block."""
+        return Entries(*(torch.cat(x, 2) for x in zip(self, block)))
+
+    def without(self, is_left: Tensor) -> "Entries":
+        """The same with no token where `is_left` [B, 1, 1 or n]."""
+        return self._replace(number=self.number.masked_fill(is_left, 0), received=self.received.masked_fill(is_left, 0))
+
+    def select(self, order: Tensor) -> "Entries":
+        """The entries at places [B, H, n]; faster than `gather`."""
+        B, H, size = self.number.shape
+        rows = size * torch.arange(B * H, device=order.device).view(B, H, 1)
+        index = (rows + order).flatten()
+        return Entries(*(x.flatten(0, 2).index_select(0, index).view(B, H, -1, *x.shape[3:]) for x in self))
+
 
 class Retention(NamedTuple):
     """The tokens that stay for each head: the first ones, those of the window, and `kept` others."""
@@ -45,6 +64,7 @@ class Retention(NamedTuple):
     first: int
     kept: int
     block: int  # number of tokens after which it is decided which ones stay
+    needs_mass: bool = False  # whether the masses of the softmax are asked for
 
     @property
     def stay(self) -> int:
@@ -58,50 +78,29 @@ class Retention(NamedTuple):
         return {"keys": State((*shape, D), None), "values": State((*shape, D), None), **numbers}
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, context: Context
-    ) -> tuple[Attended, States]:
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
+    ) -> tuple[Tensor, Tensor | None, States]:
         """Read new tokens.
 
         Args:
             q: queries [B, T, HQ, D], rotated.
             k: keys [B, T, H, D], rotated.
             v: values [B, T, H, D].
-            tokens: their positions; padding is at the end of rows.
             scores: how scores are computed.
-            context: the padding, the packing and the states.
+            context: the padding, which is at the ends of rows, the packing, and the states.
 
         Returns:
-            The outputs [B, T, HQ, D] with their mass in the softmax [B, T, HQ], and the states; none if packed.
+            The outputs [B, T, HQ, D], the logarithm of their mass in the softmax [B, T, HQ] if it is asked for, and
+            the states; none if packed.
         """
-        T = q.shape[1]
         if context.cu_seqlens is not None:
             bounds = [slice(*ends) for ends in pairwise(context.cu_seqlens.unique().tolist())]
             alone = context._replace(cu_seqlens=None)
-            apart = [self.attend(q[:, i], k[:, i], v[:, i], tokens.of(i), scores, alone)[0] for i in bounds]
-            o, mass = (torch.cat(x, 1) for x in zip(*apart))
-            return (o, mass), {}
-        entries = self._entries(k, context)
-        before, after = context.counts(q)
-        offset = before % self.block
-        if context.is_step(q) and context.known is not None and not torch.is_grad_enabled():
-            o, mass, entries = self._step(entries, q, k, v, scores, context.known)
-            return (o, mass), entries._asdict()
-        if T == 1:
-            o, mass, entries = self._read(entries, (q, k, v), tokens.position, offset, scores)
-            return (o, mass), entries._asdict()
-        width = T + (self.block - 1 if context.states else 0)  # a piece may begin anywhere in a block
-        place = torch.arange(-(-width // self.block) * self.block, device=q.device) - offset
-        position = torch.where((place >= 0) & (place < after - before), before + place, -1)
-        blocks = [take(x, place.clamp(0, T - 1)).split(self.block, 1) for x in (q, k, v)]
-        here = torch.arange(self.block, device=q.device).expand(len(q), -1)
-        read: list[list[Tensor]] = []
-        for block in zip(*blocks):
-            at = position[:, len(read) * self.block :][:, : self.block]
-            *attended, entries = self._read(entries, block, at, here, scores)
-            read.append(attended)
-        back = offset + torch.arange(T, device=q.device)
-        o, mass = (take(torch.cat(x, 1), back) for x in zip(*read))
-        return (o, mass), entries._asdict()
+            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone) for i in bounds]
+            return *(_joined(x) for x in list(zip(*apart))[:2]), {}
+        attend = self._token if context.is_step(q) else self._blocks
+        o, mass, entries = attend(q, k, v, scores, context)
+        return o, mass, entries._asdict()
 
     def _entries(self, k: Tensor, context: Context) -> Entries:
         if context.states:
@@ -109,74 +108,134 @@ class Retention(NamedTuple):
             return Entries(keys.to(k.dtype), values.to(k.dtype), *numbers)
         B, _, H, D = k.shape
         keys, values = (k.new_zeros(B, H, self.stay + self.block, D) for _ in range(2))
-        position, received = (
+        number, received = (
             k.new_zeros(B, H, self.stay + self.block, dtype=x) for x in (torch.int32, wide(k[:0]).dtype)
         )
-        return Entries(keys, values, position, received)
+        return Entries(keys, values, number, received)
 
-    def _read(self, entries: Entries, block: tuple[Tensor, ...], position: Tensor, place: Tensor, scores: Scores):
-        """Read q, k and v [B, c, heads, D] of one block, at positions [B, c], -1 at padding, and places [B, c] of the
-        block. Returns outputs, masses and entries."""
-        q, k, v = block
-        is_token, at = position >= 0, (self.stay + place)[:, None]
-        new = (k.transpose(1, 2), v.transpose(1, 2), position[:, None].int() + 1)
-        keys, values, number = (_written(x, at, y, is_token[:, None]) for x, y in zip(entries, new))
-        visible = (number[:, :, None] > 0) & (number[:, :, None] <= new[2][..., None])
-        o, mass, weights = _attended(q, keys, values, visible, scores)
-        begins, ends = ((is_token & (place == edge)).any(1)[:, None, None] for edge in (0, self.block - 1))
-        received = torch.where(begins, DECAY * entries.received, entries.received)
-        received = received + (weights.detach() * is_token[:, None, None, :, None]).sum((2, 3))
-        entries = self._after(Entries(keys, values, number, received.to(entries.received.dtype)), ends)
-        return o, mass, entries
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
+        """Read tokens block by block; the first block begins with those of its tokens that were read before.
+
+        Returns outputs, masses and entries.
+        """
+        T, c = q.shape[1], self.block
+        before, after = context.counts(q)
+        offset, entries = before % c, self._entries(k, context)
+        begun = entries.of(slice(self.stay, None))
+        width = T + (c - 1 if context.states else 0)  # a piece may begin anywhere in a block
+        place = torch.arange(-(-width // c) * c, device=q.device)
+        if context.states:
+            new = (place - offset).clamp(max=T - 1)
+            q, token = take(q, new.clamp(min=0)), torch.where(new < 0, place, c + new)
+            k, v = (take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, (k, v)))
+        else:
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, len(place) - T)) for x in (q, k, v))
+        number = torch.where(place < offset + after - before, before - offset + place + 1, 0).int()
+        received = F.pad(begun.received, (0, len(place) - c))
+        new = Entries(k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received)
+        asks = ((place >= offset) & (number > 0)).to(received.dtype)
+        o, mass, held, new = self._in_turn(entries.of(slice(self.stay)), new, q, asks, scores)
+        if context.states:
+            back = offset + torch.arange(T, device=q.device)
+            o, mass = take(o, back), None if mass is None else take(mass, back)
+        last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
+        block = new.select(last.clamp(max=len(place) - 1)[:, None].expand(-1, k.shape[2], -1))
+        return o[:, :T], None if mass is None else mass[:, :T], held.with_block(block.without((last >= len(place))[:, None]))
+
+    def _in_turn(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
+        """Read whole blocks of entries [B, H, blocks * block, ...] with queries that count where `asks` is 1.
+
+        Returns outputs, masses, the entries that stay in the end, and all with the attention that they received.
+        """
+        (B, H), c = held.number.shape[:2], self.block
+        later = torch.ones(c, c, dtype=torch.bool, device=q.device).triu(1).expand(B, H, c, c)
+        read, received = [], []
+        for of_block, asking, *block in zip(q.split(c, 1), asks.split(c, 1), *(x.split(c, 2) for x in new)):
+            entries = held.with_block(Entries(*block))
+            hidden = torch.cat([(held.number == 0)[:, :, None].expand(-1, -1, c, -1), later], -1)
+            o, mass, weights = self._attended(of_block, entries, hidden, scores)
+            counts = asking.repeat(1, weights.shape[2])[:, None, None]
+            entries = entries._replace(
+                received=DECAY ** asking[:, :1, None] * entries.received
+                + (counts @ weights.detach().to(counts.dtype).flatten(2, 3)).squeeze(2)
+            )
+            read.append((o, mass))
+            received.append(entries.received[:, :, self.stay :])
+            held = self._after(entries, block[2][:, :1, -1:] > 0)
+        o, mass = (_joined(x) for x in zip(*read))
+        return o, mass, held, new._replace(received=torch.cat(received, 2))
+
+    def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
+        """The same as `_blocks` for one token of each row."""
+        entries = self._entries(k, context)
+        if context.known is not None and not torch.is_grad_enabled():
+            return self._step(entries, q, k, v, scores, context.known)
+        before, c = context.counts(q)[0], self.block
+        at = (self.stay + before % c)[:, None]
+        new = (k.transpose(1, 2), v.transpose(1, 2), (before + 1)[:, None].int())
+        keys, values, number = (_written(x, at, y) for x, y in zip(entries, new))
+        o, mass, weights = self._attended(q, Entries(keys, values, number, at), (number == 0)[:, :, None], scores)
+        begins, ends = ((before % c == edge)[..., None] for edge in (0, c - 1))
+        received = torch.where(begins, DECAY * entries.received, entries.received) + weights.detach().sum((2, 3))
+        entries = Entries(keys, values, number, received.to(entries.received.dtype))
+        if not is_tracing(ends) and ends.device.type == "cpu" and not ends.any():
+            return o, mass, entries
+        block = entries.of(slice(self.stay, None)).without(ends)
+        return o, mass, self._after(entries, ends).with_block(block)
 
     def _step(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int):
-        """The same as `_read` for one token of each row at a position that all have, in place."""
-        place = position % self.block
-        here, end = self.stay + place, self.stay + place + 1
-        entries.keys[:, :, here], entries.values[:, :, here] = k[:, 0], v[:, 0]
-        entries.number[:, :, here] = position + 1
+        """The same for one token of each row at a position that all have, in place."""
+        n, place = self.stay, position % self.block
+        entries.keys[:, :, n + place], entries.values[:, :, n + place] = k[:, 0], v[:, 0]
+        entries.number[:, :, n + place] = position + 1
         if place == 0:
             entries.received.mul_(DECAY)
-        keys, values, number, received = (x[:, :, :end] for x in entries)
-        visible = None if position - place >= self.stay else (number > 0)[:, :, None]
-        o, mass, weights = _attended(q, keys, values, visible, scores)
-        received += weights.sum((2, 3))
+        seen = entries.of(slice(n + place + 1))
+        hidden = None if position - place >= n else (seen.number == 0)[:, :, None]
+        o, mass, weights = self._attended(q, seen, hidden, scores)
+        seen.received.add_(weights.sum((2, 3)))
         if place == self.block - 1:
-            entries = self._after(entries, torch.ones(len(q), 1, 1, dtype=torch.bool, device=q.device))
+            left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
+            for old, new in zip(entries, left):
+                old[:, :, :n] = new
+            for x in entries[2:]:
+                x[:, :, n:] = 0
         return o, mass, entries
 
+    def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
+        """Attention of queries [B, c, HQ, D] to entries, except for hidden ones [B, H, c, n].
+
+        Returns outputs, masses if they are asked for, and weights [B, H, G, c, n].
+        """
+        nowhere = q.new_zeros(1, 1)  # relations do not apply
+        keys, values = (x.transpose(1, 2) for x in entries[:2])
+        asked = scores.of(Blocks(q, keys, values, None, nowhere, nowhere))
+        if hidden is not None:
+            asked = asked.masked_fill_(hidden[:, :, None], -torch.inf)
+        weights = asked.softmax(-1)
+        o = (weights.to(q.dtype).flatten(2, 3) @ entries.values).unflatten(2, (-1, q.shape[1]))
+        mass = asked.logsumexp(-1).permute(0, 3, 1, 2).flatten(2) if self.needs_mass else None
+        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass, weights
+
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
-        """Drop entries of rows whose block ends, [B, 1, 1] bool."""
-        if ends.device.type == "cpu" and not is_tracing(ends) and not ends.any():
-            return entries
+        """Those that stay: after a block that ends, [B or 1, 1, 1] bool, the best, otherwise those before it."""
         number, n = entries.number, self.stay
-        always = (number > 0) & ((number <= self.first) | (number > number.amax(-1, keepdim=True) - self.size))
-        rank = entries.received.masked_fill(number == 0, -1).masked_fill(always, torch.inf)
-        best = rank.argsort(dim=-1, descending=True, stable=True)[..., :n].sort(-1).values
-        tail = torch.arange(n, number.shape[2], device=best.device).expand(*best.shape[:2], -1)
-        order = torch.cat([torch.where(ends, best, torch.arange(n, device=best.device)), tail], 2)
-        first = number.shape[2] * torch.arange(order[..., 0].numel(), device=best.device).view(*order.shape[:2], 1)
-        keys, values, number, received = (
-            x.flatten(0, 2).index_select(0, (first + order).flatten()).view_as(x) for x in entries
-        )  # faster than gather
-        is_left = ends & (torch.arange(number.shape[2], device=best.device) >= n)
-        return Entries(keys, values, number.masked_fill(is_left, 0), received.masked_fill(is_left, 0))
+        older = slice(number.shape[2] - self.size)  # than those of the window, which are the last ones
+        number, received = number[:, :, older], entries.received[:, :, older]
+        rank = received.masked_fill(number == 0, -1).masked_fill((number > 0) & (number <= self.first), torch.inf)
+        best = rank.argsort(dim=-1, descending=True, stable=True)[..., : n - self.size].sort(-1).values
+        window = torch.arange(older.stop, older.stop + self.size, device=best.device).expand(*best.shape[:2], -1)
+        order = torch.cat([best, window], 2)
+        return entries.select(torch.where(ends, order, torch.arange(n, device=best.device)))
 
 
-def _attended(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scores: Scores):
-    """Attention of queries [B, c, HQ, D] to entries [B, H, n, D], of which [B, H, c, n] are visible, or all.
-
-    Returns outputs, masses, and weights [B, H, G, c, n].
-    """
-    nowhere = q.new_zeros(1, 1)  # relations do not apply
-    weights, mass = scores.weights(Blocks(q, keys.transpose(1, 2), values.transpose(1, 2), visible, nowhere, nowhere))
-    o = (weights.to(values.dtype).flatten(2, 3) @ values).unflatten(2, (-1, q.shape[1]))
-    return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass[..., 0].permute(0, 3, 1, 2).flatten(2), weights
+def _joined(parts) -> Tensor | None:
+    """Results of parts of the tokens, which may be None."""
+    return None if parts[0] is None else torch.cat(parts, 1)
 
 
-def _written(x: Tensor, at: Tensor, new: Tensor, is_token: Tensor) -> Tensor:
-    """Entries x [B, H, n, ...] with new ones [B, 1 or H, c, ...] at places [B, 1, c] that have a token."""
+def _written(x: Tensor, at: Tensor, new: Tensor) -> Tensor:
+    """Entries x [B, H, n, ...] with a new one [B, 1 or H, 1, ...] at places [B, 1, 1]."""
     new = new.to(x.dtype).expand(-1, x.shape[1], *new.shape[2:])
-    at, is_token = (beside(y, x).expand_as(new) for y in (at, is_token))
     write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
-    return write(x, 2, at, torch.where(is_token, new, x.gather(2, at)))
+    return write(x, 2, beside(at, x).expand_as(new), new)

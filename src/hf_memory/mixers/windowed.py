@@ -71,9 +71,10 @@ class WindowedMixer(MemoryMixer):
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
         near, groups = len(self.near_heads), self.num_key_value_groups
-        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        has_sinks = config.attention_sinks and near > 0
+        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if has_sinks else None
         self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
-        self.retention = _retention(config) if config.num_kept_tokens else None
+        self.retention = _retention(config)._replace(needs_mass=has_sinks) if config.num_kept_tokens else None
         longer = config.full_attention_window
         self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
 
@@ -181,8 +182,8 @@ class WindowedMixer(MemoryMixer):
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
         if self.retention is not None:
-            attended, states = self.retention.attend(rotated, k, v, tokens, self.scores, context)
-            return (attended if self.sinks is None else self.sinks(attended))[0], states
+            o, mass, states = self.retention.attend(rotated, k, v, self.scores, context)
+            return o if self.sinks is None else self.sinks((o, mass))[0], states
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
