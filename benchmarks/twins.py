@@ -13,12 +13,16 @@ intervals over seeds.
 
 import hashlib
 import json
+import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -54,6 +58,11 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
 WINDOWS = {2048: 12, 8192: 2}  # tokens of a held-out window, and how many
 NEEDLES = (512, 1024, 2048, 4096, 7000)
 DEPTHS = 3
+CONTEXT = smollm2.CONTEXT
+COLUMNS = ("by position to 2048", "recall", "by position to 8192", "needles")
+PAGE = smollm2.ROOT / "docs" / "windows.md"
+START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of PAGE
+T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for so many seeds
 
 
 def recipes() -> dict[str, Recipe]:
@@ -111,44 +120,124 @@ def by_position(student: PreTrainedModel, teacher: nn.Module, held_out: Tensor, 
     return {"all": mean | {"ratio": torch.tensor(mean["ratio"]).exp().item()}, **dict(zip(map(str, found), each))}
 
 
-def measured(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer, held_out: Tensor) -> dict:
-    """All columns of a row that are of the student alone."""
+def measures(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer, held_out: Tensor) -> dict[str, Callable]:
+    """How each column of a row is measured, those that say most first."""
     remembered = Remembered(teacher, WORK / "teacher")
     gains = json.loads(smollm2.RESULTS.read_text(encoding="utf-8"))["teacher's recall, nats a token"]
-    found = {str(n): by_position(student, remembered, held_out, n) for n in WINDOWS}
-    recall = {gap: gain / gains[gap] for gap, gain in smollm2.recall(student, held_out).items()}
-    needles = {
-        str(n): float(hunt(student, tokenizer, samples_of(tokenizer, held_out, SINGLE, n, count=DEPTHS))[RIGHT])
-        for n in NEEDLES
+
+    def needles() -> dict[str, float]:
+        samples = {n: samples_of(tokenizer, held_out, SINGLE, n, count=DEPTHS) for n in NEEDLES}
+        return {str(n): float(hunt(student, tokenizer, x)[RIGHT]) for n, x in samples.items()}
+
+    return {
+        "cache at 8k / teacher": lambda: cache_bytes(student.config, CONTEXT) / cache_bytes(teacher.config, CONTEXT),
+        "by position to 2048": lambda: by_position(student, remembered, held_out, 2048),
+        "recall": lambda: {gap: gain / gains[gap] for gap, gain in smollm2.recall(student, held_out).items()},
+        "by position to 8192": lambda: by_position(student, remembered, held_out, 8192),
+        "needles": needles,
     }
-    share = cache_bytes(student.config, smollm2.CONTEXT) / cache_bytes(teacher.config, smollm2.CONTEXT)
-    return {"agreement": found, "recall": recall, "needles": needles, "cache at 8k / teacher": share}
+
+
+def complete(file: Path, name: str, recipe: Recipe, models: tuple, tokens: Tensor, held_out: Tensor) -> None:
+    """Make what is missing of a row; it is written after each column."""
+    row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if all(column in row for column in COLUMNS):
+        return
+    teacher, tokenizer = models
+    folder, seconds = smollm2.make(f"twins, {name}", recipe, teacher, tokenizer, tokens, {"bf16": True})
+    row |= {"name": name, "recipe": json.loads(json.dumps(asdict(recipe), default=str)), "CPU seconds": seconds}
+    student = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for column, measure in measures(student, teacher, tokenizer, held_out).items():
+        if column not in row:
+            row[column] = measure()
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            partial.rename(file)
+            print(name, column, row[column], flush=True)
+
+
+def students() -> dict[str, list[dict]]:
+    """The rows of each kind of student, one for each seed."""
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        found.setdefault(row["name"].rpartition(", ")[0], []).append(row)
+    order = list(dict.fromkeys(name.rpartition(", ")[0] for name in recipes()))
+    return {name: found[name] for name in sorted(found, key=order.index)}
+
+
+def over_seeds(rows: list[dict], value: Callable[[dict], float]) -> tuple[float, float] | None:
+    """The mean of a figure, and half of its 95 % interval by Student's t, 0 for one seed; None if it is missing."""
+    found = [value(row) for row in rows if all(column in row for column in COLUMNS)]
+    if not found:
+        return None
+    return statistics.mean(found), T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5 if found[1:] else 0.0
+
+
+def table(kinds: dict[str, list[dict]]) -> str:
+    """The students in Markdown."""
+    figures: dict[str, tuple[str, Callable[[dict], float]]] = {
+        "cache at 8,192": (".1%", lambda row: row["cache at 8k / teacher"]),
+        "KL": (".4f", lambda row: row["by position to 2048"]["all"]["kl"]),
+        "perplexity / teacher": (".3f", lambda row: row["by position to 2048"]["all"]["ratio"]),
+        "KL, last half of 8,192": (".3f", lambda row: row["by position to 8192"]["8192"]["kl"]),
+        "recall at 512": (".0%", lambda row: row["recall"]["512"]),
+        "at 2,048": (".0%", lambda row: row["recall"]["2048"]),
+        "needles": (".0%", lambda row: statistics.mean(row["needles"].values())),
+    }
+    lines = [["student", "seeds", *figures], ["---"] * (2 + len(figures))]
+    for name, rows in kinds.items():
+        cells = [over_seeds(rows, value) for _, value in figures.values()]
+        texts = [
+            "" if x is None else f"{x[0]:{form}}" + (f" ± {x[1]:{form}}" if x[1] else "")
+            for x, (form, _) in zip(cells, figures.values())
+        ]
+        lines.append([name, str(len(rows)), *texts])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(kinds: dict[str, list[dict]]) -> None:
+    """KL by position, and needles by length: a line for each kind of student, with a mark for each seed."""
+    plt.style.use("tableau-colorblind10")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, rows in kinds.items():
+        rows = [row for row in rows if all(column in row for column in COLUMNS)]
+        if not rows:
+            continue
+        places = [int(end) for end in rows[0]["by position to 8192"] if end != "all" and int(end) > 128]
+        curves = [[row["by position to 8192"][str(end)]["kl"] for end in places] for row in rows]
+        found = [[row["needles"][str(n)] for n in NEEDLES] for row in rows]
+        for axis, x, values in zip(axes, (places, NEEDLES), (curves, found)):
+            (line,) = axis.plot(x, [statistics.mean(y) for y in zip(*values)], label=f"{name} ({len(rows)})")
+            for y in values:
+                axis.plot(x, y, "o", color=line.get_color(), alpha=0.4, markersize=3)
+    axes[0].set(title="KL from the teacher by position", xscale="log", xlabel="up to this token")
+    axes[1].set(title="digits of needles that are most likely", xscale="log", xlabel="tokens of the text")
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1))
+    for axis, ticks in zip(axes, ((256, 512, 1024, 2048, 4096, 8192), NEEDLES)):
+        axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small", title="students (seeds)")
+    figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
 
 def main() -> None:
-    """Make the rows that are asked for, or all, and that are not there yet."""
+    """Make the rows that are asked for, or all, as far as they are missing; then the table and the picture."""
     logging.disable_progress_bar()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    file = str(smollm2.example.fetch_teacher())
-    teacher, tokenizer = load_teacher(file).eval(), load_tokenizer(file)
-    tokens = read_tokens([smollm2.example.fetch_text()], tokenizer, limit=400_000)
+    path = str(smollm2.example.fetch_teacher())
+    models = load_teacher(path).eval(), load_tokenizer(path)
+    tokens = read_tokens([smollm2.example.fetch_text()], models[1], limit=400_000)
     tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
     rows = recipes()
     for name in sys.argv[1:] or rows:
-        result = RESULTS / f"{name.replace(', ', '-').replace(' ', '_')}.json"
-        if result.exists():
-            continue
-        student, seconds = smollm2.make(f"twins, {name}", rows[name], teacher, tokenizer, tokens, {"bf16": True})
-        row = {
-            "name": name,
-            "recipe": json.loads(json.dumps(asdict(rows[name]), default=str)),
-            "CPU seconds": seconds,
-            **measured(AutoModelForCausalLM.from_pretrained(student), teacher, tokenizer, held_out),
-        }
-        partial = result.with_suffix(".partial")
-        partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-        partial.rename(result)
-        print(name, {n: round(x["all"]["kl"], 4) for n, x in row["agreement"].items()}, row["recall"], flush=True)
+        file = RESULTS / f"{name.replace(', ', '-').replace(' ', '_')}.json"
+        complete(file, name, rows[name], models, tokens, held_out)
+        draw(students())
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+        text = f"{before}{START}\n\n{table(students())}\n\n{END}{rest.partition(END)[2]}"
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

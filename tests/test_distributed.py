@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
 CONTEXT = SCRIPT.with_name("context_parallel_check.py")
 SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
-SHARDED += ("attention-sinks",)
+SHARDED += ("attention-sinks", "attention-kept")
 
 
 def run(command):
@@ -32,7 +32,8 @@ def run(command):
 def test_a_model_in_two_processes_equals_one(tmp_path):
     for case in CASES:
         if case.name in (*SHARDED, "transformer-reversible"):
-            make_model(case).save_pretrained(tmp_path / case.name)
+            options = {"full_attention_heads": None} if case.name == "attention-kept" else {}
+            make_model(case, **options).save_pretrained(tmp_path / case.name)
     spread = [f"logits/tp_size/{name}" for name in SHARDED]
     spread += [f"logits/fsdp_size/{SHARDED[0]}", f"logits/pp_size/{SHARDED[1]}"]
     spread += ["gradients/fsdp_size/transformer-reversible"]  # in one process its inputs are recomputed, and rounded

@@ -10,7 +10,7 @@ from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.retention import DECAY, Retention
 
-MEMORY = Retention(size=5, first=2, kept=4, block=3)
+MEMORY = Retention(size=5, first=2, kept=4, block=3, needs_mass=True)
 
 
 def make(T: int, B: int = 2):
@@ -20,14 +20,16 @@ def make(T: int, B: int = 2):
 
 
 def definition(q, k, v):
-    """The outputs of queries [T, groups, D] with one head of keys and values [T, D], and the tokens that are held."""
+    """The outputs and the mass of queries [T, groups, D] with one head of keys and values [T, D], [T, groups, D + 1],
+    and the tokens that are held."""
     held, received, outputs = [], torch.zeros(len(q), dtype=q.dtype), []
     for t in range(len(q)):
         if t % MEMORY.block == 0:
             received = DECAY * received
         held = [*held, t]
-        p = (0.3 * q[t] @ k[held].mT).softmax(-1)
-        outputs.append(p @ v[held])
+        scores = 0.3 * q[t] @ k[held].mT
+        p = scores.softmax(-1)
+        outputs.append(torch.cat([p @ v[held], scores.logsumexp(-1, keepdim=True)], -1))
         received = received.index_add(0, torch.tensor(held), p.detach().sum(0))
         if t % MEMORY.block == MEMORY.block - 1:
             always = [j for j in held if j < MEMORY.first or j > t - MEMORY.size]
@@ -45,8 +47,8 @@ def expected(q, k, v):
 
 def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
     context = Context(None, mask, cu_seqlens, states or {}, known=known)
-    o, _, new = MEMORY.attend(q, k, v, Scores(0.3), context)
-    return o, new | {"tokens_read": context.places(q)[1]}
+    (o, mass), new = MEMORY.attend(q, k, v, Scores(0.3), context)
+    return torch.cat([o, mass[..., None]], -1), new | {"tokens_read": context.places(q)[1]}
 
 
 @pytest.mark.parametrize("T", [1, 3, 17, 31])

@@ -23,6 +23,7 @@ from hf_memory.mixers.base import Context
 from hf_memory.mixers.far_memory import Leaving, SlotMemory, centroids
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.transformer.relations import RELATIONS
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.ops.masks import Tokens, all_tokens, causal, count, older, packed, sinks, window
 
 WINDOWS = {"layer_types": ["sliding_memory"] * 2, "sliding_window": 5, "num_sink_tokens": 2, "num_memory_slots": 6}
@@ -99,6 +100,13 @@ def test_heads_that_keep_more_are_causal_attention(longest):
 
 def make_config(**options):
     return hf_memory.LinearTransformerConfig(**{**SIZES, **WINDOWS, **options})
+
+
+def test_full_heads_are_refused_with_tensor_parallelism():
+    config = make_config(layer_types=["sliding_heads"] * 2, full_attention_heads=[[1], []])
+    q, k, v = heads(3, HQ=2, H=1)  # half of them
+    with pytest.raises(ValueError, match="full_attention_heads must be None with tensor parallelism"):
+        WindowedMixer(config, 0).attend(q, q, k, v, Context(None, None, None, {}))
 
 
 def test_a_slot_for_each_key_is_attention():

@@ -11,6 +11,7 @@ rest is dropped for good. That received attention tells which tokens will be nee
 (https://arxiv.org/abs/2306.14048); a moving average takes the place of its sum, and has no parameters either.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class Retention(NamedTuple):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context
-    ) -> tuple[Tensor, Tensor | None, States]:
+    ) -> tuple[Sequence[Tensor], States]:
         """Read new tokens.
 
         Args:
@@ -90,17 +91,17 @@ class Retention(NamedTuple):
             context: the padding, which is at the ends of rows, the packing, and the states.
 
         Returns:
-            The outputs [B, T, HQ, D], the logarithm of their mass in the softmax [B, T, HQ] if it is asked for, and
-            the states; none if packed.
+            The outputs [B, T, HQ, D], with the logarithms of their mass in the softmax [B, T, HQ] if they are asked
+            for; and the states, none if packed.
         """
         if context.cu_seqlens is not None:
             bounds = [slice(*ends) for ends in pairwise(context.cu_seqlens.unique().tolist())]
             alone = context._replace(cu_seqlens=None)
-            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone) for i in bounds]
-            return *(_joined(x) for x in list(zip(*apart))[:2]), {}
+            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0] for i in bounds]
+            return [torch.cat(x, 1) for x in zip(*apart)], {}
         attend = self._token if context.is_step(q) else self._blocks
-        o, mass, entries = attend(q, k, v, scores, context)
-        return o, mass, entries._asdict()
+        attended, entries = attend(q, k, v, scores, context)
+        return attended, entries._asdict()
 
     def _entries(self, k: Tensor, context: Context) -> Entries:
         if context.states:
@@ -114,10 +115,7 @@ class Retention(NamedTuple):
         return Entries(keys, values, number, received)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
-        """Read tokens block by block; the first block begins with those of its tokens that were read before.
-
-        Returns outputs, masses and entries.
-        """
+        """Read tokens block by block; the first block begins with those of its tokens that were read before."""
         T, c = q.shape[1], self.block
         before, after = context.counts(q)
         offset, entries = before % c, self._entries(k, context)
@@ -125,8 +123,8 @@ class Retention(NamedTuple):
         width = T + (c - 1 if context.states else 0)  # a piece may begin anywhere in a block
         place = torch.arange(-(-width // c) * c, device=q.device)
         if context.states:
-            new = (place - offset).clamp(max=T - 1)
-            q, token = take(q, new.clamp(min=0)), torch.where(new < 0, place, c + new)
+            back = (place - offset).clamp(max=T - 1)  # to the new tokens
+            q, token = take(q, back.clamp(min=0)), torch.where(back < 0, place, c + back)
             k, v = (take(torch.cat([x.transpose(1, 2), y], 1), token) for x, y in zip(begun, (k, v)))
         else:
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, len(place) - T)) for x in (q, k, v))
@@ -134,18 +132,17 @@ class Retention(NamedTuple):
         received = F.pad(begun.received, (0, len(place) - c))
         new = Entries(k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received)
         asks = ((place >= offset) & (number > 0)).to(received.dtype)
-        o, mass, held, new = self._in_turn(entries.of(slice(self.stay)), new, q, asks, scores)
+        attended, held, new = self._in_turn(entries.of(slice(self.stay)), new, q, asks, scores)
         if context.states:
-            back = offset + torch.arange(T, device=q.device)
-            o, mass = take(o, back), None if mass is None else take(mass, back)
+            attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
         last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
         block = new.select(last.clamp(max=len(place) - 1)[:, None].expand(-1, k.shape[2], -1))
-        return o[:, :T], None if mass is None else mass[:, :T], held.with_block(block.without((last >= len(place))[:, None]))
+        return [x[:, :T] for x in attended], held.with_block(block.without((last >= len(place))[:, None]))
 
     def _in_turn(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
-        """Read whole blocks of entries [B, H, blocks * block, ...] with queries that count where `asks` is 1.
+        """Read whole blocks of entries [B, H, blocks * block, ...] by queries that count where `asks` is 1.
 
-        Returns outputs, masses, the entries that stay in the end, and all with the attention that they received.
+        Returns also the entries that stay in the end, and all new ones with the attention that they received.
         """
         (B, H), c = held.number.shape[:2], self.block
         later = torch.ones(c, c, dtype=torch.bool, device=q.device).triu(1).expand(B, H, c, c)
@@ -153,17 +150,14 @@ class Retention(NamedTuple):
         for of_block, asking, *block in zip(q.split(c, 1), asks.split(c, 1), *(x.split(c, 2) for x in new)):
             entries = held.with_block(Entries(*block))
             hidden = torch.cat([(held.number == 0)[:, :, None].expand(-1, -1, c, -1), later], -1)
-            o, mass, weights = self._attended(of_block, entries, hidden, scores)
+            attended, weights = self._attended(of_block, entries, hidden, scores)
             counts = asking.repeat(1, weights.shape[2])[:, None, None]
-            entries = entries._replace(
-                received=DECAY ** asking[:, :1, None] * entries.received
-                + (counts @ weights.detach().to(counts.dtype).flatten(2, 3)).squeeze(2)
-            )
-            read.append((o, mass))
+            more = (counts @ weights.detach().to(counts.dtype).flatten(2, 3)).squeeze(2)
+            entries = entries._replace(received=DECAY ** asking[:, :1, None] * entries.received + more)
+            read.append(attended)
             received.append(entries.received[:, :, self.stay :])
             held = self._after(entries, block[2][:, :1, -1:] > 0)
-        o, mass = (_joined(x) for x in zip(*read))
-        return o, mass, held, new._replace(received=torch.cat(received, 2))
+        return [torch.cat(x, 1) for x in zip(*read)], held, new._replace(received=torch.cat(received, 2))
 
     def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """The same as `_blocks` for one token of each row."""
@@ -174,14 +168,14 @@ class Retention(NamedTuple):
         at = (self.stay + before % c)[:, None]
         new = (k.transpose(1, 2), v.transpose(1, 2), (before + 1)[:, None].int())
         keys, values, number = (_written(x, at, y) for x, y in zip(entries, new))
-        o, mass, weights = self._attended(q, Entries(keys, values, number, at), (number == 0)[:, :, None], scores)
+        attended, weights = self._attended(q, Entries(keys, values, number, at), (number == 0)[:, :, None], scores)
         begins, ends = ((before % c == edge)[..., None] for edge in (0, c - 1))
         received = torch.where(begins, DECAY * entries.received, entries.received) + weights.detach().sum((2, 3))
         entries = Entries(keys, values, number, received.to(entries.received.dtype))
         if not is_tracing(ends) and ends.device.type == "cpu" and not ends.any():
-            return o, mass, entries
+            return attended, entries
         block = entries.of(slice(self.stay, None)).without(ends)
-        return o, mass, self._after(entries, ends).with_block(block)
+        return attended, self._after(entries, ends).with_block(block)
 
     def _step(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scores: Scores, position: int):
         """The same for one token of each row at a position that all have, in place."""
@@ -192,7 +186,7 @@ class Retention(NamedTuple):
             entries.received.mul_(DECAY)
         seen = entries.of(slice(n + place + 1))
         hidden = None if position - place >= n else (seen.number == 0)[:, :, None]
-        o, mass, weights = self._attended(q, seen, hidden, scores)
+        attended, weights = self._attended(q, seen, hidden, scores)
         seen.received.add_(weights.sum((2, 3)))
         if place == self.block - 1:
             left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
@@ -200,12 +194,12 @@ class Retention(NamedTuple):
                 old[:, :, :n] = new
             for x in entries[2:]:
                 x[:, :, n:] = 0
-        return o, mass, entries
+        return attended, entries
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
         """Attention of queries [B, c, HQ, D] to entries, except for hidden ones [B, H, c, n].
 
-        Returns outputs, masses if they are asked for, and weights [B, H, G, c, n].
+        Returns outputs, with masses if they are asked for, and weights [B, H, G, c, n].
         """
         nowhere = q.new_zeros(1, 1)  # relations do not apply
         keys, values = (x.transpose(1, 2) for x in entries[:2])
@@ -214,8 +208,10 @@ class Retention(NamedTuple):
             asked = asked.masked_fill_(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)
         o = (weights.to(q.dtype).flatten(2, 3) @ entries.values).unflatten(2, (-1, q.shape[1]))
-        mass = asked.logsumexp(-1).permute(0, 3, 1, 2).flatten(2) if self.needs_mass else None
-        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), mass, weights
+        attended = [o.permute(0, 3, 1, 2, 4).flatten(2, 3)]
+        if self.needs_mass:
+            attended.append(asked.logsumexp(-1).permute(0, 3, 1, 2).flatten(2))
+        return attended, weights
 
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         """Those that stay: after a block that ends, [B or 1, 1, 1] bool, the best, otherwise those before it."""
@@ -227,11 +223,6 @@ class Retention(NamedTuple):
         window = torch.arange(older.stop, older.stop + self.size, device=best.device).expand(*best.shape[:2], -1)
         order = torch.cat([best, window], 2)
         return entries.select(torch.where(ends, order, torch.arange(n, device=best.device)))
-
-
-def _joined(parts) -> Tensor | None:
-    """Results of parts of the tokens, which may be None."""
-    return None if parts[0] is None else torch.cat(parts, 1)
 
 
 def _written(x: Tensor, at: Tensor, new: Tensor) -> Tensor:

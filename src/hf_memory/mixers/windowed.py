@@ -134,6 +134,9 @@ class WindowedMixer(MemoryMixer):
 
     def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
+        if self.full_heads and k.shape[2] < len(self.places):
+            heads = self.config.full_attention_heads
+            raise ValueError(f"full_attention_heads must be None with tensor parallelism, got {heads}")
         tokens, tokens_read = context.places(hidden_states)
         outputs, states = [], {"tokens_read": tokens_read}
         for heads, attend in ((self.near_heads, self._near), (self.full_heads, self._full)):
@@ -182,8 +185,8 @@ class WindowedMixer(MemoryMixer):
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         rotated, k = self.rotate(q, k, context.positions)
         if self.retention is not None:
-            o, mass, states = self.retention.attend(rotated, k, v, self.scores, context)
-            return o if self.sinks is None else self.sinks((o, mass))[0], states
+            attended, states = self.retention.attend(rotated, k, v, self.scores, context)
+            return (attended if self.sinks is None else self.sinks(attended))[0], states
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
         if self.far is None and self.sinks is None:
