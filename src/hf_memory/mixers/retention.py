@@ -47,8 +47,8 @@ class Entries(NamedTuple):
         return Entries(*(torch.cat(x, 2) for x in zip(self, block)))
 
     def without(self, is_left: Tensor) -> "Entries":
-        """The same with no token where `is_left` [B, 1, 1 or n]."""
-        return self._replace(number=self.number.masked_fill(is_left, 0), received=self.received.masked_fill(is_left, 0))
+        """The same with zeros where `is_left` [B, 1 or H, 1 or n]."""
+        return Entries(*(x.masked_fill(beside(is_left, x), 0) for x in self))
 
     def select(self, order: Tensor) -> "Entries":
         """The entries at places [B, H, n]; faster than `gather`."""
@@ -137,7 +137,9 @@ class Retention(NamedTuple):
             attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
         last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
         block = new.select(last.clamp(max=len(place) - 1)[:, None].expand(-1, k.shape[2], -1))
-        return [x[:, :T] for x in attended], held.with_block(block.without((last >= len(place))[:, None]))
+        return [x[:, :T] for x in attended], held.with_block(
+            block.without((block.number == 0) | (last >= len(place))[:, None])
+        )
 
     def _in_turn(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
         """Read whole blocks of entries [B, H, blocks * block, ...] by queries that count where `asks` is 1.
@@ -191,9 +193,7 @@ class Retention(NamedTuple):
         if place == self.block - 1:
             left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
             for old, new in zip(entries, left):
-                old[:, :, :n] = new
-            for x in entries[2:]:
-                x[:, :, n:] = 0
+                old[:, :, :n], old[:, :, n:] = new, 0
         return attended, entries
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
