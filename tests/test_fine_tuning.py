@@ -262,7 +262,7 @@ def test_a_scorer_may_have_a_padded_vocabulary_and_no_other(run, teacher, text, 
     command = ["convert", teacher, "--text", text, *FAST, "--scored-by", tmp_path / "larger"]
     assert run(*command, "--output", tmp_path / "student")[0] == 0
     assert yaml.safe_load((tmp_path / "student" / "run.yaml").read_text())["scored-by"] == str(tmp_path / "larger")
-    tokenizer.add_tokens("new")
+    assert tokenizer.add_tokens("unheard-of")
     tokenizer.save_pretrained(tmp_path / "larger")
     code, _, err = run(*command, "--output", tmp_path / "other")
     assert code == 2
