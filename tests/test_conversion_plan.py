@@ -292,6 +292,10 @@ def test_a_log_has_a_line_every_tenth_and_every_minute(monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 10
     assert printed[4] == "distillation: 50/100, loss 2.000, 32 tokens/s, 0:00:50 left"
+    lines(Progress("transfer", 0, 10))
+    now[0] += 10.0
+    lines(Progress("transfer", 5, 10, later=3.0, memory=2_000_000_000))
+    assert capsys.readouterr().out == "transfer: 5/10, 0:00:10 left, 0:01:10 of the run, 2.0 GB\n"
     for step in range(3):
         lines(Progress("measuring", step, 1000))
         now[0] += 61.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memory.conversion import Recipe, Schedule, resolve
+from hf_memory.conversion import Recipe, Run, Schedule, convert, resolve
 from hf_memory.conversion.costs import DEVICES, costs
 from hf_memory.conversion.students import build
 from teachers import make_teacher, text
@@ -87,3 +87,27 @@ def test_the_teacher_is_held_if_it_runs(top_k):
     held = [cost.parts["teacher"] for cost in (transfer, distillation, fine_tuning)]
     assert held == [teacher, 0 if top_k else teacher, 0]
     assert torch.tensor([cost.peak for cost in (transfer, distillation, fine_tuning)]).min() > 0
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_first_step(monkeypatch):
+    teacher, steps = make_teacher(), []
+    plan = plan_of(teacher, to="gated")
+    (cost,) = costs(plan)
+    run = Run(report=steps.append)
+    monkeypatch.setattr("hf_memory.conversion.costs.memory_for", lambda device: cost.peak - 1)
+    with pytest.raises(ValueError, match=r"memory for distillation must be 0.0 GB \(student 0.0, .*, got 0.0 GB"):
+        convert(teacher, text(), plan, run)
+    assert not steps
+    monkeypatch.setattr("hf_memory.conversion.costs.memory_for", lambda device: cost.peak)
+    convert(teacher, text(), plan, run)
+    assert all(step.memory > 0 for step in steps)
+
+
+def test_the_work_of_later_stages_is_in_proportion():
+    plan = plan_of(make_teacher(), to="gated", transfer=SCHEDULE, fine_tuning=SCHEDULE._replace(steps=6))
+    transfer, distillation, fine_tuning = plan.stages
+    teacher, student = plan.teacher_parameters, plan.student_parameters
+    assert plan.later(fine_tuning) == 0
+    assert plan.later(distillation) == pytest.approx(2 * 3 * student / (teacher + 3 * student))
+    all_that_follows = teacher + 9 * student
+    assert plan.later(transfer) == pytest.approx(all_that_follows / (teacher + 3 * transfer.learned))

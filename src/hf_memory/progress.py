@@ -14,6 +14,8 @@ class Progress(NamedTuple):
     tokens: int = 0  # tokens read in each step
     loss: float | None = None
     eval_loss: float | None = None  # on text that nothing is trained on
+    later: float = 0.0  # work of the tasks that follow, in multiples of this one
+    memory: int = 0  # most bytes that were held so far
 
 
 def silent(progress: Progress) -> None:

@@ -39,7 +39,9 @@ class Bars:
         if bar is None or now.done < done:
             bar = self.bars.add_task(visible(now.task), loss="")
         self.of_task[now.task] = bar, now.done
-        self.bars.update(bar, completed=now.done, total=now.total or None, loss=", ".join(_losses(now)))
+        self.bars.update(bar, completed=now.done, total=now.total or None)
+        rate = self.bars.tasks[self.bars.task_ids.index(bar)].speed
+        self.bars.update(bar, loss=", ".join([*_losses(now), *_run(now, rate or 0)]))
 
 
 class Lines:
@@ -70,9 +72,16 @@ class Lines:
             words.append(f"{rate * now.tokens:,.0f} tokens/s")
         if now.total and rate:
             words.append(f"{timedelta(seconds=round((now.total - now.done) / rate))} left")
-        return ", ".join(words)
+        return ", ".join(words + _run(now, rate))
 
 
 def _losses(now: Progress) -> list[str]:
     losses = {"loss": now.loss, "validation": now.eval_loss}
     return [f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None]
+
+
+def _run(now: Progress, rate: float) -> list[str]:
+    """The time until the end of all tasks, and the memory."""
+    left = (now.total - now.done + now.later * now.total) / rate if rate else 0
+    later = [f"{timedelta(seconds=round(left))} of the run"] if now.later and left else []
+    return later + ([f"{now.memory / 1e9:.1f} GB"] if now.memory else [])

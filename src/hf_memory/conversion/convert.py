@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import claim
+from hf_memory.conversion.costs import check_memory
 from hf_memory.conversion.plan import Plan, Stage, check_run, check_space
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
@@ -74,13 +75,15 @@ def convert(
     _check_same(plan, teacher, tokens)
     if (scorer and scorer.config.vocab_size) != (plan.scorer and plan.scorer.vocab_size):
         raise ValueError(f"scorer must be the one of the plan, got {type(scorer).__name__}")
+    observed = teacher.eval() if quantized is None else quantized
     check_run(plan, run)
     check_space(plan, run)
+    check_memory(plan, run, observed.device)
     if run.checkpoints and processes().is_main_process:
         models = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
         models |= {"tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
-    observed, ranking = teacher.eval() if quantized is None else quantized, ()
+    ranking: tuple[LayerScore, ...] = ()
     if plan.ranks_heads:
         (heads,) = broadcast_object_list([rank_heads(observed, tokens)])
         plan = plan.retrieving(heads)
@@ -91,7 +94,7 @@ def convert(
     losses = {}
     for stage in plan.stages:
         scores = scorer if scorer and stage.slot == "distillation" else observed
-        losses[stage.name] = _learn(stage, student, scores, tokens, plan, run.of(stage.slot))
+        losses[stage.name] = _learn(stage, student, scores, tokens, plan, run.of(stage.slot, plan.later(stage)))
     student.config.use_cache = True  # the Trainer turns it off
     return Conversion(student, plan, weights, losses, ranking)
 

@@ -6,6 +6,7 @@ as if all weights learned, which is a little more. Full attention counts with a 
 """
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,9 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_memory.conversion.plan import BYTES, Plan, Stage
+from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.divergence import SLICE
+from hf_memory.conversion.stages.sharding import is_sharded, processes
 from hf_memory.conversion.stages.transfer import AttentionTransfer
+from hf_memory.files.memory import memory_for
 
+TINY = 1000  # times its weights is more than a student needs
 UTILISATION = 0.35  # assumed part of a device's peak that matrix products reach, all other work included
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention of the CPU, where layers are traced
 
@@ -86,6 +91,21 @@ def costs(plan: Plan, training: Mapping[str, Any] = {}, *, processes: int = 1) -
         processes: number of processes that share rows and shard models, as with FSDP2.
     """
     return [_cost(stage, plan, training, processes) for stage in plan.stages]
+
+
+def check_memory(plan: Plan, run: Run, device: torch.device) -> None:
+    """Raise ValueError if a stage needs more memory than a device has for this process; other models hold theirs."""
+    free, shares = memory_for(device), processes().num_processes if is_sharded() else 1
+    if TINY * BYTES * plan.student_parameters < free or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
+        return
+    for cost in costs(plan, run.training, processes=shares):
+        if cost.peak > free:
+            parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in cost.parts.items())
+            raise ValueError(
+                f"memory for {cost.stage.name} must be {cost.peak / 1e9:,.1f} GB ({parts}), got {free / 1e9:,.1f} GB "
+                f"of {device.type}; less is needed with a smaller batch_size, length or chunk_length, with "
+                "activation_checkpointing of training, a train of lora:8, or teacher_bits"
+            )
 
 
 def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int) -> Cost:

@@ -108,6 +108,19 @@ class Plan:
         """Whether the ranking is of heads, by their retrieval in the teacher, so that it needs no student."""
         return bool(self.ranked_heads) or (self.ranked > 0 and self.recipe.to == "attention")
 
+    def later(self, stage: Stage) -> float:
+        """About how much work follows a stage, in multiples of its own: tokens times the weights that they meet."""
+        works = [self._work(x) for x in self.stages]
+        place = self.stages.index(stage)
+        return sum(works[place + 1 :]) / works[place]
+
+    def _work(self, stage: Stage) -> float:
+        if stage.slot == "transfer":
+            return stage.schedule.tokens * (self.teacher_parameters + 3 * stage.learned)
+        is_scored = stage.slot == "distillation" and stage.cross_entropy < 1
+        scorer = (self.scorer_parameters or self.teacher_parameters) if is_scored else 0
+        return stage.schedule.tokens * (scorer + 3 * self.student_parameters)
+
     def keeping(self, layers: tuple[int, ...]) -> "Plan":
         """The plan with the layers that the ranking has chosen."""
         to, options = str(self.recipe.to), self.recipe.options

@@ -71,6 +71,7 @@ class Run:
             the loss of each stage on `validation` is found every so many steps, and with `load_best_model_at_end` a
             stage ends with the weights whose loss was least.
         validation: text that nothing is trained on, for `eval_steps`.
+        later: work of the stages that follow, in multiples of a stage, for its progress reports.
         is_claimed: whether `checkpoints` is already known to belong to this run.
     """
 
@@ -80,11 +81,12 @@ class Run:
     report: Callable[[Progress], None] = silent
     training: Mapping[str, Any] = field(default_factory=dict)
     validation: Text | Tensor | None = None
+    later: float = 0.0
     is_claimed: bool = False
 
-    def of(self, stage: str) -> "Run":
+    def of(self, stage: str, later: float = 0.0) -> "Run":
         """The options for one stage, with a subfolder for its checkpoints."""
-        return replace(self, checkpoints=self.checkpoints and self.checkpoints / stage, is_claimed=True)
+        return replace(self, checkpoints=self.checkpoints and self.checkpoints / stage, later=later, is_claimed=True)
 
     def arguments(self, schedule: Schedule, **others) -> TrainingArguments:
         """TrainingArguments for a schedule, whose batch size is that of all processes; `others` are passed on."""

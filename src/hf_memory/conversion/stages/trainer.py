@@ -20,6 +20,7 @@ from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.sharding import processes, sharded_learner, whole
 from hf_memory.convertible import Convertible
 from hf_memory.files.folders import written
+from hf_memory.files.memory import memory_held
 from hf_memory.files.text import Text
 from hf_memory.progress import History, Progress
 
@@ -31,15 +32,13 @@ class Reporter(TrainerCallback):
     """A callback that reports the progress of a stage."""
 
     def __init__(self, run: Run, schedule: Schedule):
-        self.report, self.schedule = run.report, schedule
+        self.run, self.schedule = run, schedule
         self.loss = self.eval_loss = None
-
-    def _tokens(self, step: int) -> int:
-        return self.schedule.batch_size * self.schedule.length_in(step)
+        self.memory = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Report the step at which training begins or resumes."""
-        self.report(Progress(args.run_name, state.global_step, state.max_steps, self._tokens(0)))
+        self._report(args, state)
 
     def on_log(self, args, state, control, logs, **kwargs):
         """Remember the latest losses."""
@@ -47,8 +46,13 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Report the step."""
-        done = state.global_step
-        self.report(Progress(args.run_name, done, state.max_steps, self._tokens(done - 1), self.loss, self.eval_loss))
+        self._report(args, state)
+
+    def _report(self, args, state) -> None:
+        done, self.memory = state.global_step, max(self.memory, memory_held())
+        tokens = self.schedule.batch_size * self.schedule.length_in(max(0, done - 1))
+        now = Progress(args.run_name, done, state.max_steps, tokens, self.loss, self.eval_loss)
+        self.run.report(now._replace(later=self.run.later, memory=self.memory))
 
 
 class StageTrainer(Trainer):
