@@ -48,7 +48,6 @@ FACTS = {
     "past tense of": "go went, see saw, run ran, eat ate, give gave, take took, write wrote, come came, "
     "find found, make made, sing sang, buy bought",
 }
-HEADINGS = ("Introduction", "History", "Methods", "Results", "Costs", "Weather", "People", "Food", "Music", "Travel")
 ROWS = 16  # of a table that are scored
 Scorer = Callable[[str], float]  # the score of an answer, from 0 to 1
 
@@ -143,6 +142,10 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def _copying(dice: Random, room: int) -> Question:
     words = dice.sample(NOUNS + COLORS + PETS, 6)
     return Question(f"Repeat these words: {' '.join(words)}", " ".join(words), alike(words, str.split))
@@ -157,7 +160,7 @@ def _capitals(dice: Random, room: int) -> Question:
 def _numbering(dice: Random, room: int) -> Question:
     things = dice.sample(THINGS[dice.choice(list(THINGS))], 4)
     rows = [f"{i}. {thing}" for i, thing in enumerate(things, 1)]
-    return Question(f"Write as a numbered list: {', '.join(things)}", "\n".join(rows), alike(rows, str.splitlines))
+    return Question(f"Write as a numbered list: {', '.join(things)}", "\n".join(rows), alike(rows, _lines))
 
 
 def _json(dice: Random, room: int) -> Question:
@@ -220,15 +223,6 @@ def _variables(dice: Random, room: int, hops: int = 1) -> Question:
     )
 
 
-def _headings(dice: Random, room: int, number: int = 4) -> Question:
-    """A text with headings, which are asked for in their order."""
-    headings = dice.sample(HEADINGS, number)
-    parts = [f"Chapter {i}: {x}. {_hidden(dice, [], max(1, room // number))}" for i, x in enumerate(headings, 1)]
-    asked = "\n".join([*parts, "List the chapters of this text in their order."])
-    first, *others = (f"Chapter {i}: {x}" for i, x in enumerate(headings, 1))
-    return Question(asked, ", ".join(["", *others]) + ".", alike(_words(" ".join(others)), _words), begun=first)
-
-
 def _table(dice: Random, room: int) -> Question:
     """A table, which is to be written again."""
     rows = [f"{i}. {dice.choice(NAMES)}, {dice.choice(CITIES)}, {dice.choice(COLORS)}" for i in range(1, room + 2)]
@@ -236,16 +230,14 @@ def _table(dice: Random, room: int) -> Question:
     return Question(
         "\n".join(["Write this table again:", *rows]),
         "\n".join(["", *others]),
-        alike(others[:ROWS], lambda text: text.split("\n")[1 : ROWS + 1]),
+        alike(others[:ROWS], lambda text: _lines(text)[:ROWS]),
         begun=first,
     )
 
 
 def _first_turn(dice: Random, room: int) -> Question:
     """A conversation in which the last question is about the first turn."""
-    about, values = dice.choice(
-        [("favorite color", COLORS), ("home town", CITIES), ("pet", [f"a {pet}" for pet in PETS]), ("name", NAMES)]
-    )
+    about, values = dice.choice([("name", NAMES), ("home town", CITIES), ("pet", [f"a {pet}" for pet in PETS])])
     answer = dice.choice(values)
     before = [f"My {about} is {answer}. Please remember it.", f"I will remember that your {about} is {answer}."]
     for first in range(0, room, 8):
@@ -277,14 +269,11 @@ INSTRUCTIONS = {
 }
 RETRIEVAL = {
     "needle": Kind(_needle, new_tokens=24, **LONG),
-    "needle of 2 keys": Kind(partial(_needle, keys=2), new_tokens=24, chance=1 / 2, **LONG),
+    "needle of 4 keys": Kind(partial(_needle, keys=4), new_tokens=24, chance=1 / 4, **LONG),
     "2 values": Kind(partial(_needle, values=2), new_tokens=24, **LONG),
     "variables": Kind(_variables, new_tokens=16, **LONG),
 }
-LONG_ANSWERS = {
-    "headings": Kind(_headings, new_tokens=24, **LONG),
-    "table": Kind(_table, new_tokens=200, **LONG),
-}
+LONG_ANSWERS = {"table": Kind(_table, new_tokens=200, **LONG)}
 TURNS = {"first turn": Kind(_first_turn, shots=0, new_tokens=12, chance=1 / 10, has_length=True)}
 REASONING = {
     "chain_sum": Kind(partial(_of_gym, name="chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)),
