@@ -37,21 +37,26 @@ SHUT = tl.constexpr(-150.0)  # below it e^g is zero, and so is its gradient
 
 
 @triton.jit
-def _block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
+def block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
     """The first slot of sequence n among the stored states; packed sequences have one more slot for a partial block."""
     return start // CHUNK + n if cu_seqlens is not None else n * ((T + CHUNK - 1) // CHUNK)
 
 
 @triton.jit
-def _add_within(x, P, y, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+def add_within(x, P, y, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
     """x [C, BK] plus the sum over columns j of P_ij y_j, with the decay from j to i, or OF_KEYS from i to j."""
     if DECAY == 2:
-        rows = tl.arange(0, C)
-        x += tl.sum(tl.where(rows[:, None] == rows[None, :], P, 0.0), axis=1)[:, None] * y
+        ROWS: tl.constexpr = x.shape[0]  # C, or 2 C with two rows of each token
+        tokens = tl.arange(0, ROWS) % C
+        same = tl.where(tokens[:, None] == tokens[None, :], P, 0.0)
+        if ROWS > C:
+            x += tl.dot(tl.cast(same, y.dtype), y, input_precision=PRECISION)
+        else:
+            x += tl.sum(same, axis=1)[:, None] * y
         for level in tl.static_range(6):
             if 2**level < C:
-                decay = decay_of_level(gates, 2**level, C)
-                P_c = tl.cast(tl.where(level_of_pairs(2**level, C, OF_KEYS), P, 0.0), y.dtype)
+                decay = decay_of_level(gates, 2**level, C, ROWS, PRECISION)
+                P_c = tl.cast(tl.where(level_of_pairs(2**level, C, ROWS, OF_KEYS), P, 0.0), y.dtype)
                 x += decay * tl.dot(P_c, tl.cast(y * decay, y.dtype), input_precision=PRECISION)
     else:
         if DECAY == 1:
@@ -100,7 +105,7 @@ def dq_kernel(
     i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    slot = _block_slot(cu_seqlens, start, n, T, CHUNK)
+    slot = block_slot(cu_seqlens, start, n, T, CHUNK)
     in_s = in_v[:, None] & in_k[None, :]
     i_s = (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None]
     S = tl.load(S0 + i_s, mask=in_s, other=0.0)
@@ -127,7 +132,7 @@ def dq_kernel(
             P *= w_c[None, :]
             leave *= w_c[:, None]
         P = tl.where(rows[:, None] >= rows[None, :], P, 0.0)
-        dq_c = _add_within(dq_c * enter, P, k_c, gates, C, DECAY, False, PRECISION)
+        dq_c = add_within(dq_c * enter, P, k_c, gates, C, DECAY, False, PRECISION)
         store_rows(dq, dq_c, t, in_t, hv, HV, i_k, in_k, K)
         if DECAY == 1:
             db_c = tl.sum(tl.cast(load_rows(q, t, in_t, h, H, i_k, in_k, K), tl.float32) * dq_c, axis=1)
@@ -136,7 +141,7 @@ def dq_kernel(
             R = split_dot(dr_c, tl.trans(v_c), PARTS, PRECISION)
             R = tl.where(rows[:, None] > rows[None, :], -w_c[None, :] * R, 0.0)
             dk_c = -enter * split_dot(dr_c, tl.cast(S, dr_c.dtype), PARTS, PRECISION)
-            dk_c = _add_within(dk_c, R, k_c, gates, C, DECAY, False, PRECISION)
+            dk_c = add_within(dk_c, R, k_c, gates, C, DECAY, False, PRECISION)
             store_rows(dk, dk_c, t, in_t, hv, HV, i_k, in_k, K)
             if DECAY == 1:
                 db_c += tl.sum(tl.cast(k_c, tl.float32) * dk_c, axis=1)
@@ -201,7 +206,7 @@ def dk_kernel(
     i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     start, end = sequence_bounds(cu_seqlens, n, T)
-    slot = _block_slot(cu_seqlens, start, n, T, CHUNK)
+    slot = block_slot(cu_seqlens, start, n, T, CHUNK)
     in_s = in_v[:, None] & in_k[None, :]
     dS = tl.zeros([BV, BK], tl.float32)
     if dST is not None:
@@ -239,12 +244,12 @@ def dk_kernel(
             P += dd_c[None, :]
             dk_c += dz[None, :]
         P = tl.where(rows[:, None] <= rows[None, :], P, 0.0)
-        dk_c = _add_within(dk_c * leave, P, q_c, gates, C, DECAY, True, PRECISION)
+        dk_c = add_within(dk_c * leave, P, q_c, gates, C, DECAY, True, PRECISION)
         if dr is not None:
             dr_c = load_rows(dr, t, in_t, hv, HV, i_v, in_v, V)
             R = split_dot(v_c, tl.trans(dr_c), PARTS, PRECISION)
             R = tl.where(rows[:, None] < rows[None, :], -R, 0.0)
-            dk_c = _add_within(dk_c, R, k_c, gates, C, DECAY, True, PRECISION)
+            dk_c = add_within(dk_c, R, k_c, gates, C, DECAY, True, PRECISION)
         i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
         in_tk = in_t[:, None] & in_k[None, :]
         dk_all = dk_c
@@ -263,12 +268,12 @@ def dk_kernel(
                 dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail
                 tl.store(dg + i_t, tl.where(gates < SHUT, 0.0, dg_c), mask=in_tk)
                 tail += total
-            else:  # in one dimension: Triton before 3.7 compiles no cumsum of [C, 1]
+            else:  # cumsum in one dimension, sums in two: Triton 3.6 compiles nothing else, for sm_100
                 i_g = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
                 db_c = tl.load(db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
-                total = tl.sum(db_c, axis=0)
-                dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tl.sum(tl.sum(tail, axis=1), axis=0)
-                tl.store(dg + i_g, tl.where(gates < SHUT, 0.0, dg_c), mask=in_t)
+                total = tl.sum(db_c[:, None], axis=0)[:, None]
+                dg_c = total + tail + (db_c - tl.cumsum(db_c, axis=0))[:, None]
+                tl.store(dg + i_g[:, None], tl.where(gates[:, None] < SHUT, 0.0, dg_c), mask=in_t[:, None])
                 tail += total
             dS *= whole
         dS += scale * write_transposed(q_c, do_c, enter, DECAY, PRECISION)

@@ -56,6 +56,18 @@ def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dt
     return chunk, {**walk, "num_stages": 3 if common["C"] == 32 else 1}
 
 
+def rank_one_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """The same with a and b: of the kernel for chunks, which takes key channels in turn, and of gradients."""
+    common, width_k, width_v = shared_constants(HV, HV, K, V, VECTOR, dtype)
+    wide = dtype == torch.float32 or max(width_k, width_v) > 128
+    common = {name: x for name, x in common.items() if name not in ("H", "DECAY")} | {"C": 16, "num_stages": 1}
+    chunk = {name: x for name, x in common.items() if name != "V"}
+    chunk |= {"BK": min(width_k, 32), "num_warps": 2, "num_stages": 2}
+    tile = TILE // 2 if wide else 2 * TILE
+    by_key = {**common, "CHUNK": CHUNK, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "num_warps": 8}
+    return chunk, {**by_key, "PARTS": max(1, width_v // 32) if wide else 1}
+
+
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """A function that runs a kernel on the device of its tensors; Triton alone would take the current device."""
 

@@ -164,12 +164,38 @@ def write_transposed(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def level_of_pairs(SIZE: tl.constexpr, C: tl.constexpr, OF_KEYS: tl.constexpr):
-    """Pairs [C, C] of a later row i and an earlier column j in the two halves of a block of 2 SIZE; OF_KEYS transposed.
+def load_pairs(x, y, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+    """Rows of x, then those of y: `load_rows` for t [2 C], which has the same tokens twice."""
+    at = (t[:, None] * heads + h) * D + i[None, :]
+    is_x = (tl.arange(0, t.shape[0]) < t.shape[0] // 2)[:, None]
+    return tl.load(tl.where(is_x, x + at, y + at), mask=in_t[:, None] & in_i[None, :], other=0.0)
 
-    Each pair of different tokens of a chunk is in one of the levels SIZE = 1, 2, 4 ... C / 2.
+
+@triton.jit
+def store_pairs(x, y, value, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+    """The inverse of `load_pairs`, for x and y of one dtype."""
+    at = (t[:, None] * heads + h) * D + i[None, :]
+    is_x = (tl.arange(0, t.shape[0]) < t.shape[0] // 2)[:, None]
+    tl.store(tl.where(is_x, x + at, y + at), tl.cast(value, x.dtype.element_ty), mask=in_t[:, None] & in_i[None, :])
+
+
+@triton.jit
+def decay_over(gates, between, PRECISION: tl.constexpr):
+    """Decays [ROWS, BK] over the tokens [C] that `between` [ROWS, C] marks for each row, of gates [C, BK].
+
+    Sums are products with zeros and ones, so that none is the difference of two large ones.
     """
-    halves = tl.arange(0, C) // SIZE
+    return tl.exp2(tl.dot(tl.where(between, 1.0, 0.0), tl.maximum(gates, SHUT), input_precision=PRECISION))
+
+
+@triton.jit
+def level_of_pairs(SIZE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Pairs [ROWS, ROWS] of a later row i and an earlier column j in the two halves of a block of 2 SIZE tokens.
+
+    Each pair of different tokens of a chunk is in one of the levels SIZE = 1, 2, 4 ... C / 2; OF_KEYS transposed. With
+    ROWS = 2 C all tokens have a second row.
+    """
+    halves = tl.arange(0, ROWS) % C // SIZE
     if OF_KEYS:
         pairs = (halves[:, None] % 2 == 0) & (halves[:, None] + 1 == halves[None, :])
     else:
@@ -178,30 +204,30 @@ def level_of_pairs(SIZE: tl.constexpr, C: tl.constexpr, OF_KEYS: tl.constexpr):
 
 
 @triton.jit
-def decay_of_level(gates, SIZE: tl.constexpr, C: tl.constexpr):
-    """Decays [C, BK] between each token and the middle of its block of 2 SIZE, of which no exponent is positive.
+def decay_of_level(gates, SIZE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Decays [ROWS, BK] between each token and the middle of its block of 2 SIZE, of which no exponent is positive.
 
-    The product of two of them is the decay between the tokens of a pair. Sums are products with zeros and ones, so that
-    none is the difference of two large ones.
+    The product of two of them is the decay between the tokens of a pair. A second row reads before its token decays.
     """
-    rows = tl.arange(0, C)
-    i, t = rows[:, None], rows[None, :]
-    between = (i // SIZE == t // SIZE) & tl.where(i // SIZE % 2 == 1, t <= i, t > i)
-    sums = tl.dot(tl.where(between, 1.0, 0.0), tl.maximum(gates, SHUT), input_precision="tf32x3")
-    return tl.exp2(sums)
+    rows, t = tl.arange(0, ROWS), tl.arange(0, C)[None, :]
+    i = (rows % C)[:, None]
+    until = i - (rows // C)[:, None]
+    between = (i // SIZE == t // SIZE) & tl.where(i // SIZE % 2 == 1, t <= until, t > i)
+    return decay_over(gates, between, PRECISION)
 
 
 @triton.jit
 def scores_by_level(x, y, gates, C: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_d x_id y_jd e^(b_id - b_jd) for i > j, with a decay for each channel; rows are keys if OF_KEYS."""
-    A = tl.zeros([C, C], tl.float32)
+    """sum_d x_id y_jd e^(b_id - b_jd) for tokens i > j, with a decay for each channel; rows are keys if OF_KEYS."""
+    ROWS: tl.constexpr = x.shape[0]
+    A = tl.zeros([ROWS, ROWS], tl.float32)
     for level in tl.static_range(6):
         if 2**level < C:
-            decay = decay_of_level(gates, 2**level, C)
+            decay = decay_of_level(gates, 2**level, C, ROWS, PRECISION)
             products = tl.dot(
                 tl.cast(x * decay, x.dtype), tl.trans(tl.cast(y * decay, y.dtype)), input_precision=PRECISION
             )
-            A = tl.where(level_of_pairs(2**level, C, OF_KEYS), products, A)
+            A = tl.where(level_of_pairs(2**level, C, ROWS, OF_KEYS), products, A)
     return A
 
 

@@ -196,16 +196,6 @@ def _gradients(ctx, do, dST, *_):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def in_turn(*parts: Tensor) -> Tensor:
-    """x_1, y_1, x_2, y_2 ... of n tensors [B, T, ...]: [B, n * T, ...]."""
-    return torch.stack(parts, dim=2).flatten(1, 2)
-
-
-def apart(z: Tensor, n: int) -> tuple[Tensor, ...]:
-    """The inverse of `in_turn`."""
-    return z.unflatten(1, (-1, n)).unbind(2)
-
-
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -10,9 +10,11 @@ from hf_memory.ops.triton.tiles import (
     decay_to_end,
     decay_to_here,
     load_gates,
+    load_pairs,
     load_rows,
     program,
     read,
+    scores_by_level,
     sequence_bounds,
     state_tile,
     store_rows,
@@ -32,41 +34,14 @@ def decay_to_before(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr):
 
 
 @triton.jit
-def row_of(x, here):
-    """The row of x that `here` marks, by a sum: [C, D] -> [1, D]."""
-    return tl.sum(tl.where(here[:, None], x, 0.0), axis=0)[None, :]
-
-
-@triton.jit
-def column_scores(x, k, gates, C: tl.constexpr, BEFORE: tl.constexpr):
-    """x_i k_j e^(b_i - b_j) for j <= i [C, C]; with BEFORE what a token reads of earlier ones before its own decay.
-
-    One column after the other: registers hold the decays of one pair of inputs by `scores`, but not of four.
-    """
-    rows = tl.arange(0, C)
-    x, k = tl.cast(x, tl.float32), tl.cast(k, tl.float32)
-    A, sums = tl.zeros([C, C], tl.float32), tl.zeros_like(x)  # of gates between a column and the rows
-    for step in range(C):
-        j = C - 1 - step
-        here = rows == j
-        A = tl.where(here[None, :], tl.sum(x * row_of(k, here) * tl.exp2(sums), axis=1)[:, None], A)
-        later = rows > j if BEFORE else rows >= j
-        sums += tl.where(later[:, None], row_of(gates, here), 0.0)
-    seen = rows[:, None] > rows[None, :] if BEFORE else rows[:, None] >= rows[None, :]
-    return tl.where(seen, A, 0.0)
-
-
-@triton.jit
 def rank_one_chunk_kernel(
     q,  # [B, T, HV, K]
     k,  # [B, T, HV, K]
     g,  # [B, T, HV, K]
     a,  # [B, T, HV, K]
     b,  # [B, T, HV, K]
-    P,  # [B, T, HV, C]: what q finds of k
-    R,  # [B, T, HV, C]: and of b
-    U,  # [B, T, HV, C] float32
-    W,  # [B, T, HV, C] float32
+    PR,  # [B, T, HV, 2 C]: what q finds of k and of b
+    WU,  # [B, T, HV, 2 C] float32
     bounds,  # [chunks + 1], or None without packed sequences
     T,
     HV: tl.constexpr,
@@ -75,23 +50,30 @@ def rank_one_chunk_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The four matrices of one chunk and head; a row for each token."""
+    """The four matrices of one chunk and head; a row for each token.
+
+    With the rows of q above those of a, and the columns of k before those of b, (I + [[0, 0], [-A_ak, -A_ab]])^-1 is
+    [[I, 0], [W, U]].
+    """
     c, hv, _ = program(HV, 1)
     start, end = chunk_bounds(bounds, c, T, C)
-    rows, i_k = tl.arange(0, C), tl.arange(0, BK)
-    t, in_k = start + rows, i_k < K
+    rows = tl.arange(0, 2 * C)
+    tokens, is_q = rows % C, rows < C
+    t, t_c = start + tokens, start + tl.arange(0, C)
     in_t = t < end
-    k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
-    b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
-    gates = load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY)
-    q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
-    store_rows(P, column_scores(q_c, k_c, gates, C, False), t, in_t, hv, HV, rows, rows < C, C)
-    store_rows(R, column_scores(q_c, b_c, gates, C, False), t, in_t, hv, HV, rows, rows < C, C)
-    a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
-    U_c = unit_lower_inverse(-column_scores(a_c, b_c, gates, C, True), C)
-    store_rows(U, U_c, t, in_t, hv, HV, rows, rows < C, C)
-    W_c = tl.dot(U_c, column_scores(a_c, k_c, gates, C, True), input_precision=PRECISION)
-    store_rows(W, W_c, t, in_t, hv, HV, rows, rows < C, C)
+    same = is_q[:, None] & (tokens[:, None] == tokens[None, :])
+    found = tl.zeros([2 * C, 2 * C], tl.float32)
+    for first in range(0, K, BK):
+        i_k = first + tl.arange(0, BK)
+        in_k = i_k < K
+        reads = load_pairs(q, a, t, in_t, hv, HV, i_k, in_k, K)
+        writes = load_pairs(k, b, t, in_t, hv, HV, i_k, in_k, K)
+        gates = load_gates(g, t_c, t_c < end, hv, HV, i_k, in_k, K, DECAY)
+        found += tl.where(same, tl.dot(reads, tl.trans(writes), input_precision=PRECISION), 0.0)
+        found += scores_by_level(reads, writes, gates, C, False, PRECISION)
+    store_rows(PR, found, t, in_t & is_q, hv, HV, rows, rows < 2 * C, 2 * C)
+    inverse = unit_lower_inverse(tl.where(is_q[:, None], 0.0, -found), 2 * C)
+    store_rows(WU, inverse, t, in_t & (rows >= C), hv, HV, rows, rows < 2 * C, 2 * C)
 
 
 @triton.jit
@@ -103,10 +85,8 @@ def rank_one_forward_kernel(
     a,  # [B, T, HV, K]
     b,  # [B, T, HV, K]
     S0,  # [N, HV, K, V]; None for zeros, and where v is too for the identity
-    P,  # [B, T, HV, C]
-    R,  # [B, T, HV, C]
-    U,  # [B, T, HV, C] float32
-    W,  # [B, T, HV, C] float32
+    PR,  # [B, T, HV, 2 C]
+    WU,  # [B, T, HV, 2 C] float32
     o,  # [B, T, HV, V]; None for the state alone
     e,  # [B, T, HV, V] float32: what a reads; likewise
     ST,  # [N, HV, K, V]
@@ -134,19 +114,19 @@ def rank_one_forward_kernel(
         t = tl.cast(first, tl.int64) + rows
         in_t = t < end
         a_c = load_rows(a, t, in_t, hv, HV, i_k, in_k, K)
-        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
+        U_c = load_rows(WU, t, in_t, hv, HV, C + rows, rows < C, 2 * C)
         before = decay_to_before(g, t, end, hv, HV, i_k, in_k, K)
         e_c = tl.dot(U_c, read(a_c, S, before, DECAY, PARTS, PRECISION), input_precision=PRECISION)
         if v is not None:
             v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
-            W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
+            W_c = load_rows(WU, t, in_t, hv, HV, rows, rows < C, 2 * C)
             e_c += tl.dot(W_c, tl.cast(v_c, tl.float32), input_precision=PRECISION)
         x_c = tl.cast(e_c, a_c.dtype)
         enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
         if o is not None:
             q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
-            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-            R_c = load_rows(R, t, in_t, hv, HV, rows, rows < C, C)
+            P_c = load_rows(PR, t, in_t, hv, HV, rows, rows < C, 2 * C)
+            R_c = load_rows(PR, t, in_t, hv, HV, C + rows, rows < C, 2 * C)
             o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION) + tl.dot(P_c, v_c, input_precision=PRECISION)
             o_c += tl.dot(R_c, x_c, input_precision=PRECISION)
             store_rows(o, scale * o_c, t, in_t, hv, HV, i_v, in_v, V)
@@ -169,16 +149,15 @@ def rank_one_backward_kernel(
     g,  # [B, T, HV, K]
     a,  # [B, T, HV, K]
     b,  # [B, T, HV, K]
-    P,  # [B, T, HV, C]
-    R,  # [B, T, HV, C]
-    U,  # [B, T, HV, C] float32
-    W,  # [B, T, HV, C] float32
-    do,  # [B, T, HV, V], times scale; None for zeros
+    PR,  # [B, T, HV, 2 C]
+    WU,  # [B, T, HV, 2 C] float32
+    do,  # [B, T, HV, V]
     dST,  # [N, HV, K, V]; None for zeros
     de,  # [B, T, HV, V], of what a reads; None for the gradient of the state alone
     dv,  # [B, T, HV, V]; likewise
     dS0,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1] or None
+    scale,
     T,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -205,16 +184,17 @@ def rank_one_backward_kernel(
         in_t = t < end
         b_c = load_rows(b, t, in_t, hv, HV, i_k, in_k, K)
         do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        R_c = load_rows(R, t, in_t, hv, HV, rows, rows < C, C)
-        U_c = load_rows(U, t, in_t, hv, HV, rows, rows < C, C)
+        R_c = load_rows(PR, t, in_t, hv, HV, C + rows, rows < C, 2 * C)
+        U_c = load_rows(WU, t, in_t, hv, HV, C + rows, rows < C, 2 * C)
         has_next = (t + 1 < end) & (rows < C - 1)
         leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
-        written = tl.dot(tl.trans(R_c), do_c, input_precision=PRECISION) + read(b_c, dS, leave, DECAY, PARTS, PRECISION)
+        written = scale * tl.dot(tl.trans(R_c), do_c, input_precision=PRECISION)
+        written += read(b_c, dS, leave, DECAY, PARTS, PRECISION)
         if dv is not None:
             k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
-            P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-            W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
-            dv_c = tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
+            P_c = load_rows(PR, t, in_t, hv, HV, rows, rows < C, 2 * C)
+            W_c = load_rows(WU, t, in_t, hv, HV, rows, rows < C, 2 * C)
+            dv_c = scale * tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION)
             dv_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
             dv_c += tl.dot(tl.trans(W_c), written, input_precision=PRECISION)
             store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
@@ -225,7 +205,7 @@ def rank_one_backward_kernel(
         enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
         dS *= tl.trans(whole)
         q_c = load_rows(q, t, in_t, hv, HV, i_k, in_k, K)
-        dS += write(q_c, do_c, enter, DECAY, PRECISION)
+        dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
         before = decay_to_before(g, t, end, hv, HV, i_k, in_k, K)
         dS += write(a_c, de_c, before, DECAY, PRECISION)
     tl.store(dS0 + i_s, dS, mask=in_s)

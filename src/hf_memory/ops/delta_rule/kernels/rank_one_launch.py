@@ -12,8 +12,7 @@ written at b, from outputs of the chunk and from all later chunks:
     dS <- e^(b_C) dS + (Q e^b)^T dO + (A e^b')^T dE
 
 The remaining gradients are those of an additive memory: for each token it is read by a (with gradient dE), decays, E is
-written at b and V at k, and it is read by q (with gradient dO). This is linear attention over three times as many
-tokens.
+written at b and V at k, and it is read by q (with gradient dO); see rank_one_gradients.py.
 """
 
 import torch
@@ -22,46 +21,43 @@ from torch import Tensor
 
 from hf_memory.ops.contract import repeat_heads
 from hf_memory.ops.delta_rule.kernels.launch import (
-    apart,
     chunks_of,
     fake_forward,
     forward_by_segments,
-    in_turn,
 )
 from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_backward_kernel,
     rank_one_chunk_kernel,
     rank_one_forward_kernel,
 )
-from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous, delta_constants, launcher
+from hf_memory.ops.delta_rule.kernels.rank_one_gradients import gradients
+from hf_memory.ops.triton.launch import VECTOR, contiguous, delta_constants, launcher, rank_one_constants
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
 
 
-def _constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options; V is 0 for the kernel of chunks."""
-    constants = delta_constants(HV, HV, K, V, VECTOR, dtype)[V > 0]
-    kernel = rank_one_forward_kernel if V else rank_one_chunk_kernel
-    return {n: x for n, x in constants.items() if n in (*kernel.arg_names, "num_warps", "num_stages")}
+def _walk_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
+    """Compile-time arguments and launch options of the kernels that loop over chunks."""
+    _, constants = delta_constants(HV, HV, K, V, VECTOR, dtype)
+    return {name: x for name, x in constants.items() if name not in ("H", "DECAY")}
 
 
 def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
-    """P, R, U and W of every chunk."""
+    """[P, R] and [W, U] of every chunk."""
     B, T, HV, K = q.shape
-    constants = _constants(HV, K, 0, q.dtype)
+    constants, _ = rank_one_constants(HV, K, 1, q.dtype)
     C = constants["C"]
-    matrices = [q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, q.dtype, torch.float32, torch.float32)]
+    matrices = [q.new_empty(B, T, HV, 2 * C, dtype=dtype) for dtype in (q.dtype, torch.float32)]
     bounds, chunks = chunks_of(q, cu_seqlens, C)
     launcher(rank_one_chunk_kernel, (chunks * HV,))(q, k, g, a, b, *matrices, bounds, T, **constants)
     return tuple(matrices)
 
 
-def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, *scale: float) -> None:
+def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, scale: float) -> None:
     """Launch the kernel of one direction, which writes to `results`, for states of the shape of `state`."""
     (M, HV, K, V), (_, T, *_) = state.shape, vectors[0].shape
-    constants = _constants(HV, K, V, vectors[0].dtype)
+    constants = _walk_constants(HV, K, V, vectors[0].dtype)
     launcher(kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-        *vectors, *matrices, *results, cu_seqlens, *scale, T, **constants
+        *vectors, *matrices, *results, cu_seqlens, scale, T, **constants
     )
 
 
@@ -105,11 +101,12 @@ def _backward(
     transition: Tensor | None,
     e: Tensor,
     do: Tensor,
-    dST: Tensor,
+    dST: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, da, db and dS0, given the states before each segment, and `do` multiplied by scale."""
+    """dq, dk, dv, dg, da, db and dS0, given the states before each segment."""
     q, k, v, g, a, b, do, dST = contiguous(q, k, v, g, a, b, do, dST)
     matrices = _matrices(q, k, g, a, b, cu_seqlens)
     B, T = q.shape[:2]
@@ -118,37 +115,27 @@ def _backward(
     de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
 
     def walk(dST, de, dv):
-        _walk(rank_one_backward_kernel, [q, k, g, a, b], matrices, [do, dST, de, dv, dS0], S, cu_seqlens)
+        _walk(rank_one_backward_kernel, [q, k, g, a, b], matrices, [do, dST, de, dv, dS0], S, cu_seqlens, scale)
 
     if segments is not None and transition is not None:
         walk(None, None, None)
+        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
         dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     walk(dST, de, dv)
-    reads, writes, values, given, gates = (
-        in_turn(*(torch.zeros_like(like) if x is None else x for x in parts))
-        for like, parts in (
-            (q, (a, None, q)),
-            (k, (None, b, k)),
-            (v, (None, e.to(v.dtype), v)),
-            (do, (de, None, do)),
-            (g, (None, g, None)),
-        )
-    )
-    bounds = None if cu_seqlens is None else 3 * cu_seqlens
-    thrice = query_and_key_gradients(reads, writes, values, gates, S, None, given, None, dST, None, bounds)[:3]
-    (da, _, dq), (_, db, dk), (_, dg, _) = (apart(x, 3) for x in thrice)
-    dq, dk, dg, da, db = (x.clone(memory_format=torch.contiguous_format) for x in (dq, dk, dg, da, db))
+    dq, dk, dg, da, db = gradients(q, k, v, g, a, b, S, e, do, de, dST, cu_seqlens, scale)
     dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
     return dq, dk, dv, dg, da, db, dS0
 
 
 @_backward.register_fake
-def _(q, k, v, g, a, b, S, transition, e, do, dST, cu_seqlens, segment):
+def _(q, k, v, g, a, b, S, transition, e, do, dST, cu_seqlens, scale, segment):
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, k, v, g, a, b)))
-    return dq, dk, dv, dg, da, db, S.new_empty(dST.shape)
+    return dq, dk, dv, dg, da, db, S.new_empty(N, *S.shape[1:])
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
     q, k, v, g, a, b, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
@@ -156,11 +143,10 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, do, dST, *_):
-    *saved, cu_seqlens = ctx.saved_tensors
-    q, _, _, g, *_ = saved
-    do = (ctx.scale * do.float()).to(q.dtype)
-    dq, dk, dv, dg, da, db, dS0 = _backward(*saved, do, dST, cu_seqlens, ctx.segment)
-    return dq, dk, dv, dg.to(g.dtype), da, db, dS0, None, None, None
+    *saved, e, cu_seqlens = ctx.saved_tensors
+    do = torch.zeros_like(e) if do is None else do
+    dq, dk, dv, dg, da, db, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
+    return dq, dk, dv, dg.to(saved[3].dtype), da, db, dS0, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -181,6 +167,6 @@ def diagonal_plus_rank_one(
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
     q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
-    programs = HV * triton.cdiv(V, _constants(HV, q.shape[3], V, q.dtype)["BV"])
+    programs = HV * triton.cdiv(V, _walk_constants(HV, q.shape[3], V, q.dtype)["BV"])
     segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
     return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]
