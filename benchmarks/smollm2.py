@@ -2,16 +2,20 @@
 
     python benchmarks/smollm2.py                  # all rows: hours on one core; goes on where it was stopped
     python benchmarks/smollm2.py "1/10 of heads"  # one row
+    python benchmarks/smollm2.py --untimed        # without what a token costs, which needs a quiet machine
 
 Teacher and text are those of examples/smollm2.py, and the first row is its student (recipes/smollm2.yaml); a twin
-without memory spends the tokens of transfer on distillation. Of the text a tenth is held out. Perplexity, KL and
-agreement are of 12 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading
-of 256 tokens after 512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is
-CPU time of one thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
+without memory spends the tokens of transfer on distillation. Students of other recipes are made by `hf-memory convert`,
+which also takes the time to measure them. Of the text a tenth is held out. Perplexity, KL and agreement are of 12
+windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
+512 (four passages) or 2,048 others (three); bytes are of caches in float32. What a token costs is CPU time of one
+thread beside the teacher's, in turn, after contexts that are set and not read (decode.py). Writes
 benchmarks/results/smollm2.{json,png} and the table in docs/results.md.
 """
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -38,6 +42,7 @@ from hf_memory.conversion import (  # noqa: E402
     OnPolicy,
     Recipe,
     Run,
+    Schedule,
     convert,
     load_teacher,
     load_tokenizer,
@@ -66,6 +71,11 @@ KEPT = {  # what keeps everything, in words
     "auto:1/7": "4 layers that retrieve full, sinks",
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
+COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
+    "1/11 of heads, window 276, 2,048 tokens, virtual token, no memory": "smollm2-heads",
+    "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
+    "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
+}
 START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
 DECODED = (1024, 8192, 32768)  # tokens that a token is decoded after
 
@@ -126,9 +136,15 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         transfer=short.transfer._replace(learning_rate=3e-3),
         distillation=short.distillation._replace(memory_factor=5.0),
     )
-    seven, four_layers = (recipe_of(ROOT / "recipes" / f"smollm2-{n}-layers.yaml")[0] for n in (7, 4))
-    sinks = replace(seven, keep="heads:1/11", distillation=seven.distillation._replace(steps=24))
-    sinks = with_window(263, sinks)  # as many bytes as the best
+    of_files = {name: recipe_of(ROOT / "recipes" / f"{file}.yaml")[0] for name, file in COMMANDS.items()}
+    usual = Schedule(24, 1.2e-4, 1, 2048, memory_factor=40, warmup=0.1, repeats=0.3)
+    sinks = Recipe(
+        to="attention",
+        keep="heads:1/11",
+        options={"sliding_window": 263, "attention_sinks": True},  # as many bytes as the best
+        transfer=Schedule(24, 4e-2, 1, 1024, warmup=0.1),
+        distillation=usual,
+    )
     quick_updates = sinks.distillation._replace(learning_rate=1e-3, memory_factor=5)
     return {
         "1/11 of heads, window 192, 12 steps of transfer, 20 of 2,048 tokens": quickest,
@@ -161,8 +177,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         "1/4 of layers, those that retrieve, windows": replace(quarter, keep=RETRIEVE),
         "1/4 of layers, those that retrieve, windows, no memory": without_memory(replace(quarter, keep=RETRIEVE)),
         "1/4 of layers, those that retrieve, windows, 2,048 tokens": with_window(64, replace(best, keep=RETRIEVE)),
-        "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": seven,
-        "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": four_layers,
+        **of_files,
         "1/10 of heads, linear": replace(quick, to="linear"),
         "1/10 of heads, gated": replace(quick, to="gated"),
         "1/10 of heads, a third of the tokens": quick,
@@ -207,6 +222,12 @@ def make(
     folder = folder_of(name)
     student, watch = folder / "student", folder / "cpu_seconds"
     folder.mkdir(parents=True, exist_ok=True)
+    if not student.exists() and name in COMMANDS:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "hf_memory.cli", *command_of(name, student)], cwd=ROOT, check=True)
+        after = os.times()
+        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        watch.write_text(str(spent))
     if not student.exists():
         clock = Stopwatch(watch)
         # the example goes on from these checkpoints
@@ -220,6 +241,12 @@ def make(
         write_model(partial, made.student, tokenizer)
         partial.rename(student)
     return student, float(watch.read_text())
+
+
+def command_of(name: str, output: Path) -> list[str]:
+    """What follows `hf-memory` in the command of a row that is made so."""
+    files = [example.fetch_teacher(), "--text", example.fetch_text(), "--output", output]
+    return ["convert", *map(str, files), "--config", f"recipes/{COMMANDS[name]}.yaml"]
 
 
 def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
@@ -359,20 +386,21 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    rows = recipes(best)
-    for name in sys.argv[1:] or rows:
+    rows, asked = recipes(best), [name for name in sys.argv[1:] if name != "--untimed"]
+    timed = asked == sys.argv[1:]
+    for name in asked or rows:
         if name in known.get("rows", {}):
             continue
         student, seconds = make(name, rows[name], teacher, tokenizer, tokens)
         model = AutoModelForCausalLM.from_pretrained(student)
         row = {
-            "command": f'python benchmarks/smollm2.py "{name}"',
+            "command": " ".join(["python benchmarks/smollm2.py", *([] if timed else ["--untimed"]), f'"{name}"']),
             "recipe": {x: str(y) if isinstance(y, tuple) else y for x, y in vars(rows[name]).items()},
             "tokens": read(rows[name]),
             "CPU seconds": seconds,
             **measured(model, teacher, held_out, gains),
         }
-        if not name.startswith(f"{SINKS}, "):  # which costs the same
+        if timed and not name.startswith(f"{SINKS}, "):  # which costs the same
             row["decoding"] = decoding(model, teacher)
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # of calls beside this one
         known["rows"] = {**known.get("rows", {}), name: row}

@@ -12,7 +12,7 @@ import hf_memory
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.mixers.levels import LevelWeights
 from hf_memory.mixers.transformer.relations import AdaptiveSpan
-from hf_memory.mixers.windowed import Sinks
+from hf_memory.mixers.windowed import Sinks, VirtualToken
 
 NEW = 6  # tokens that `generate` writes
 WORDS = ["end", "a", "an", "the", "is", "not", "new", "old", "snake", "python", "list", "set", "of", "in", ".", "?"]
@@ -359,6 +359,16 @@ CASES = (
         },
     ),
     Case("attention-sinks", "hf_memory_transformer", {**SINKS, "layer_types": ["sliding_heads", "full_attention"]}),
+    Case(
+        "attention-virtual",
+        "hf_memory_transformer",
+        {
+            "layer_types": ["sliding_heads"] * 2,
+            "sliding_window": 4,
+            "virtual_token": True,
+            "full_attention_heads": [[1], []],
+        },
+    ),
 )
 
 CASE = {case.name: case for case in CASES}
@@ -398,8 +408,9 @@ def _make(case: Case, options: dict):
     for module in model.modules():
         if isinstance(module, LevelWeights):  # where all weigh one, as they do at first, a wrong level would not show
             torch.nn.init.normal_(module.proj.weight, std=0.3)
-        if isinstance(module, Sinks):  # where all values are zero, it would not show which head has which
-            torch.nn.init.normal_(module.values)
+        if isinstance(module, (Sinks, VirtualToken)):  # where all are zero, it would not show which head has which
+            for parameter in module.parameters():
+                torch.nn.init.normal_(parameter)
         if isinstance(module, AdaptiveSpan):  # where all are empty, a head that sees too far would not show
             torch.nn.init.uniform_(module.span)
     return model

@@ -84,13 +84,13 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    fault = r"(with attention_sinks|got [\w ]+ in layer \d of \w+)" if grows(case) else "pages of one size"
+    fault = r"(with virtual_token|got [\w ]+ in layer \d of \w+)" if grows(case) else "pages of one size"
     with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
         check(make_config(case))
 
 
 def test_first_tokens_beside_a_window_are_refused():
-    with pytest.raises(ValueError, match=r"num_sink_tokens must be 0, got 2; convert with attention_sinks"):
+    with pytest.raises(ValueError, match=r"num_sink_tokens must be 0, got 2; convert with virtual_token"):
         check(with_heads([1], [], [], [], num_sink_tokens=2))
 
 

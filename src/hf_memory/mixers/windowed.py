@@ -56,6 +56,32 @@ class Sinks(nn.Module):
         return joined_softmax(attended, (values.to(o.dtype), self.logits.to(mass.dtype)))
 
 
+class VirtualToken(nn.Module):
+    """A learned token before the first one, which every token sees. Each key-value head has its key f and value u.
+
+        o = sum_i p_i v_i + p u,   with p and p_i the softmax of scaling q f and of the scores of the tokens
+
+    f has a constant place in the rotation, so it costs no cache, as a sink, whatever the length. Since a softmax stays
+    the same if all scores change alike, f is taken off the rotated keys of tokens, and the score is then zero.
+    """
+
+    def __init__(self, heads: int, key_dim: int, value_dim: int):
+        super().__init__()
+        self.keys, self.values = nn.Parameter(torch.empty(heads, key_dim)), nn.Parameter(torch.empty(heads, value_dim))
+
+    def init_own_parameters(self) -> None:
+        """As a token of score and value zero."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
+    def forward(self, k: Tensor, heads: list[int] | None, groups: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys [B, T, heads, D] of tokens less the token's, and its values [1, 1, heads * groups, V], repeated
+        for the queries of these heads; None: all heads."""
+        parts = (x.to(k.dtype)[None, None] for x in (self.keys, self.values))
+        keys, values = (x if heads is None else _heads(x, heads) for x in parts)
+        return k - keys, values.repeat_interleave(groups, 2)
+
+
 class WindowedMixer(MemoryMixer):
     """Attention over a window and the first tokens, a memory of the tokens between, and heads that keep everything."""
 
@@ -71,10 +97,11 @@ class WindowedMixer(MemoryMixer):
         has_memory = config.layer_types[layer_idx] == "sliding_memory" and self.near_heads
         self.far = config.far_memory(config, len(self.near_heads)) if has_memory else None
         near, groups = len(self.near_heads), self.num_key_value_groups
-        has_sinks = config.attention_sinks and near > 0
-        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if has_sinks else None
+        self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
+        sizes = config.num_key_value_heads, self.head_dim, self.value_dim
+        self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
         self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
-        self.retention = _retention(config)._replace(needs_mass=has_sinks) if config.num_kept_tokens else None
+        self.retention = _retention(config) if config.num_kept_tokens else None
         longer = config.full_attention_window
         self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
 
@@ -115,8 +142,8 @@ class WindowedMixer(MemoryMixer):
 
     @property
     def new_part(self) -> nn.Module | None:
-        """Only the memory and the sinks; other weights have the same meaning as in the teacher."""
-        parts = [part for part in (self.far, self.sinks) if part is not None]
+        """Only the memory, sinks and virtual token; other weights have the same meaning as in the teacher."""
+        parts = [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
         return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
 
     @property
@@ -175,6 +202,14 @@ class WindowedMixer(MemoryMixer):
         values = torch.einsum("bhgts,bshd->hd", mass, wide(v[:, :first]))
         self.sinks.values.copy_(values / mass.sum((0, 2, 3, 4))[:, None])
 
+    def start_virtual_token(self, hidden_states: Tensor, position: Positions) -> None:
+        """Initialise it to the token of hidden states [1, 1, hidden_size] at this position."""
+        if self.virtual_token is None:
+            return
+        q, k, v = self.project_heads(hidden_states, None)
+        self.virtual_token.keys.copy_(self.rotate(q, k, position)[1][0, 0])
+        self.virtual_token.values.copy_(v[0, 0])
+
     def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The q, k and v of some key-value heads, k and v [B, T, heads, D]."""
         if len(heads) == len(self.places):
@@ -182,17 +217,26 @@ class WindowedMixer(MemoryMixer):
         q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
         return q, _heads(k, heads), _heads(v, heads)
 
+    def _rotated(self, heads: list[int], q, k, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys of some heads, and the values of the virtual token, whose keys are taken off."""
+        q, k = self.rotate(q, k, context.positions)
+        if self.virtual_token is None:
+            return q, k, None
+        some = None if len(heads) == len(self.places) else heads
+        return q, *self.virtual_token(k, some, self.num_key_value_groups)
+
     def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
-        rotated, k = self.rotate(q, k, context.positions)
+        rotated, k, virtual = self._rotated(self.near_heads, q, k, context)
         if self.retention is not None:
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
-            return (attended if self.sinks is None else self.sinks(attended))[0], states
+            attended = attended if self.sinks is None else self.sinks(attended)
+            return _with_virtual(attended, virtual)[0], states
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
-        if self.far is None and self.sinks is None:
+        if self.far is None and self.sinks is None and virtual is None:
             return rows_of(map(self.scores.attend, groups), q), past.states
         attended = attended_rows(map(self.scores.attend_with_mass, groups), q)
-        o, logsumexp = attended if self.sinks is None else self.sinks(attended)
+        o, logsumexp = _with_virtual(attended if self.sinks is None else self.sinks(attended), virtual)
         if self.far is None:
             return o, past.states
         leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
@@ -201,12 +245,18 @@ class WindowedMixer(MemoryMixer):
         return o + share * (remembered - o), past.states | waiting | memory
 
     def _full(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
-        q, k = self.rotate(q, k, context.positions)
+        q, k, virtual = self._rotated(self.full_heads, q, k, context)
         past = self.full.read(k, v, tokens, context)
+        if past.is_step and virtual is not None:
+            attended = attended_rows(map(self.scores.attend_with_mass, past.blocks(q, tokens)), q)
+            return _with_virtual(attended, virtual)[0], past.states
         if past.is_step:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
-        W, scores = self.config.full_attention_window, self.scores
-        o = full_attention(q, tokens, past.near, scores, first=past.first, window=W, is_whole=context.is_whole)
+        W, scores, first = self.config.full_attention_window, self.scores, past.first
+        if virtual is not None:
+            values = virtual[:, :, :: self.num_key_value_groups].expand(len(k), -1, -1, -1)
+            first = Columns(Tokens(tokens.position.new_zeros(1, 1)), torch.zeros_like(k[:, :1]), values, everything)
+        o = full_attention(q, tokens, past.near, scores, first=first, window=W, is_whole=context.is_whole)
         return o, past.states
 
     def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
@@ -226,11 +276,18 @@ class WindowedMixer(MemoryMixer):
 
 
 def _retention(config) -> Retention:
-    return Retention(config.sliding_window, config.num_sink_tokens, config.num_kept_tokens, config.kept_block_size)
+    needs_mass = config.attention_sinks or config.virtual_token
+    sizes = config.sliding_window, config.num_sink_tokens, config.num_kept_tokens, config.kept_block_size
+    return Retention(*sizes, needs_mass=needs_mass)
 
 
 def _window(config, tokens: int, prefix: str = "") -> Ring:
     return Ring(tokens, config.num_sink_tokens, prefix)
+
+
+def _with_virtual(attended: Attended, values: Tensor | None) -> Attended:
+    """The results of a softmax over tokens with a virtual token of these values, [1, 1, HQ, V], and of score zero."""
+    return attended if values is None else joined_softmax(attended, (values, torch.zeros_like(attended[1])))
 
 
 def _heads(x: Tensor, heads: list[int]) -> Tensor:

@@ -61,6 +61,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         "layers.*.mixer.sinks": "local_params",
         "layers.*.mixer.sinks.logits": "colwise",
         "layers.*.mixer.sinks.values": "colwise",
+        "layers.*.mixer.virtual_token": "local_params",
+        "layers.*.mixer.virtual_token.keys": "colwise",
+        "layers.*.mixer.virtual_token.values": "colwise",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
@@ -153,7 +156,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
 
     def attends(self, layer_idx: int, length: int) -> int | None:
         """How many tokens a token sees in a text of `length`, if the layer starts as softmax attention; else None."""
-        if self.mixer_class(layer_idx) is not WindowedMixer or self.attention_sinks:
+        if self.mixer_class(layer_idx) is not WindowedMixer or self.attention_sinks or self.virtual_token:
             return None
         return length if length <= self.sliding_window + self.num_sink_tokens else None
 

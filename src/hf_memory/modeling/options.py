@@ -76,6 +76,8 @@ class AttentionWindow(PreTrainedConfig):
             `"sliding_heads"` and `"sliding_memory"` layers.
         attention_sinks (`bool`, defaults to `False`): whether each head of these layers that has a window has a learned
             sink, which takes part in its softmax like a further token that every token sees.
+        virtual_token (`bool`, defaults to `False`): whether there is a learned token before the first one, with a key
+            and a value for each key-value head, which every token sees; in models of `"sliding_heads"` layers alone.
         num_kept_tokens (`int`, defaults to 0): number of older tokens whose keys and values each key-value head of
             `"sliding_heads"` layers keeps beside its window: those that received most attention.
         kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
@@ -94,6 +96,7 @@ class AttentionWindow(PreTrainedConfig):
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     attention_sinks: bool = False
+    virtual_token: bool = False
     num_kept_tokens: int = 0
     kept_block_size: int = 32
     full_attention_heads: list[list[int]] | None = None
@@ -118,6 +121,13 @@ class AttentionWindow(PreTrainedConfig):
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         check(not (longer and learned), "full_attention_window", "None with attention_sinks", longer)
+        if self.virtual_token:
+            here = "with virtual_token"
+            check({*self.layer_types} == {"sliding_heads"}, "layer_types", f"all 'sliding_heads' {here}", sliding)
+            check(not self.num_sink_tokens, "num_sink_tokens", f"0 {here}", self.num_sink_tokens)
+            check(not learned, "attention_sinks", f"False {here}", learned)
+            cap = self.attn_logit_softcapping
+            check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
         if heads is not None:
             check_each(self, "full_attention_heads", heads)
             last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}

@@ -90,7 +90,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, "num_sink_tokens": SINKS if new != "memory" else 0} | PRESETS.get(to, {})
     presets |= {"sliding_window": window} if to == "attention" else {}
-    if options.get("attention_sinks"):
+    if options.get("attention_sinks") or options.get("virtual_token"):
         presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
         presets["linear_num_value_heads"] = shared["num_key_value_heads"]

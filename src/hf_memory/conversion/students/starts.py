@@ -5,10 +5,11 @@ training text, is not changed, and its weights are in the student already, excep
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SINKS
@@ -62,11 +63,13 @@ def start_near(
 
 @torch.no_grad()
 def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows: Tensor) -> None:
-    """Initialise what is beside a window from the teacher: slots with its keys, and sinks with its first tokens."""
+    """Initialise what is beside a window from the teacher: slots with its keys, sinks with its first tokens, and a
+    virtual token with what it makes of the beginning of a text, one position before the text."""
     mixers = {i: x.mixer for i, x in enumerate(student.model.layers) if isinstance(x.mixer, WindowedMixer)}
     if not any(mixer.new_part for mixer in mixers.values()):
         return
     seen = attention_seen(teacher, windows)
+    begins = attention_seen(teacher, windows.new_full((1, 1), _beginning(teacher.config)))
     window = student.config.sliding_window or 0
     distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
     for i, mixer in mixers.items():
@@ -74,7 +77,16 @@ def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows
         mixer.start_sinks(hidden_states, Positions(*angles), SINKS)
         is_local = student.model.layers[i].is_local
         rotary = student.model.local_rotary_emb if is_local else student.model.rotary_emb
+        token = begins[i][0]["hidden_states"]
+        mixer.start_virtual_token(token, Positions(*rotary(token, -windows.new_ones(1, 1))))
         mixer.start_near(hidden_states, Positions(*rotary(hidden_states, distances)))
+
+
+def _beginning(teacher: PreTrainedConfig) -> int:
+    """The token that begins texts; another one where there is none, since every first token gets attention."""
+    eos: Any = teacher.eos_token_id
+    given = (teacher.bos_token_id, eos[0] if isinstance(eos, list) else eos, teacher.pad_token_id, 0)
+    return next(token for token in given if token is not None)
 
 
 @torch.no_grad()

@@ -70,7 +70,10 @@ class Attended:
         mixer: Any = self.mixer
         q, k, v = mixer.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
-        sunk = mixer.sinks.values if getattr(mixer, "sinks", None) else None
+        virtual = getattr(mixer, "virtual_token", None)
+        sinks = virtual or getattr(mixer, "sinks", None)
+        k = k if virtual is None else k - virtual.keys
+        sunk = None if sinks is None else sinks.values
         v = v if sunk is None else v - sunk
         o = torch.empty_like(q)
         for attention in mixer.vllm:
@@ -215,13 +218,18 @@ def attentions(
     n, groups, config = heads // parts, mixer.num_key_value_groups, mixer.config
     for first in range(0, heads, n) if mixer.near_heads else ():
         place, own = f"{name}.heads_{first}", slice(first * groups, (first + n) * groups)
-        sinks = {"sinks": mixer.sinks.logits.data[own]} if mixer.sinks else {}
+        sinks = {"sinks": mixer.sinks.logits.data[own]} if mixer.sinks else _virtual(mixer, n)
         yield HeadsAttention(
             mixer, slice(first, first + n), config.sliding_window, cache_config=cache, prefix=place, **sinks
         )
     for h in mixer.full_heads:
         window, place = config.full_attention_window, f"model.full_heads.{next(numbers)}"
-        yield HeadsAttention(mixer, slice(h, h + 1), window, n, cache_config=cache, prefix=place)
+        yield HeadsAttention(mixer, slice(h, h + 1), window, n, cache_config=cache, prefix=place, **_virtual(mixer, 1))
+
+
+def _virtual(mixer: WindowedMixer, heads: int) -> dict[str, Tensor]:
+    """Sinks of zero for a virtual token, whose key and value are taken off those of tokens; see `VirtualToken`."""
+    return {"sinks": torch.zeros(heads * mixer.num_key_value_groups)} if mixer.virtual_token else {}
 
 
 @support_torch_compile

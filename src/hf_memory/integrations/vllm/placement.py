@@ -35,7 +35,7 @@ def check(config: Any) -> None:
         if growing and config.layer_types[i] == "sliding_heads" and config.num_sink_tokens:
             raise ValueError(
                 "vLLM has no first tokens beside a window, so num_sink_tokens must be 0, got "
-                f"{config.num_sink_tokens}; convert with attention_sinks, which take their place. {ELSEWHERE}"
+                f"{config.num_sink_tokens}; convert with virtual_token, which takes their place. {ELSEWHERE}"
             )
         if growing:
             raise ValueError(
