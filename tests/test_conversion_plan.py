@@ -199,6 +199,7 @@ def test_a_recipe_that_cannot_be_is_refused(recipe, message):
         ({"fp16": True}, "fp16 of training needs a GPU"),
         ({"torch_compile_mode": "nope"}, "torch_compile must be possible with this backend and mode, got .*nope"),
         ({"gradient_accumulation_steps": 3}, "batch_size must be a multiple of 3"),
+        ({"report_to": "tensorboard"}, "report_to=tensorboard needs checkpoints, beside which it writes, or"),
         ({"eval_steps": 0}, "eval_steps of training must be at least 1, got 0"),
         ({"eval_steps": 2}, "validation must be given together with eval_steps of training, got none"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end of training needs eval_steps, got none"),

@@ -1,6 +1,7 @@
 """How a recipe is run."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ DEFAULTS = {  # our defaults for transformers' TrainingArguments
     "disable_tqdm": True,
     "report_to": "none",
 }
+LOGS = "TENSORBOARD_LOGGING_DIR"  # an environment variable that transformers reads
 LEAST = {  # smallest values of training arguments
     "adam_beta1": 0,
     "adam_beta2": 0,
@@ -121,14 +123,16 @@ class Run:
         hints = get_type_hints(TrainingArguments)
         for name, value in self.training.items():
             _check_value(name, value, hints[name])
-        self._check_validation(schedules)
+        self._check_outcome(schedules)
         for schedule in schedules:
             _check_installed(self.arguments(schedule, output_dir=".", use_cpu=not torch.cuda.is_available()))
 
-    def _check_validation(self, schedules: Sequence[Schedule]) -> None:
+    def _check_outcome(self, schedules: Sequence[Schedule]) -> None:
         if ("eval_steps" in self.training) != (self.validation is not None):
             given = "none" if self.validation is None else f"{len(self.validation)} tokens"
             raise ValueError(f"validation must be given together with eval_steps of training, got {given}")
+        if "tensorboard" in str(self.training.get("report_to")) and not (self.checkpoints or os.getenv(LOGS)):
+            raise ValueError(f"report_to=tensorboard needs checkpoints, beside which it writes, or {LOGS}, got neither")
         if self.training.get("load_best_model_at_end") and self.validation is None:
             raise ValueError("load_best_model_at_end of training needs eval_steps, got none")
         if self.validation is not None:
