@@ -20,7 +20,7 @@ def _small(monkeypatch):
 
 
 def rows(file):
-    return [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -33,10 +33,16 @@ def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, templat
     whole = write_text(tmp_path / "a", model, tokenizer, 100, **how, report=reports.append)
     assert len(read_tokens([whole], tokenizer)) >= 100
     assert reports[-1] == Progress("the teacher writes", 100, 100, 1)
-    assert len(rows(whole)) == len(set(rows(whole)))
-    if prompts:
-        start = "w4 {} w2 w5 " if template else "{}"
-        assert all(text.startswith(start.format(prompts[i % 2])) for i, text in enumerate(rows(whole)))
+    assert len(rows(whole)) == len(set(map(str, rows(whole))))
+    for i, row in enumerate(rows(whole)):
+        assert list(row) == ["messages" if template else "text"]
+        if template:
+            question, answer = row["messages"]
+            assert [x["role"] for x in row["messages"]] == ["user", "assistant"]
+            assert answer["content"]
+            assert question["content"] == prompts[i % 2] if prompts else question["content"]
+        elif prompts:
+            assert row["text"].startswith(prompts[i % 2])
 
     (tmp_path / "b").mkdir()
     cut = whole.read_bytes()[: len(whole.read_bytes()) * 2 // 3]
@@ -51,7 +57,7 @@ def test_a_text_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, templat
 def test_the_sampling_is_the_teachers(tmp_path):
     model, tokenizer = make_teacher(), make_tokenizer()
     model.generation_config.update(eos_token_id=None, pad_token_id=None, top_k=1)
-    texts = rows(write_text(tmp_path, model, tokenizer, 30))
+    texts = map(str, rows(write_text(tmp_path, model, tokenizer, 30)))
     assert len(set(texts)) == 1  # of one start the most likely token each time
 
 

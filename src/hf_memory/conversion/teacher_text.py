@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from hf_memory.progress import Progress, silent
 SOURCE = re.compile(r"teacher:(\d+)([kKmM]?)(?::(.+))?")
 UNITS = {"": 1, "k": 1000, "m": 1_000_000}
 BATCH, LENGTH, QUESTION = 16, 512, 64  # texts in a batch, tokens of a text, tokens of a generated question
+Row = dict[str, Any]
 PLACE = "\N{BLACK SQUARE}"
 
 
@@ -64,7 +66,7 @@ def write_text(
         report: is called with the progress.
 
     Returns:
-        The file, with a text as JSON in each line.
+        The file, with a text as JSON in each line, or with a template the messages of a conversation.
 
     Raises:
         OSError: if the file cannot be written; what was written before stays.
@@ -75,45 +77,53 @@ def write_text(
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _whole_batches(partial)
-    tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    rows = _whole_batches(partial)
+    tokens = sum(_size(tokenizer, row) for row in rows)
     with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:
-        lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-        for number in count(len(texts) // BATCH):
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        for number in count(len(rows) // BATCH):
             report(Progress("the teacher writes", min(tokens, num_tokens), num_tokens, 1))
             if tokens >= num_tokens:
                 break
             some = [prompts[i % len(prompts)] for i in range(number * BATCH, (number + 1) * BATCH)] if prompts else []
-            for text in _texts(teacher, tokenizer, some, seed + number):
-                lines.write(json.dumps({"text": text}) + "\n")
-                tokens += len(tokenizer(text)["input_ids"])
+            for row in _rows(teacher, tokenizer, some, seed + number):
+                lines.write(json.dumps(row) + "\n")
+                tokens += _size(tokenizer, row)
             lines.flush()
     partial.replace(file)
     return file
 
 
-def _whole_batches(partial: Path) -> list[str]:
+def _size(tokenizer, row: Row) -> int:
+    """The tokens of a text, or of messages without what a template adds."""
+    texts = [row["text"]] if "text" in row else [x["content"] for x in row["messages"]]
+    return sum(len(tokenizer(text)["input_ids"]) for text in texts)
+
+
+def _whole_batches(partial: Path) -> list[Row]:
     """The texts that a stopped call has written, without an unfinished batch."""
     lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
-    return [json.loads(line)["text"] for line in whole[: len(whole) // BATCH * BATCH]]
+    return [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
 
 
 @torch.no_grad()
-def _texts(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int) -> Iterator[str]:
+def _rows(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int) -> Iterator[Row]:
     """Generate a batch of texts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if tokenizer.chat_template is None:
             starts = list(prompts) or [tokenizer.bos_token or tokenizer.eos_token] * BATCH
+            ends = _continued(teacher, tokenizer, starts, LENGTH)
+            yield from ({"text": start + end if prompts else end} for start, end in zip(starts, ends))
         else:
             before, _, _ = apply_template(tokenizer, [{"role": "user", "content": PLACE}]).partition(PLACE)
             questions = list(prompts) or _continued(teacher, tokenizer, [before] * BATCH, QUESTION)
             talks = [[{"role": "user", "content": question.strip()}] for question in questions]
             starts = [apply_template(tokenizer, x, add_generation_prompt=True) for x in talks]
-        ends = _continued(teacher, tokenizer, starts, LENGTH)
-        keeps_start = tokenizer.chat_template is not None or prompts
-        yield from (start + end if keeps_start else end for start, end in zip(starts, ends))
+            answers = _continued(teacher, tokenizer, starts, LENGTH)
+            for talk, answer in zip(talks, answers):
+                yield {"messages": [*talk, {"role": "assistant", "content": answer}]}
 
 
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
