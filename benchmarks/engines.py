@@ -213,11 +213,11 @@ def write_llama(model: PreTrainedModel, file: Path) -> None:
 
 def some_tokenizer(words: int) -> PreTrainedTokenizerFast:
     """One of so many words, since the server of llama.cpp wants a tokenizer."""
-    letters = sorted(ByteLevel.alphabet())
+    letters = sorted(filter(str.isascii, ByteLevel.alphabet()))  # the server drops what is a part of a letter
     names = [*letters, letters[0] + letters[1], *(f"<{i}>" for i in range(len(letters) + 1, words))]
     tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, [(letters[0], letters[1])]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=names[-1])  # else GGUF's default, a usual word
 
 
 def files_of(model: PreTrainedModel, tokenizer, folder: Path, target: str) -> dict[str, Path]:

@@ -160,6 +160,7 @@ class ModelForVLLM(nn.Module):
                     if kind == "colwise"
                     else RowParallelLinear(inputs * self.size, outputs, **options)
                 )
+                divided.out_features = outputs  # as in PyTorch's, of this process
                 ours.set_submodule(name, divided)
 
     def _place_mixers(self, vllm_config: VllmConfig) -> None:
