@@ -191,8 +191,10 @@ def blocks_in_turn(
 
 def rows_of(groups: Iterable[Tensor], like: Tensor) -> Tensor:
     """Rows [B, T, ...], like `like`, from groups of blocks [B * blocks, C, ...]."""
-    B, T = like.shape[:2]
-    return _joined([blocks.reshape(B, -1, *blocks.shape[2:]) for blocks in groups], 1)[:, :T]
+    (B, T), parts = like.shape[:2], list(groups)
+    if len(parts) == 1 and parts[0].shape[:2] == (B, T):
+        return parts[0]
+    return _joined([blocks.reshape(B, -1, *blocks.shape[2:]) for blocks in parts], 1)[:, :T]
 
 
 def attended_rows(groups: Iterable[Attended], like: Tensor) -> Attended:

@@ -100,21 +100,33 @@ class Context(NamedTuple):
 
     def counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, 1] each: the number of tokens of a row that were read before x [B, T, ...], and with these."""
-        before = self.states["tokens_read"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
-        lengths = self.lengths
+        before, lengths = self._read_before(x), self.lengths
         return before, before + (x.shape[1] if lengths is None else lengths[:, None])
+
+    def _read_before(self, x: Tensor) -> Tensor:
+        return self.states["tokens_read"][:, None] if self.states else x.new_zeros(len(x), 1, dtype=torch.long)
 
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `tokens_read` [B], including these."""
+        return self.tokens(x), self.counts(x)[1].flatten()
+
+    def tokens(self, x: Tensor) -> Tokens:
+        """The position of each token x [B, T, ...] in its sequence; of a step a view of the state `tokens_read`."""
         T, mask = x.shape[1], self.attention_mask
-        before, after = self.counts(x)
         if self.cu_seqlens is not None:
-            return packed(self.cu_seqlens, T), before.flatten()
-        after = after.flatten()
+            return packed(self.cu_seqlens, T)
+        before = self._read_before(x)
         if mask is None:
-            return Tokens(before if T == 1 else before + torch.arange(T, device=x.device)), after
+            return Tokens(before if T == 1 else before + torch.arange(T, device=x.device))
         place = count(mask)
-        return Tokens(torch.where(place < 0, -1, before + place)), after
+        return Tokens(torch.where(place < 0, -1, before + place))
+
+    def tokens_read(self, x: Tensor) -> Tensor:
+        """The state `tokens_read` [B] including x [B, T, ...]; after the last use of `tokens`, since it may be counted
+        on in place."""
+        if self.known is not None and self.is_step(x) and not torch.is_grad_enabled():
+            return self.states["tokens_read"].add_(1)
+        return self.counts(x)[1].flatten()
 
 
 class Projections(nn.Module, ABC):
@@ -164,8 +176,8 @@ class Projections(nn.Module, ABC):
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H * D] -> [..., H, D]; with tensor parallelism H is smaller than in the config."""
-        K, V = self.head_dim, self.value_dim
-        return tuple(x.view(*x.shape[:-1], -1, D) for x, D in ((q, K), (k, K), (v, V)))  # type: ignore[return-value]
+        rows, K, V = q.shape[:-1], self.head_dim, self.value_dim
+        return q.view(*rows, -1, K), k.view(*rows, -1, K), v.view(*rows, -1, V)
 
     def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
@@ -174,12 +186,13 @@ class Projections(nn.Module, ABC):
 
     def normalize_and_rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Apply q/k norms, if the config has them, and rotary positions, if they are given, to q and k [B, T, H, D]."""
-        dtype = q.dtype  # norms return float32 under autocast
-        if self.q_norm is not None and self.config.qk_norm_whole_width:
-            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        elif self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.rotate(q.to(dtype), k.to(dtype), positions)
+        if self.q_norm is not None:
+            whole, dtype = self.config.qk_norm_whole_width, q.dtype  # norms return float32 under autocast
+            q, k = (
+                (norm(x.flatten(-2)).view_as(x) if whole else norm(x)).to(dtype)
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+        return self.rotate(q, k, positions)
 
     def rotate(self, q: Tensor, k: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Rotate q and k [B, T, H, D] if positions are given and this layer uses them."""
@@ -259,7 +272,7 @@ class MemoryMixer(Convertible, Projections):
         B, T = hidden_states.shape[:2]
         inputs = {"hidden_states": hidden_states}
         if position_embeddings is not None and self.sees_positions:
-            inputs |= Positions(*position_embeddings)._asdict()
+            inputs["cos"], inputs["sin"] = position_embeddings
         if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
             inputs = {name: x.expand(B, -1, -1).flatten(0, 1)[None] for name, x in inputs.items()}
         if attention_mask is not None:

@@ -19,8 +19,8 @@ class Past(NamedTuple):
     near: Columns  # of tokens before the new ones, and of these
     first: Any  # columns of the first tokens of the sequence, or None
     states: States
-    keys: Tensor  # [B, kept + T, H, D], of all tokens that are kept and the new ones
-    values: Tensor
+    keys: Any  # [B, kept + T, H, D], of all tokens that are kept and the new ones
+    values: Any
     is_step: bool = False  # whether a single query of each row sees `near`, whatever its mask says
     visible: Tensor | None = None  # [B, 1, 1, S] bool, the columns that exist then; None: all
 
@@ -157,12 +157,13 @@ class Ring(NamedTuple):
         keys, values = (x[:, : self.first] for x in states.values())
         return Columns(Tokens(position), keys, values, sees)
 
-    def extend(self, new: States, context: Context) -> tuple[list[Tensor], States]:
+    def extend(self, new: States, context: Context) -> tuple[list[Any], States]:
         """Add new tokens [B, T, ...] by name.
 
         Returns:
             The tokens with those of the ring in front, [B, size + T, ...] in the order of their positions; for a step
-            only the one that leaves the ring, [B, 1, ...]. And the states after the tokens; none for packed sequences.
+            only the one that leaves the ring, [B, 1, ...], if `leaves`. And the states after the tokens; none for
+            packed sequences.
         """
         (x, *_), states = new.values(), context.states
         if context.is_step(x):
@@ -185,16 +186,17 @@ class Ring(NamedTuple):
             for name, x in new.items()
         }
 
-    def _step(self, new: States, context: Context) -> tuple[list[Tensor], States]:
+    def _step(self, new: States, context: Context) -> tuple[list[Any], States]:
         states = {name: context.states[name].to(x.dtype) for name, x in new.items()}
         if context.known is not None and not torch.is_grad_enabled():
             here = self._place(context.known)
-            left = [x[:, here : here + 1].clone() if self.leaves else x[:, :0] for x in states.values()]
-            for name, x in new.items():
-                states[name][:, here : here + 1] = x
+            places = [x.narrow(1, here, 1) for x in states.values()]
+            left = [place.clone() if self.leaves else None for place in places]
+            for place, x in zip(places, new.values()):
+                place.copy_(x)
             return left, states
         place = self._places(context.states["tokens_read"][:, None])
-        left = [take(x, place) if self.leaves else x[:, :0] for x in states.values()]
+        left = [take(x, place) if self.leaves else None for x in states.values()]
         write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
         return left, {name: write(states[name], 1, beside(place, x).expand_as(x), x) for name, x in new.items()}
 

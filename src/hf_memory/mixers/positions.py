@@ -46,12 +46,12 @@ class Positions(NamedTuple):
         """Rotate q and k [B, T, H, D]. If there are fewer angles than channels, only the first channels are rotated."""
         if q.shape[1] > 1:
             return self.turn(q), self.turn(k)
-        q, k = self.turn(torch.cat([q, k], 2)).split([q.shape[2], k.shape[2]], 2)  # calls cost more than the copy
-        return q, k
+        both = self.turn(torch.cat([q, k], 2))  # calls cost more than the copy
+        return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate one tensor [B, T, H, D]."""
-        return _rotated(x, self.cos[:, :, None], self.sin[:, :, None])
+        return _rotated(x, self.cos.unsqueeze(2), self.sin.unsqueeze(2))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

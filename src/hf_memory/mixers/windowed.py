@@ -17,6 +17,7 @@ from hf_memory.mixers.attention_blocks import (
     Attended,
     Blocks,
     Columns,
+    Scores,
     attended_rows,
     full_attention,
     joined_softmax,
@@ -49,11 +50,14 @@ class Sinks(nn.Module):
         init.zeros_(self.logits)
         init.zeros_(self.values)
 
+    def of_queries(self) -> Tensor:
+        """The values [1, 1, HQ, V], repeated for the queries of a group."""
+        return self.values.repeat_interleave(len(self.logits) // len(self.values), 0)[None, None]
+
     def forward(self, attended: Attended) -> Attended:
         """Add the sinks to the results [B, T, HQ, V] of a softmax over tokens, and to its mass."""
         o, mass = attended
-        values = self.values.repeat_interleave(len(self.logits) // len(self.values), 0)
-        return joined_softmax(attended, (values.to(o.dtype), self.logits.to(mass.dtype)))
+        return joined_softmax(attended, (self.of_queries().to(o.dtype), self.logits.to(mass.dtype)))
 
 
 class VirtualToken(nn.Module):
@@ -74,12 +78,10 @@ class VirtualToken(nn.Module):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    def forward(self, k: Tensor, heads: list[int] | None, groups: int) -> tuple[Tensor, Tensor]:
-        """Rotated keys [B, T, heads, D] of tokens less the token's, and its values [1, 1, heads * groups, V], repeated
-        for the queries of these heads; None: all heads."""
-        parts = (x.to(k.dtype)[None, None] for x in (self.keys, self.values))
-        keys, values = (x if heads is None else _heads(x, heads) for x in parts)
-        return k - keys, values.repeat_interleave(groups, 2)
+    def forward(self, k: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys [B, T, H, D] of tokens less the token's, and its values [1, 1, H * groups, V], repeated for the
+        queries of a group."""
+        return k - self.keys.to(k.dtype), self.values.to(k.dtype).repeat_interleave(groups, 0)[None, None]
 
 
 class WindowedMixer(MemoryMixer):
@@ -164,16 +166,21 @@ class WindowedMixer(MemoryMixer):
         if self.full_heads and k.shape[2] < len(self.places):
             heads = self.config.full_attention_heads
             raise ValueError(f"full_attention_heads must be None with tensor parallelism, got {heads}")
-        tokens, tokens_read = context.places(hidden_states)
-        outputs, states = [], {"tokens_read": tokens_read}
-        for heads, attend in ((self.near_heads, self._near), (self.full_heads, self._full)):
-            if heads:
-                o, new = attend(hidden_states, *self._of(heads, q, k, v), tokens, context)
-                outputs.append(o)
-                states |= new
-        if len(outputs) == 1:
-            return outputs[0], states
-        return _heads(torch.cat(outputs, 2).unflatten(2, (len(self.places), -1)), self.places).flatten(2, 3), states
+        tokens = context.tokens(hidden_states)
+        (rotated, k), virtual, groups = self.rotate(q, k, context.positions), None, self.num_key_value_groups
+        if self.virtual_token is not None:
+            k, virtual = self.virtual_token(k, groups)
+        outputs, states = [], {}
+        if self.near_heads:
+            near = self._of(self.near_heads, None if self.far is None else q, rotated, k, v, virtual)
+            o, states = self._near(hidden_states, *near, tokens, context)
+            outputs += o.split(groups, 2) if self.full_heads else [o]
+        if self.full_heads:
+            o, new = self._full(*self._of(self.full_heads, rotated, k, v, virtual), tokens, context)
+            outputs += o.split(groups, 2) if self.near_heads else [o]
+            states |= new
+        states["tokens_read"] = context.tokens_read(hidden_states)
+        return outputs[0] if len(outputs) == 1 else torch.cat([outputs[i] for i in self.places], 2), states
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
@@ -210,23 +217,13 @@ class WindowedMixer(MemoryMixer):
         self.virtual_token.keys.copy_(self.rotate(q, k, position)[1][0, 0])
         self.virtual_token.values.copy_(v[0, 0])
 
-    def _of(self, heads: list[int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The q, k and v of some key-value heads, k and v [B, T, heads, D]."""
+    def _of(self, heads: list[int], *rows: Tensor | None) -> tuple[Any, ...]:
+        """The parts [B, T, n, D] of queries, keys or values that some key-value heads have."""
         if len(heads) == len(self.places):
-            return q, k, v
-        q = _heads(q.unflatten(2, (len(self.places), -1)), heads).flatten(2, 3)
-        return q, _heads(k, heads), _heads(v, heads)
+            return rows
+        return tuple(None if x is None else _heads(x, heads, x.shape[2] // len(self.places)) for x in rows)
 
-    def _rotated(self, heads: list[int], q, k, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries and keys of some heads, and the values of the virtual token, whose keys are taken off."""
-        q, k = self.rotate(q, k, context.positions)
-        if self.virtual_token is None:
-            return q, k, None
-        some = None if len(heads) == len(self.places) else heads
-        return q, *self.virtual_token(k, some, self.num_key_value_groups)
-
-    def _near(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
-        rotated, k, virtual = self._rotated(self.near_heads, q, k, context)
+    def _near(self, hidden_states, q, rotated, k, v, virtual, tokens: Tokens, context: Context):
         if self.retention is not None:
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
             attended = attended if self.sinks is None else self.sinks(attended)
@@ -234,8 +231,11 @@ class WindowedMixer(MemoryMixer):
         past = self.window.read(k, v, tokens, context)
         groups = past.blocks(rotated, tokens)
         if self.far is None and self.sinks is None and virtual is None:
-            return rows_of(map(self.scores.attend, groups), q), past.states
-        attended = attended_rows(map(self.scores.attend_with_mass, groups), q)
+            return rows_of(map(self.scores.attend, groups), rotated), past.states
+        if self.far is None and past.is_step and (self.sinks is None or virtual is None):
+            one = (None, virtual) if self.sinks is None else (self.sinks.logits, self.sinks.of_queries())
+            return _attend_with(*one, self.scores, *groups), past.states
+        attended = attended_rows(map(self.scores.attend_with_mass, groups), rotated)
         o, logsumexp = _with_virtual(attended if self.sinks is None else self.sinks(attended), virtual)
         if self.far is None:
             return o, past.states
@@ -244,12 +244,10 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, hidden_states, q, k, v, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
-        q, k, virtual = self._rotated(self.full_heads, q, k, context)
+    def _full(self, q, k, v, virtual, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
         past = self.full.read(k, v, tokens, context)
         if past.is_step and virtual is not None:
-            attended = attended_rows(map(self.scores.attend_with_mass, past.blocks(q, tokens)), q)
-            return _with_virtual(attended, virtual)[0], past.states
+            return _attend_with(None, virtual, self.scores, *past.blocks(q, tokens)), past.states
         if past.is_step:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
         W, scores, first = self.config.full_attention_window, self.scores, past.first
@@ -290,8 +288,25 @@ def _with_virtual(attended: Attended, values: Tensor | None) -> Attended:
     return attended if values is None else joined_softmax(attended, (values, torch.zeros_like(attended[1])))
 
 
-def _heads(x: Tensor, heads: list[int]) -> Tensor:
-    """Some heads of x [B, T, H, ...], in this order; by slices, since an index tensor would be created each time."""
-    if heads == list(range(x.shape[2])):
-        return x
-    return torch.cat([x[:, :, h : h + 1] for h in heads], 2)
+def _attend_with(logits: Tensor | None, values: Tensor, scores: Scores, blocks: Blocks) -> Tensor:
+    """Softmax attention of one query of each row to tokens and to one more, [B, 1, HQ, V].
+
+    This has logits [HQ], None: zero, and values [1, 1, HQ, V].
+    """
+    of_tokens, v = scores.of(blocks), blocks.values  # [B, H, groups, 1, S]
+    if blocks.visible is not None:
+        of_tokens = of_tokens.masked_fill(~blocks.visible[:, None], -torch.inf)
+    H, groups = of_tokens.shape[1:3]
+    more = of_tokens.new_zeros(()) if logits is None else logits.to(of_tokens.dtype).view(H, groups, 1, 1)
+    both = torch.cat([of_tokens, more.expand(len(v), H, groups, 1, 1)], -1).softmax(-1).to(v.dtype)[..., 0, :]
+    o = both[..., :-1] @ v.transpose(1, 2) + both[..., -1:] * values.view(H, groups, -1).to(v.dtype)
+    return o.flatten(1, 2)[:, None]
+
+
+def _heads(x: Tensor, heads: list[int], n: int) -> Tensor:
+    """Some heads of x [B, T, H * n, D]: a view if possible, and without an index tensor in any case."""
+    first, last = heads[0], heads[-1]
+    step = heads[1] - first if n == 1 and len(heads) > 1 else 1
+    if heads == [*range(first, last + 1, step)]:
+        return x[:, :, first * n : (last + 1) * n : step]
+    return torch.cat([x[:, :, h * n : (h + 1) * n] for h in heads], 2)
