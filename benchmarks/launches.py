@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_memory  # noqa: F401  (registers the families)
 from hf_memory.ops import contract, short_convolution
 
-MODELS = {
+WINDOWS = {"layer_types": ["sliding_heads"], "sliding_window": 4}
+MODELS = {  # options that are lists are repeated for each layer
     "Llama": ("llama", {}),
     "Linear Transformer": ("hf_memory_linear", {}),
     "GLA": ("hf_memory_gated", {"gate": "vector"}),
@@ -29,6 +30,13 @@ MODELS = {
     "Gated DeltaNet": ("hf_memory_deltanet", {"gate": "scalar"}),
     "KDA": ("hf_memory_deltanet", {"gate": "vector"}),
     "RWKV-7": ("hf_memory_rwkv7", {}),
+    "windows": ("hf_memory_transformer", WINDOWS),
+    "windows, sinks": ("hf_memory_transformer", {**WINDOWS, "attention_sinks": True}),
+    "windows, a full head": ("hf_memory_transformer", {**WINDOWS, "full_attention_heads": [[1]]}),
+    "windows, sinks, a full head": (
+        "hf_memory_transformer",
+        {**WINDOWS, "attention_sinks": True, "full_attention_heads": [[1]]},
+    ),
 }
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 FREE = "view unsafe_view transpose unsqueeze slice select expand permute split split_with_sizes squeeze t alias detach "
@@ -65,6 +73,7 @@ def count_norm(x: torch.Tensor, shape, weight: torch.Tensor | None = None, eps: 
 
 def step(model_type: str, options: dict, layers: int) -> collections.Counter:
     """The operations of a step after eight tokens."""
+    options = {name: x * layers if isinstance(x, list) else x for name, x in options.items()}
     config = AutoConfig.for_model(model_type, **SIZES, num_hidden_layers=layers, **options)
     model, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.ones(1, 8, dtype=torch.long)
     with torch.no_grad():
@@ -91,7 +100,7 @@ def main() -> None:
         for name, (model_type, options) in MODELS.items():
             counts = step(model_type, options, 3) - step(model_type, options, 2)
             most = ", ".join(f"{operation} {n}" for operation, n in counts.most_common(8))
-            print(f"{name:20} {sum(counts.values()):4} launches a layer: {most}", flush=True)
+            print(f"{name:27} {sum(counts.values()):4} launches a layer: {most}", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ class RMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., channels] -> [..., channels]."""
-        shape, eps = self.weight.shape, self.variance_epsilon
-        if hidden_states.dtype != self.weight.dtype:  # under autocast
-            return self.weight * F.rms_norm(hidden_states, shape, eps=eps)
-        return F.rms_norm(hidden_states, shape, self.weight, eps)
+        weight, eps = self.weight, self.variance_epsilon
+        if hidden_states.dtype != weight.dtype:  # under autocast
+            return weight * F.rms_norm(hidden_states, weight.shape, eps=eps)
+        return F.rms_norm(hidden_states, weight.shape, weight, eps)
 
 
 class GroupRMSNorm(RMSNorm):

@@ -60,7 +60,7 @@ class AttentionMixer(Convertible, Projections):
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            softcap=self.config.attn_logit_softcapping,
+            softcap=self.softcap,
             **kwargs,
         )
 

@@ -118,7 +118,7 @@ class Scores(NamedTuple):
             return self.attend_with_mass(blocks)[0]
         if blocks.is_step:  # the queries of a group are like several tokens, for kernels without groups
             q, k, v = blocks[:3]
-            groups, k, v = q.view(len(q), k.shape[2], -1, k.shape[3]), k.transpose(1, 2), v.transpose(1, 2)
+            groups, k, v = q.view(q.shape[0], k.shape[2], -1, k.shape[3]), k.transpose(1, 2), v.transpose(1, 2)
             o = F.scaled_dot_product_attention(groups, k, v, attn_mask=blocks.visible, scale=self.scaling)
             return o.view(*q.shape[:3], -1)
         q, k, v = (x.transpose(1, 2) for x in blocks[:3])

@@ -294,10 +294,11 @@ class MemoryMixer(Convertible, Projections):
         states = nested(states) if self.has_parts else states
         context = Context(positions, inputs.get("attention_mask"), cu_seqlens, states, known=known)
         hidden_states = inputs["hidden_states"]
-        if self.padding_last:
+        if self.padding_last and context.attention_mask is not None:
             hidden_states, context = context.with_padding_last(hidden_states)
         output, states = self.mix(hidden_states, context)
-        return context.in_their_places(output), flat(states) if self.has_parts else states
+        output = output if context.order is None else context.in_their_places(output)
+        return output, flat(states) if self.has_parts else states
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -132,14 +132,16 @@ class Ring(NamedTuple):
 
     def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
         """Add the new tokens, keys and values [B, T, H, D]."""
-        (keys, values), new = self.extend({f"{self.prefix}keys": k, f"{self.prefix}values": v}, context)
+        new = {f"{self.prefix}keys": k, f"{self.prefix}values": v}
         if context.is_step(k):
-            return self._seen_by_one(new, keys, values, tokens, context.known)
+            left, new = self._step(new, context)
+            return self._seen_by_one(new, *left, tokens, context.known)
+        (keys, values), new = self.extend(new, context)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
         return Past(near, self._first_tokens(k, v, new, context) if self.first else None, new, keys, values)
 
-    def _seen_by_one(self, states: States, keys: Tensor, values: Tensor, tokens: Tokens, known: int | None) -> Past:
+    def _seen_by_one(self, states: States, keys, values, tokens: Tokens, known: int | None) -> Past:
         size = self.first + self.size
         if known is None:
             place = torch.arange(size, device=keys.device)[None]

@@ -51,12 +51,9 @@ class Positions(NamedTuple):
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate one tensor [B, T, H, D]."""
-        return _rotated(x, self.cos.unsqueeze(2), self.sin.unsqueeze(2))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    channels = cos.shape[-1]
-    if channels < x.shape[-1]:
-        return torch.cat([_rotated(x[..., :channels], cos, sin), x[..., channels:]], -1)
-    early, late = x.chunk(2, -1)
-    return (x * cos).addcmul_(torch.cat([-late, early], -1), sin).to(x.dtype)  # cos and sin are float32 under autocast
+        channels = self.cos.shape[-1]
+        if channels < x.shape[-1]:
+            return torch.cat([self.turn(x[..., :channels]), x[..., channels:]], -1)
+        early, late = x.chunk(2, -1)
+        turned = (x * self.cos.unsqueeze(2)).addcmul_(torch.cat([-late, early], -1), self.sin.unsqueeze(2))
+        return turned.to(x.dtype)  # cos and sin are float32 under autocast
