@@ -223,7 +223,9 @@ class WindowedMixer(MemoryMixer):
             return rows
         return tuple(None if x is None else _heads(x, heads, x.shape[2] // len(self.places)) for x in rows)
 
-    def _near(self, hidden_states, q, rotated, k, v, virtual, tokens: Tokens, context: Context):
+    def _near(
+        self, hidden_states, q, rotated, k, v, virtual, tokens: Tokens, context: Context
+    ) -> tuple[Tensor, States]:
         if self.retention is not None:
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
             attended = attended if self.sinks is None else self.sinks(attended)
