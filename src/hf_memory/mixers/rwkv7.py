@@ -100,8 +100,8 @@ class Rwkv7Mixer(MemoryMixer):
     def mix_time(self, x: Tensor, first_values: Tensor, context: Context) -> tuple[Tensor, Tensor, States]:
         """The output of the time mix [B, T, hidden_size], the values of the first layer, and the states."""
         before, shift = token_before(x, context.states.get("time_shift"), context.attention_mask, context.cu_seqlens)
-        change = before - x
-        x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, getattr(self, f"x_{name}"), change) for name in MIXES)
+        shares = torch.stack([getattr(self, f"x_{name}") for name in MIXES]).to(x.dtype)
+        x_r, x_w, x_k, x_v, x_a, x_g = torch.lerp(x, before, shares[:, None, None])
         r, k, v = self.q_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
         if self.is_first:
             first_values = v
@@ -109,7 +109,7 @@ class Rwkv7Mixer(MemoryMixer):
             v = torch.lerp(v, first_values.to(v.dtype), self.v_lora(x_v).sigmoid().to(v.dtype))
         a = wide(self.a_lora(x_a)).sigmoid()
         asked = F.normalize(wide(self._by_head(k * self.k_k)), dim=-1)
-        k = (k * (1 + (a - 1) * self.k_a)).to(r.dtype)
+        k = (k * torch.addcmul(1 - self.k_a, self.k_a, a)).to(r.dtype)
         r, k, v, a = self._by_head(r), self._by_head(k), self._by_head(v.to(r.dtype)), self._by_head(a)
         o, memory = delta_rule(
             r,
@@ -117,8 +117,8 @@ class Rwkv7Mixer(MemoryMixer):
             v,
             a.new_ones(a.shape[:3]),
             -STRONGEST_DECAY * wide(self._by_head(self.w_lora(x_w))).sigmoid(),
-            -asked,
-            self.largest_erasure * a * asked,
+            asked,
+            -self.largest_erasure * a * asked,
             scale=1.0,
             in_place=True,
             **context.options(self.config.mixer_backend),
@@ -148,7 +148,7 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The output [B, T, hidden_size], and the last token as the state."""
         before, shift = token_before(x, context.states.get("channel_shift"), context.attention_mask, context.cu_seqlens)
-        return self.down_proj(F.relu(self.up_proj(torch.addcmul(x, self.x_k, before - x))).square()), shift
+        return self.down_proj(F.relu(self.up_proj(torch.lerp(x, before, self.x_k.to(x.dtype)))).square()), shift
 
 
 class LowRank(nn.Module):
