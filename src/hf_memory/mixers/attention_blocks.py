@@ -229,13 +229,13 @@ def full_attention(
         Outputs [B, T, HQ, V], undefined at padding.
     """
     if is_whole and window is None and scores.softcap is None and scores.relation is None:
-        k, v, others = past.keys, past.values, 0 if first is None else first.keys.shape[1]
+        k, v, n = past.keys, past.values, 0 if first is None else first.keys.shape[1]
         if first is not None:  # seen by all queries, and by as many that are not there
-            q = F.pad(q, (0, 0, 0, 0, others, 0))
+            q = F.pad(q, (0, 0, 0, 0, n, 0))
             k, v = (torch.cat(x, 1) for x in ((first.keys, k), (first.values, v)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=True)
-        return o.transpose(1, 2)[:, others:]
+        return o.transpose(1, 2)[:, n:]
     T, before = q.shape[1], past.keys.shape[1] - q.shape[1]
 
     def near(here: slice) -> slice:

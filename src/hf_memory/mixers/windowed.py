@@ -285,7 +285,7 @@ def _window(config, tokens: int, prefix: str = "") -> Ring:
     return Ring(tokens, config.num_sink_tokens, prefix)
 
 
-def _with_virtual(attended: Attended, values: Tensor | None) -> Attended:
+def _with_virtual(attended: Any, values: Tensor | None) -> Attended:
     """The results of a softmax over tokens with a virtual token of these values, [1, 1, HQ, V], and of score zero."""
     return attended if values is None else joined_softmax(attended, (values, torch.zeros_like(attended[1])))
 
