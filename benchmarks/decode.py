@@ -72,11 +72,13 @@ HEADS = {  # as convert --keep heads:1/11 makes it
     "num_sink_tokens": 4,
     "full_attention_heads": [[i % 3] if i % 4 == 1 else [] for i in range(SHAPE["num_hidden_layers"])],
 }
+SERVED = {"sliding_window": 128, "num_sink_tokens": 0, "attention_sinks": True}
 WINDOWS = {
     "1/11 of heads": HEADS,
     "slots": {"to": "deltanet", **HEADS},
     "kept": {**HEADS, "sliding_window": 96, "num_kept_tokens": 96},
-    "1/4 of layers": {"sliding_window": 128, "num_sink_tokens": 4, "keep": tuple(range(1, 28, 4))},
+    "1/11 of heads, virtual token": {**HEADS, "num_sink_tokens": 0, "virtual_token": True},
+    "1/4 of layers, sinks": {**SERVED, "keep": tuple(range(1, 28, 4))},
 }
 MODELS = {  # of other benchmarks
     "linear (elu)": hf_memory.LinearTransformerConfig,

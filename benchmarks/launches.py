@@ -22,6 +22,7 @@ import hf_memory  # noqa: F401  (registers the families)
 from hf_memory.ops import contract, short_convolution
 
 WINDOWS = {"layer_types": ["sliding_heads"], "sliding_window": 4}
+HEADS = {**WINDOWS, "full_attention_heads": [[1]]}
 MODELS = {  # options that are lists are repeated for each layer
     "Llama": ("llama", {}),
     "Linear Transformer": ("hf_memory_linear", {}),
@@ -32,11 +33,10 @@ MODELS = {  # options that are lists are repeated for each layer
     "RWKV-7": ("hf_memory_rwkv7", {}),
     "windows": ("hf_memory_transformer", WINDOWS),
     "windows, sinks": ("hf_memory_transformer", {**WINDOWS, "attention_sinks": True}),
-    "windows, a full head": ("hf_memory_transformer", {**WINDOWS, "full_attention_heads": [[1]]}),
-    "windows, sinks, a full head": (
-        "hf_memory_transformer",
-        {**WINDOWS, "attention_sinks": True, "full_attention_heads": [[1]]},
-    ),
+    "windows, virtual token": ("hf_memory_transformer", {**WINDOWS, "virtual_token": True}),
+    "windows, a full head": ("hf_memory_transformer", HEADS),
+    "windows, sinks, a full head": ("hf_memory_transformer", {**HEADS, "attention_sinks": True}),
+    "windows, virtual token, a full head": ("hf_memory_transformer", {**HEADS, "virtual_token": True}),
 }
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 FREE = "view unsafe_view transpose unsqueeze slice select expand permute split split_with_sizes squeeze t alias detach "
@@ -100,7 +100,7 @@ def main() -> None:
         for name, (model_type, options) in MODELS.items():
             counts = step(model_type, options, 3) - step(model_type, options, 2)
             most = ", ".join(f"{operation} {n}" for operation, n in counts.most_common(8))
-            print(f"{name:27} {sum(counts.values()):4} launches a layer: {most}", flush=True)
+            print(f"{name:35} {sum(counts.values()):4} launches a layer: {most}", flush=True)
 
 
 if __name__ == "__main__":
