@@ -95,8 +95,7 @@ class StudentFlags:
         if self.servable and self.to not in conversion.SERVABLE:
             raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
         given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
-        tuples = {**DEFAULT.schedules, "on_policy": DEFAULT.on_policy}
-        given |= {name: read_schedule(name, usual, given[name]) for name, usual in tuples.items()}
+        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.tuples.items()}
         given["keep"] = self.keep or ("auto" if self.servable and self.to == DEFAULT.to else "none")
         given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
         given["top_k"] = conversion.TOP_K if self.teacher_logits and self.top_k is None else self.top_k

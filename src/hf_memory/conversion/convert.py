@@ -80,7 +80,7 @@ def convert(
     check_space(plan, run)
     check_memory(plan, run, observed.device)
     if run.checkpoints and processes().is_main_process:
-        models = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
+        models: dict = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
         models |= {"tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
     ranking: tuple[LayerScore, ...] = ()

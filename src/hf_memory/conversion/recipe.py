@@ -175,6 +175,11 @@ class Recipe:
     seed: int = 0
 
     @property
+    def tuples(self) -> dict[str, Any]:
+        """The fields that are tuples of numbers, by name."""
+        return {**self.schedules, "on_policy": self.on_policy}
+
+    @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules of the stages by name, in order."""
         return {"transfer": self.transfer, "distillation": self.distillation, "fine_tuning": self.fine_tuning}

@@ -111,7 +111,7 @@ def distill_from_logits(
     Raises:
         ValueError: if the folder belongs to other arguments, or a shard is missing.
     """
-    how = {"temperature": temperature, "cross_entropy": cross_entropy}
+    how: dict = {"temperature": temperature, "cross_entropy": cross_entropy}
     data = WindowsWithLogits(folder, tokens, schedule, seed)
     check_saved(folder, data, temperature)
     trainer = partial(SavedDistillationTrainer, teacher=None, **how)
