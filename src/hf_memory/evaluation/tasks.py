@@ -1,5 +1,6 @@
 """The tasks of `hf-memory evaluate`. To add a task, add a function and an entry of TASKS in this file."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -146,8 +147,8 @@ def _scored(group: str, says: str) -> Task:
     """The task of answering questions of a group; there are none without a tokenizer."""
 
     def where(subject: Subject) -> list[Place]:
-        longest = getattr(subject.model.config, "max_position_embeddings", None) or max(subject.score_lengths)
-        fitting = tuple(x for x in subject.score_lengths if x <= longest)
+        longest = getattr(subject.model.config, "max_position_embeddings", None) or math.inf
+        fitting = tuple(x for x in subject.score_lengths if x < longest)  # there must be room for the answer
         return places(group, fitting) if subject.items and subject.tokenizer else []
 
     def measure(subject: Subject, place: Place) -> dict[Place, Figures]:
