@@ -48,7 +48,6 @@ FACTS = {
     "past tense of": "go went, see saw, run ran, eat ate, give gave, take took, write wrote, come came, "
     "find found, make made, sing sang, buy bought",
 }
-ROWS = 16  # of a table that are scored
 Scorer = Callable[[str], float]  # the score of an answer, from 0 to 1
 
 
@@ -223,15 +222,15 @@ def _variables(dice: Random, room: int, hops: int = 1) -> Question:
     )
 
 
-def _table(dice: Random, room: int) -> Question:
-    """A table, which is to be written again."""
-    rows = [f"{i}. {dice.choice(NAMES)}, {dice.choice(CITIES)}, {dice.choice(COLORS)}" for i in range(1, room + 2)]
-    first, *others = rows
+def _list(dice: Random, room: int, number: int = 20) -> Question:
+    """A list before a long text, which is to be written down after it."""
+    first, *others = dice.sample(NAMES + CITIES + COLORS + PETS, number)
+    said = ", ".join([first, *others])
     return Question(
-        "\n".join(["Write this table again:", *rows]),
-        "\n".join(["", *others]),
-        alike(others[:ROWS], lambda text: _lines(text)[:ROWS]),
-        begun=first,
+        f"The list: {said}.\n{_hidden(dice, [], room)}\nWrite down the list.",
+        f", {', '.join(others)}.",
+        alike([word.lower() for word in others], _words),
+        begun=f"The list: {first}",
     )
 
 
@@ -273,7 +272,7 @@ RETRIEVAL = {
     "2 values": Kind(partial(_needle, values=2), new_tokens=24, **LONG),
     "variables": Kind(_variables, new_tokens=16, **LONG),
 }
-LONG_ANSWERS = {"table": Kind(_table, new_tokens=200, **LONG)}
+LONG_ANSWERS = {"list": Kind(_list, shots=0, new_tokens=80, has_length=True)}
 TURNS = {"first turn": Kind(_first_turn, shots=0, new_tokens=12, chance=1 / 10, has_length=True)}
 REASONING = {
     "chain_sum": Kind(partial(_of_gym, name="chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)),

@@ -136,7 +136,7 @@ def summary(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float
     return {
         TEACHERS: Estimate(scores[:, 1]),
         SCORE: Estimate(scores[:, 0]),
-        RATIO: Estimate(*scores.T, of=ratio_of_sums),
+        RATIO: Estimate(scores[:, 0], scores[:, 1], of=ratio_of_sums),
         WIN: Share([won for row, _ in rows for won in row[WIN]["samples"]]),
         TASKS_WON: Share(scores[:, 0] >= (1 - tolerance) * scores[:, 1]),
     }
