@@ -130,7 +130,7 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
     }
     held = parts["student"] + parts["teacher"] + parts["optimizer"]
     peak = held + max(parts["gradients"], parts["activations"] + parts["logits"])
-    read = stage.schedule.steps * stage.schedule.batch_size * stage.schedule.length
+    read = stage.schedule.tokens
     flops = (4 if again else 3) * learner.flops + teacher.flops + logits.flops
     return Cost(stage, parts, peak, read, read / (rows * stage.schedule.length) * flops)
 
