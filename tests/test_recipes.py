@@ -65,7 +65,7 @@ SMOLLM2 = LlamaConfig(
     ("name", "teacher", "stages"),
     [(name, teacher, (100_007_936, 500_039_680)) for name, teacher in TEACHERS.items()]
     + [("smollm2", SMOLLM2, (12_288, 40_960))]
-    + [("smollm2-7-layers", SMOLLM2, (24_576, 57_344)), ("smollm2-4-layers", SMOLLM2, (24_576, 36_864))]
+    + [("smollm2-7-layers", SMOLLM2, (24_576, 122_880)), ("smollm2-4-layers", SMOLLM2, (24_576, 36_864))]
     + [("smollm2-heads", SMOLLM2, (36_864,))],
 )
 def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_path, monkeypatch, capsys):
