@@ -11,11 +11,10 @@ from transformers import TrainerCallback
 
 import hf_memory_cli
 from distributed_check import become
-from hf_memory.conversion import OnPolicy, Run, processes
+from hf_memory.conversion import Run, processes
 from teachers import RUN, SCHEDULE, convert, make_teacher, text
 
-STAGES: dict = dict.fromkeys(("transfer", "distillation"), SCHEDULE._replace(steps=6))
-STAGES["on_policy"] = OnPolicy(share=0.34, tokens=4)  # two steps
+STAGES = dict.fromkeys(("transfer", "distillation"), SCHEDULE._replace(steps=6))
 
 
 class Stop(TrainerCallback):
