@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "scores"
 START, END = "<!-- scores -->", "<!-- /scores -->"  # around the table of PAGE
 TEACHER = "teacher"
 GROUPS = [group for group in KINDS if group != "reasoning"]
-LENGTHS = (512, 1024)
+LENGTHS = (512,)
 HOW: dict = {"items": 24, "seed": 0, "tolerance": 0.05}
 
 
