@@ -76,7 +76,7 @@ SERVED = {"sliding_window": 128, "num_sink_tokens": 0, "attention_sinks": True}
 WINDOWS = {
     "1/11 of heads": HEADS,
     "slots": {"to": "deltanet", **HEADS},
-    "kept": {**HEADS, "sliding_window": 96, "num_kept_tokens": 96},
+    "kept": {**HEADS, "sliding_window": 64, "num_kept_tokens": 158},  # as many bytes as a window of 259
     "1/11 of heads, virtual token": {**HEADS, "num_sink_tokens": 0, "virtual_token": True},
     "1/4 of layers, sinks": {**SERVED, "keep": tuple(range(1, 28, 4))},
 }
