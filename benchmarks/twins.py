@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
     "128 entries": {
         "windows": {"sliding_window": 127},
         "kept": {"sliding_window": 32, "num_kept_tokens": 76, "kept_block_size": 16},
-        "slots": {"sliding_window": 60},
+        "slots": {"sliding_window": 78},
     },
 }
 WINDOWS = {2048: 12, 8192: 2}  # tokens of a held-out window, and how many
@@ -140,38 +140,46 @@ def measures(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer, held
 
 def complete(file: Path, name: str, recipe: Recipe, models: tuple, tokens: Tensor, held_out: Tensor) -> None:
     """Make what is missing of a row; it is written after each column."""
-    row = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if all(column in row for column in COLUMNS):
+    if is_complete(read(file)):
         return
     teacher, tokenizer = models
     folder, seconds = smollm2.make(f"twins, {name}", recipe, teacher, tokenizer, tokens, {"bf16": True})
-    row |= {"name": name, "recipe": json.loads(json.dumps(asdict(recipe), default=str)), "CPU seconds": seconds}
+    about = {"name": name, "recipe": json.loads(json.dumps(asdict(recipe), default=str)), "CPU seconds": seconds}
     student = AutoModelForCausalLM.from_pretrained(folder).eval()
     for column, measure in measures(student, teacher, tokenizer, held_out).items():
-        if column not in row:
-            row[column] = measure()
+        if column not in read(file):
+            found = measure()
             partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(about | read(file) | {column: found}, indent=1) + "\n", encoding="utf-8")
             partial.rename(file)
-            print(name, column, row[column], flush=True)
+            print(name, column, found, flush=True)
+
+
+def read(file: Path) -> dict:
+    """A row, as far as it is there."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def is_complete(row: dict) -> bool:
+    """Whether all columns are there."""
+    return all(column in row for column in COLUMNS)
 
 
 def students() -> dict[str, list[dict]]:
-    """The rows of each kind of student, one for each seed."""
-    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+    """The complete rows of each kind of student, one for each seed."""
     found: dict[str, list[dict]] = {}
-    for row in rows:
+    for row in filter(is_complete, map(read, sorted(RESULTS.glob("*.json")))):
         found.setdefault(row["name"].rpartition(", ")[0], []).append(row)
     order = list(dict.fromkeys(name.rpartition(", ")[0] for name in recipes()))
     return {name: found[name] for name in sorted(found, key=order.index)}
 
 
-def over_seeds(rows: list[dict], value: Callable[[dict], float]) -> tuple[float, float] | None:
-    """The mean of a figure, and half of its 95 % interval by Student's t, 0 for one seed; None if it is missing."""
-    found = [value(row) for row in rows if all(column in row for column in COLUMNS)]
-    if not found:
-        return None
-    return statistics.mean(found), T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5 if found[1:] else 0.0
+def over_seeds(found: list[float], form: str) -> str:
+    """The mean of a figure with half of its 95 % interval by Student's t, if there are several seeds."""
+    mean = f"{statistics.mean(found):{form}}"
+    if len(found) == 1:
+        return mean
+    return f"{mean} ± {T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5:{form}}"
 
 
 def table(kinds: dict[str, list[dict]]) -> str:
@@ -187,12 +195,8 @@ def table(kinds: dict[str, list[dict]]) -> str:
     }
     lines = [["student", "seeds", *figures], ["---"] * (2 + len(figures))]
     for name, rows in kinds.items():
-        cells = [over_seeds(rows, value) for _, value in figures.values()]
-        texts = [
-            "" if x is None else f"{x[0]:{form}}" + (f" ± {x[1]:{form}}" if x[1] else "")
-            for x, (form, _) in zip(cells, figures.values())
-        ]
-        lines.append([name, str(len(rows)), *texts])
+        cells = [over_seeds([value(row) for row in rows], form) for form, value in figures.values()]
+        lines.append([name, str(len(rows)), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -201,9 +205,6 @@ def draw(kinds: dict[str, list[dict]]) -> None:
     plt.style.use("tableau-colorblind10")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, rows in kinds.items():
-        rows = [row for row in rows if all(column in row for column in COLUMNS)]
-        if not rows:
-            continue
         places = [int(end) for end in rows[0]["by position to 8192"] if end != "all" and int(end) > 128]
         curves = [[row["by position to 8192"][str(end)]["kl"] for end in places] for row in rows]
         found = [[row["needles"][str(n)] for n in NEEDLES] for row in rows]
