@@ -75,7 +75,10 @@ def recipes() -> dict[str, Recipe]:
         for kind, seen in kinds.items():
             made = best if kind == "slots" else smollm2.without_memory(best)
             options = {"num_sink_tokens": 4, **held.get("options", {}), **seen}
-            rows[f"{kind}, {heads}, {size}, seed {seed}"] = replace(made, keep=held["keep"], options=options, seed=seed)
+            recipe = replace(made, keep=held["keep"], options=options, seed=seed)
+            rows[f"{kind}, {heads}, {size}, seed {seed}"] = recipe
+            if seed == 0:
+                rows[f"{kind} before training, {heads}, {size}, seed 0"] = smollm2.times(0, recipe)
     return rows
 
 
@@ -96,12 +99,13 @@ class Remembered(nn.Module):
         """The logits of the teacher, up to a constant."""
         file = self.folder / f"{hashlib.sha256(input_ids.numpy().tobytes()).hexdigest()[:16]}.pt"
         if not file.exists():
-            logits = self.teacher(input_ids, **kwargs).logits
-            for row in logits.flatten(0, 1).split(512):
-                row.copy_(row.log_softmax(-1))
-            torch.save(logits.half(), partial := file.with_suffix(".partial"))
+            rows = self.teacher(input_ids, **kwargs).logits.split(512, 1)  # those of long texts are large
+            torch.save(
+                torch.cat([row.log_softmax(-1).half() for row in rows], 1), partial := file.with_suffix(".partial")
+            )
+            del rows
             partial.rename(file)
-        return CausalLMOutput(logits=torch.load(file))
+        return CausalLMOutput(logits=torch.load(file, mmap=True))
 
 
 def by_position(student: PreTrainedModel, teacher: nn.Module, held_out: Tensor, length: int) -> dict[str, dict]:
@@ -166,9 +170,9 @@ def is_complete(row: dict) -> bool:
 
 
 def students() -> dict[str, list[dict]]:
-    """The complete rows of each kind of student, one for each seed."""
+    """The rows of each kind of student, one for each seed, as far as they are there."""
     found: dict[str, list[dict]] = {}
-    for row in filter(is_complete, map(read, sorted(RESULTS.glob("*.json")))):
+    for row in map(read, sorted(RESULTS.glob("*.json"))):
         found.setdefault(row["name"].rpartition(", ")[0], []).append(row)
     order = list(dict.fromkeys(name.rpartition(", ")[0] for name in recipes()))
     return {name: found[name] for name in sorted(found, key=order.index)}
@@ -176,50 +180,59 @@ def students() -> dict[str, list[dict]]:
 
 def over_seeds(found: list[float], form: str) -> str:
     """The mean of a figure with half of its 95 % interval by Student's t, if there are several seeds."""
-    mean = f"{statistics.mean(found):{form}}"
-    if len(found) == 1:
-        return mean
-    return f"{mean} ± {T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5:{form}}"
+    if len(found) < 2:
+        return "".join(f"{x:{form}}" for x in found)
+    return f"{statistics.mean(found):{form}} ± {T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5:{form}}"
+
+
+FIGURES: dict[str, tuple[str, str, Callable]] = {  # of the table: the column of a row, the format, and the figure
+    "cache at 8,192": ("cache at 8k / teacher", ".1%", float),
+    "KL": ("by position to 2048", ".4f", lambda found: found["all"]["kl"]),
+    "perplexity / teacher": ("by position to 2048", ".3f", lambda found: found["all"]["ratio"]),
+    "recall at 512": ("recall", ".0%", lambda found: found["512"]),
+    "at 2,048": ("recall", ".0%", lambda found: found["2048"]),
+    "KL, last half of 8,192": ("by position to 8192", ".3f", lambda found: found["8192"]["kl"]),
+    "needles": ("needles", ".0%", lambda found: statistics.mean(found.values())),
+}
 
 
 def table(kinds: dict[str, list[dict]]) -> str:
     """The students in Markdown."""
-    figures: dict[str, tuple[str, Callable[[dict], float]]] = {
-        "cache at 8,192": (".1%", lambda row: row["cache at 8k / teacher"]),
-        "KL": (".4f", lambda row: row["by position to 2048"]["all"]["kl"]),
-        "perplexity / teacher": (".3f", lambda row: row["by position to 2048"]["all"]["ratio"]),
-        "KL, last half of 8,192": (".3f", lambda row: row["by position to 8192"]["8192"]["kl"]),
-        "recall at 512": (".0%", lambda row: row["recall"]["512"]),
-        "at 2,048": (".0%", lambda row: row["recall"]["2048"]),
-        "needles": (".0%", lambda row: statistics.mean(row["needles"].values())),
-    }
-    lines = [["student", "seeds", *figures], ["---"] * (2 + len(figures))]
+    lines = [["student", "seeds", *FIGURES], ["---"] * (2 + len(FIGURES))]
     for name, rows in kinds.items():
-        cells = [over_seeds([value(row) for row in rows], form) for form, value in figures.values()]
+        columns = FIGURES.values()
+        cells = [over_seeds([value(x[column]) for x in rows if column in x], form) for column, form, value in columns]
         lines.append([name, str(len(rows)), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(kinds: dict[str, list[dict]]) -> None:
-    """KL by position, and needles by length: a line for each kind of student, with a mark for each seed."""
+    """KL by position in texts of two lengths, and needles by length: a line for each kind, a mark for each seed."""
     plt.style.use("tableau-colorblind10")
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, rows in kinds.items():
-        places = [int(end) for end in rows[0]["by position to 8192"] if end != "all" and int(end) > 128]
-        curves = [[row["by position to 8192"][str(end)]["kl"] for end in places] for row in rows]
-        found = [[row["needles"][str(n)] for n in NEEDLES] for row in rows]
-        for axis, x, values in zip(axes, (places, NEEDLES), (curves, found)):
-            (line,) = axis.plot(x, [statistics.mean(y) for y in zip(*values)], label=f"{name} ({len(rows)})")
-            for y in values:
-                axis.plot(x, y, "o", color=line.get_color(), alpha=0.4, markersize=3)
-    axes[0].set(title="KL from the teacher by position", xscale="log", xlabel="up to this token")
-    axes[1].set(title="digits of needles that are most likely", xscale="log", xlabel="tokens of the text")
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1))
-    for axis, ticks in zip(axes, ((256, 512, 1024, 2048, 4096, 8192), NEEDLES)):
-        axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    titles = {
+        "by position to 2048": "KL from the teacher, texts of 2,048",
+        "by position to 8192": "KL from the teacher, texts of 8,192",
+        "needles": "digits of needles that are most likely",
+    }
+    titles = {x: title for x, title in titles.items() if any(x in row for rows in kinds.values() for row in rows)}
+    figure, axes = plt.subplots(1, len(titles), figsize=(4.7 * len(titles), 4), layout="constrained", squeeze=False)
+    for axis, (column, title) in zip(axes[0], titles.items()):
+        ticks: set[int] = set()
+        for name, rows in kinds.items():
+            found = [{int(n): x for n, x in row[column].items() if n != "all"} for row in rows if column in row]
+            curves = [{n: x["kl"] if isinstance(x, dict) else x for n, x in curve.items()} for curve in found]
+            ticks |= {n for curve in curves for n in curve if n >= 64}
+            means = {n: statistics.mean(curve[n] for curve in curves) for n in sorted(ticks)} if curves else {}
+            (line,) = axis.plot(list(means), list(means.values()), label=f"{name} ({len(curves)})")
+            for curve in curves:
+                axis.plot(list(means), [curve[n] for n in means], "o", color=line.get_color(), markersize=4)
+        axis.set(title=title, xscale="log", xlabel="tokens")
+        axis.set_xticks(sorted(ticks), [f"{n:,}" for n in sorted(ticks)], fontsize="small")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small", title="students (seeds)")
+        if column == "needles":
+            axis.yaxis.set_major_formatter(PercentFormatter(1))
+    axes[0, 0].legend(fontsize="small", title="students (seeds)")
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
 
