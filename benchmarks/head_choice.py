@@ -1,0 +1,92 @@
+"""Which heads keep everything: those that retrieve, or those whose windows change the predictions? SmolLM2, untrained.
+
+    python benchmarks/head_choice.py
+
+Teacher and text are those of examples/smollm2.py. A student keeps as many key-value heads as 4, 8 and 12 % of the
+teacher's cache at 8,192 tokens allow; the others see 128 tokens and the first four. Nothing is trained. KL is that of
+6 held-out windows of 2,048 tokens; recall is the part of the teacher's gain
+on the second reading of 256 tokens after 512 others that is kept, on four held-out passages. Writes
+benchmarks/results/head_choice.json; rows that it has are not made again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for examples
+
+from examples import smollm2 as example  # noqa: E402
+
+from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens  # noqa: E402
+from hf_memory.conversion.students import student_config  # noqa: E402
+from hf_memory.conversion.students.heads import by_layer, rank_heads, rank_heads_by_loss  # noqa: E402
+from hf_memory.evaluation import agreement, cache_bytes, copy_gain  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "head_choice.json"
+WINDOW, SINKS, CONTEXT = 128, 4, 8192
+SHARES = (0.04, 0.08, 0.12)
+MEASURED = {"length": 2048, "max_tokens": 6 * 2048}
+
+
+def options_of(teacher, heads) -> dict:
+    """Options of a student with windows in all heads but some."""
+    chosen = by_layer([(layer, head) for layer, head, _ in heads], teacher.config.num_hidden_layers)
+    return {"sliding_window": WINDOW, "num_sink_tokens": SINKS, "full_attention_heads": chosen}
+
+
+def best(teacher, heads, share: float) -> list:
+    """As many of ranked heads as a share of the teacher's cache allows."""
+
+    def size(count: int) -> float:
+        options = options_of(teacher, heads[:count])
+        return cache_bytes(student_config(teacher.config, "attention", (), options), CONTEXT)
+
+    allowed = share * cache_bytes(teacher.config, CONTEXT)
+    return heads[: max(count for count in range(len(heads)) if size(count) <= allowed)]
+
+
+def gain(model, held_out) -> float:
+    """Nats a token that a first reading is worth."""
+    return float(copy_gain(model, held_out, passage=256, gap=512, trials=4, max_tokens=None))
+
+
+def rankings(teacher, tokens) -> dict:
+    """All heads by each score."""
+    by_recall, by_loss = rank_heads(teacher, tokens), rank_heads_by_loss(teacher, tokens, window=WINDOW, sinks=SINKS)
+    top = {name: max(x.score for x in heads) for name, heads in (("recall", by_recall), ("loss", by_loss))}
+    of_loss = {(x.layer, x.head): x.score / top["loss"] for x in by_loss}
+    summed = [x._replace(score=x.score / top["recall"] + of_loss[x.layer, x.head]) for x in by_recall]
+    return {"retrieval": by_recall, "loss": by_loss, "both": sorted(summed, key=lambda x: -x.score)}
+
+
+def main() -> None:
+    """All rows."""
+    logging.set_verbosity_error()
+    file, text = example.fetch_teacher(), example.fetch_text()
+    teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
+    whole = read_tokens([text], tokenizer, limit=400_000)
+    tokens, held_out = whole[: -len(whole) // 10], whole[-len(whole) // 10 :]
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    if "rankings" not in found:
+        found["rankings"] = {name: [tuple(x) for x in heads] for name, heads in rankings(teacher, tokens).items()}
+        found["teacher's gain"] = gain(teacher, held_out)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for share in SHARES:
+        for name, heads in found["rankings"].items():
+            row = f"{share:.0%}, {name}"
+            if row in found["rows"]:
+                continue
+            kept = best(teacher, heads, share)
+            student = make_student(teacher, "attention", **options_of(teacher, kept))
+            carry_over(student, teacher)
+            kl, recall = agreement(student, teacher, held_out, **MEASURED).kl, gain(student, held_out)
+            found["rows"][row] = {"heads": len(kept), "KL": float(kl), "recall": recall / found["teacher's gain"]}
+            print(row, found["rows"][row], flush=True)
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
