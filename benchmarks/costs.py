@@ -30,15 +30,16 @@ TEACHER = LlamaConfig(
 )
 NONE, ROWS = Schedule(0, 1e-4, 1, 1024), Schedule(2, 1e-4, 1, 2048)
 HEADS = {"to": "attention", "keep": "heads:1/11", "options": {"sliding_window": 256}, "transfer": NONE}
+WHOLE = {"to": "deltanet", "keep": "none", "options": {"gate": "scalar"}}
 CASES: dict[str, tuple[Recipe, dict]] = {
     "heads and windows": (Recipe(**HEADS, distillation=ROWS), {}),
     "in bfloat16": (Recipe(**HEADS, distillation=ROWS), {"bf16": True}),
     "with checkpointing": (Recipe(**HEADS, distillation=ROWS), {"activation_checkpointing": True}),
     "two rows": (Recipe(**HEADS, distillation=ROWS._replace(batch_size=2)), {}),
     "fine-tuning": (Recipe(**HEADS, distillation=NONE, fine_tuning=ROWS), {}),
-    "Gated DeltaNet, transfer": (Recipe("deltanet", options={"gate": "scalar"}, transfer=ROWS, distillation=NONE), {}),
+    "Gated DeltaNet, transfer": (Recipe(**WHOLE, transfer=ROWS, distillation=NONE), {}),
     "Gated DeltaNet, distillation": (
-        Recipe("deltanet", options={"gate": "scalar"}, transfer=NONE, distillation=ROWS),
+        Recipe(**WHOLE, transfer=NONE, distillation=ROWS),
         {},
     ),
 }

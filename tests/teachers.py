@@ -37,7 +37,16 @@ from hf_memory import conversion
 from hf_memory.conversion import Recipe, Run, Schedule, resolve
 
 SHORT = "steps=2,batch_size=2,length=32"
-FAST = ["--to", "linear", "--transfer", SHORT, "--distillation", SHORT]  # flags of the command convert
+FAST = [
+    "--to",
+    "linear",
+    "--keep",
+    "none",
+    "--transfer",
+    SHORT,
+    "--distillation",
+    SHORT,
+]  # flags of the command convert
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 LONG_ROPE = {
     "original_max_position_embeddings": 16,  # test texts are longer
@@ -134,7 +143,7 @@ def text(length=200):
 def convert(teacher, tokens, *, run=Run(), quantized=None, scorer=None, **recipe):
     """A conversion by the parts of its recipe; what is no part of one is an option of the student's."""
     options = {name: recipe.pop(name) for name in list(recipe) if name not in Recipe.__dataclass_fields__}
-    recipe, scores = Recipe(**{"to": "linear", **recipe}, options=options), scorer and scorer.config
+    recipe, scores = Recipe(**{"to": "linear", "keep": "none", **recipe}, options=options), scorer and scorer.config
     plan = resolve(recipe, teacher.config, tokens, scores)
     return conversion.convert(teacher, tokens, plan, run, quantized=quantized, scorer=scorer)
 

@@ -43,6 +43,25 @@ def test_convert_info_generate(run, teacher, text, tmp_path):
     assert out.startswith("the snake")
 
 
+def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_path):
+    output = tmp_path / "student"
+    short = "--distillation", "steps=2,length=64", "-o", "sliding_window=16", "--items", 0
+    code, out, err = run("convert", teacher, "--text", text, "--output", output, *short)
+    assert (code, err) == (0, "")
+    run_file = yaml.safe_load((output / "run.yaml").read_text())
+    assert run_file["to"] == "attention"
+    assert run_file["keep-attention"] == "heads:1/11"
+    distillation = {"learning_rate": 1e-4, "batch_size": 1, "length": 64, "repeats": 0.3}
+    assert distillation.items() <= run_file["distillation"].items()
+    config = json.loads((output / "config.json").read_text())
+    assert sum(map(len, config["full_attention_heads"])) == 1
+    (kept,) = [f"{i}/{head}" for i, heads in enumerate(config["full_attention_heads"]) for head in heads]
+    assert "layer/head" in out
+    assert kept in out
+    assert f"{kept} (" in (output / "README.md").read_text()
+    assert (output / "heads.png").exists()
+
+
 def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, teacher, text, tmp_path, monkeypatch):
     def no_time(*args, **kwargs):
         raise OSError("no time")

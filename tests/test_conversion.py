@@ -279,7 +279,7 @@ def test_a_new_weight_outside_the_mixers_is_an_error():
 )
 def test_wrong_arguments_are_explained(wrong, message):
     with pytest.raises(ValueError, match=message):
-        resolve(Recipe(**{"to": "linear"} | BOTH_STAGES | wrong), make_teacher().config, text())
+        resolve(Recipe(**{"to": "linear", "keep": "none"} | BOTH_STAGES | wrong), make_teacher().config, text())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TRANSFER, KL = "attention transfer", "KL divergence of the logits"
 
 
 def planned(**recipe):
-    return resolve(Recipe(**{"to": "linear"} | STAGES | recipe), make_teacher().config, text())
+    return resolve(Recipe(**{"to": "linear", "keep": "none"} | STAGES | recipe), make_teacher().config, text())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,26 @@ def test_a_card_names_the_engines_of_an_export():
 
 
 @pytest.mark.parametrize(
+    ("to", "kept"),
+    [("attention", "heads:1/11"), ("deltanet", "heads:1/11"), ("titans", "none"), ("transformer", "none")],
+)
+def test_what_is_kept_by_default_depends_on_the_family(to, kept):
+    plan = resolve(Recipe(to), make_teacher().config, text(4000))
+    assert plan.recipe.keep == kept
+    assert bool(plan.ranked_heads) is (kept != "none")
+
+
+@pytest.mark.parametrize(("positions", "length"), [(4096, 3000), (512, 512)])
+def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
+    teacher = make_teacher().config
+    teacher.max_position_embeddings = positions
+    plan = resolve(Recipe(), teacher, text(3000))
+    assert plan.recipe.distillation.length == min(2048, length)
+    with pytest.raises(ValueError, match="length must be at most the teacher's|at least one window"):
+        resolve(Recipe(distillation=Recipe().distillation._replace(length=4000)), teacher, text(3000))
+
+
+@pytest.mark.parametrize(
     ("teacher", "to", "options", "exact"),
     [
         ("llama", "linear", {"sliding_window": 12}, True),  # and four tokens at the beginning
@@ -119,7 +139,7 @@ def test_a_card_names_the_engines_of_an_export():
 @torch.no_grad()
 def test_a_student_is_called_exact_where_it_is(teacher, to, options, exact):
     teacher, tokens = make_teacher(teacher), text()[:16][None]
-    plan = resolve(Recipe(to=to, options=options, **STAGES), teacher.config, text())
+    plan = resolve(Recipe(to=to, keep="none", options=options, **STAGES), teacher.config, text())
     student = make_student(teacher, to, **options)
     start_near(student, teacher, text(), plan.window, is_exact=True)
     difference = (student(tokens).logits - teacher(tokens).logits).abs().max()

@@ -357,7 +357,7 @@ def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_pa
 
 def test_a_room_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    plan = resolve(Recipe(transfer=FEW, distillation=FEW), make_teacher().config, tokens())
+    plan = resolve(Recipe(keep="none", transfer=FEW, distillation=FEW), make_teacher().config, tokens())
     with pytest.raises(OSError, match=r"must have 0.1 MB free for student, got 0.0 MB"):
         check_space(plan, Run(), output=tmp_path / "no" / "student")
     with pytest.raises(OSError, match=r"must have \d.\d MB free for student and work, got 0.0 MB"):

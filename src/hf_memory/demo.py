@@ -187,7 +187,7 @@ def run_demo(
     tokens, held_out = corpus.training, corpus.held_out
     say(f"read the language reference: {len(tokens)} tokens to train on, {len(held_out)} held out")
     teacher = make_teacher(settings, corpus.tokenizer)
-    wanted = Recipe(to, transfer=settings.transfer, distillation=settings.distillation, options=options)
+    wanted = Recipe(to, "none", transfer=settings.transfer, distillation=settings.distillation, options=options)
     plan = resolve(wanted, teacher.config, tokens)
     say(f"made a Llama of {teacher.num_parameters():,} parameters")
     optimizer = MuonWithAdamW(teacher, settings.teacher.learning_rate)

@@ -20,6 +20,8 @@ from hf_memory.evaluation.model_result import QUALITY
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
+HEADS = ("layer/head", "retrieval")
+RETRIEVAL = "key-value heads that keep everything: attention to what followed a passage when it was read before"
 RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
 
@@ -42,8 +44,8 @@ class StudentFlags:
         typer.Option(
             "--keep-attention",
             "--keep",
-            help=f"Which layers or heads keep their attention: {conversion.KEEP_WORDS}; default: none, or auto for a "
-            "servable student without a memory.",
+            help=f"What keeps its attention: {conversion.KEEP_WORDS}; default: heads:1/11, auto for a "
+            "servable student without a memory, none where there are no windows.",
         ),
     ] = None
     option: options.Option = None
@@ -96,7 +98,8 @@ class StudentFlags:
             raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
         given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
         given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.tuples.items()}
-        given["keep"] = self.keep or ("auto" if self.servable and self.to == DEFAULT.to else "none")
+        kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
+        given["keep"] = self.keep or kept
         given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
         given["top_k"] = conversion.TOP_K if self.teacher_logits and self.top_k is None else self.top_k
         return Recipe(**given)
@@ -136,6 +139,8 @@ def _convert(job: Job) -> Made | None:
     if made.ranking:
         rows = conversion.placement_table(made.ranking, made.plan.kept)
         print_table(rows, conversion.PLACEMENT_HEADER, title=RANKING)
+    if heads := made.plan.chosen:
+        print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=RETRIEVAL)
     return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
 
 

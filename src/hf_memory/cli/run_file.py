@@ -79,7 +79,7 @@ def _of_recipe(recipe: Recipe) -> dict[str, Any]:
     """The values of the flags that make a recipe, by name."""
     flags = {name: x._asdict() for name, x in recipe.tuples.items()}
     option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
-    keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep)) or "none"
+    keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep or ())) or "none"
     return {**vars(recipe), **flags, "keep": keep, "option": option or None}
 
 

@@ -111,12 +111,12 @@ def _prepare(asked: Asked) -> Job:
     recipe, run, output, (texts, weights) = asked.recipe, asked.run, asked.output, read_weights(asked.text)
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
-    if resumed := asked.flags.are_unfinished(output, recipe):
-        asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
     scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
     validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty, scorer)
+    if resumed := asked.flags.are_unfinished(output, plan.recipe):
+        asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     checked = replace(run, validation=empty if validates else None)
     conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:

@@ -19,7 +19,14 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import WINDOW, changed_layers, is_exact, own_window, student_config
+from hf_memory.conversion.students import (
+    WINDOW,
+    can_have_windows,
+    changed_layers,
+    is_exact,
+    own_window,
+    student_config,
+)
 from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_retrieval
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
@@ -31,6 +38,7 @@ from hf_memory.modeling.chunks import check_passes_gradients
 from hf_memory.modeling.configuration import MemoryConfig
 
 BYTES = 4  # size of a float32 number
+HEADS = "heads:1/11"  # what is kept by default
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Plan:
         kept: layers that keep the teacher's attention, without those that a ranking will choose.
         ranked: number of layers that a ranking will choose.
         ranked_heads: number of key-value heads that a ranking will choose.
+        heads: scores of all heads that could keep everything, the best first, once some of them were chosen.
         is_exact: whether the student equals its teacher before any training.
         window: tokens of the longest window before fine-tuning.
         teacher_parameters: number of the teacher's parameters; 0 in fine-tuning, which has none.
@@ -78,6 +87,7 @@ class Plan:
     kept: tuple[int, ...] = ()
     ranked: int = 0
     ranked_heads: int = 0
+    heads: tuple[HeadScore, ...] = ()
     is_exact: bool = True
     window: int = 0
     teacher_parameters: int = 0
@@ -121,6 +131,12 @@ class Plan:
         scorer = (self.scorer_parameters or self.teacher_parameters) if is_scored else 0
         return stage.schedule.tokens * (scorer + 3 * self.student_parameters)
 
+    @property
+    def chosen(self) -> list[HeadScore]:
+        """The heads that keep everything, with their scores, the best first."""
+        kept = getattr(self.student, "full_attention_heads", None)
+        return [x for x in self.heads if kept and x.head in kept[x.layer]]
+
     def keeping(self, layers: tuple[int, ...]) -> "Plan":
         """The plan with the layers that the ranking has chosen."""
         to, options = str(self.recipe.to), self.recipe.options
@@ -133,7 +149,8 @@ class Plan:
         if self.ranked:
             return self.keeping(tuple(sorted(rank_by_retrieval(heads)[: self.ranked])))
         chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
-        return replace(self, ranked_heads=0, student=_with_heads(self.recipe, self.teacher, chosen))
+        student = _with_heads(self.recipe, self.teacher, chosen)
+        return replace(self, ranked_heads=0, student=student, heads=tuple(heads))
 
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
@@ -161,6 +178,8 @@ def resolve(
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)
     _check_teacher(recipe, teacher)
+    positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
+    recipe = recipe.fitting(HEADS if can_have_windows(recipe.to) else "none", min(positions, len(tokens)))
     if scorer is not None:
         _check_scorer(recipe, teacher, tokens, scorer)
     changed = changed_layers(_bare(recipe, teacher), teacher)

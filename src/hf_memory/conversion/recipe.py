@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 Keep = Collection[int] | str
@@ -122,8 +122,8 @@ class OnPolicy(NamedTuple):
 
 
 OFF_POLICY = OnPolicy()
-TRANSFER_SCHEDULE = Schedule(steps=100, learning_rate=3e-3)
-DISTILLATION_SCHEDULE = Schedule(steps=250, learning_rate=1e-3)
+TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
+DISTILLATION_SCHEDULE = Schedule(250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3)
 NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
 
 
@@ -134,16 +134,18 @@ class Recipe:
     Args:
         to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
             attention over a window; None to fine-tune a model and leave its architecture as it is.
-        keep: what keeps the teacher's attention. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
+        keep: what keeps the teacher's attention; default: `"heads:1/11"`, or `"none"` for families whose layers cannot
+            have windows. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
             keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`): without a memory
             those whose heads retrieve most in the teacher, see `rank_heads`; with one, a student without attention is
             trained by attention transfer first to find them, see `rank_layers`. `"heads:1/10"` keeps
             no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
-            most in the teacher. The other heads have a window of 128 tokens, or `sliding_window` of the options, and
+            most in the teacher. The other heads have a window of 256 tokens, or `sliding_window` of the options, and
             the memory, if there is one, has what left it.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
-        transfer: schedule of attention transfer. A stage with 0 steps is left out. Attention transfer is also left out
-            if the student equals its teacher before any training.
+        transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
+            that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is
+            also left out if the student equals its teacher before any training.
         distillation: schedule of distillation, in which the whole student learns.
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
         train: what distillation trains. `"all"` weights; the parts that are `"new"`, so that what equals the teacher
@@ -160,7 +162,7 @@ class Recipe:
     """
 
     to: str | None = "attention"
-    keep: Keep = "none"
+    keep: Keep | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     transfer: Schedule = TRANSFER_SCHEDULE
     distillation: Schedule = DISTILLATION_SCHEDULE
@@ -173,6 +175,15 @@ class Recipe:
     top_k: int | None = None
     teacher_bits: int | None = None
     seed: int = 0
+
+    def fitting(self, keep: Keep, longest: int) -> "Recipe":
+        """The recipe with this default for `keep`, and with windows of default lengths that have at most `longest`."""
+        usual = {"transfer": TRANSFER_SCHEDULE, "distillation": DISTILLATION_SCHEDULE}
+        given = {name: getattr(self, name) for name in usual}
+        short = {
+            name: x._replace(length=longest) for name, x in given.items() if usual[name].length == x.length > longest
+        }
+        return replace(self, keep=keep if self.keep is None else self.keep, **short)
 
     @property
     def tuples(self) -> dict[str, Any]:

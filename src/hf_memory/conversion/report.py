@@ -13,7 +13,8 @@ from hf_memory.conversion.describe import past, settings, story
 from hf_memory.conversion.engines import ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
-from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion
+from hf_memory.conversion.students.heads import HeadScore
+from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion, plot_heads
 from hf_memory.evaluation.model_result import FACTOR
 from hf_memory.evaluation.plots import plot_scores
 from hf_memory.evaluation.record import said
@@ -39,6 +40,8 @@ class Results:
         rows: measurements of each model, the reference first and the student last.
         window: tokens of the longest window of attention in the student; 0 if it has none.
         serving: how the student is served, a sentence for each way.
+        heads: layer, number and score of all heads that could keep everything, if some of them were chosen.
+        chosen: the same of those that keep everything.
     """
 
     teacher: str
@@ -51,6 +54,8 @@ class Results:
     rows: list[ModelResult]
     window: int = 0
     serving: tuple[str, ...] = ()
+    heads: tuple[HeadScore, ...] = ()
+    chosen: tuple[HeadScore, ...] = ()
 
     @property
     def is_far(self) -> bool:
@@ -78,6 +83,8 @@ def results_of(
         rows=rows,
         window=longest_window(plan.student),
         serving=tuple(ways_to_serve(plan.student)),
+        heads=plan.heads,
+        chosen=tuple(plan.chosen),
     )
 
 
@@ -102,6 +109,8 @@ def add_results(path: Path, results: Results) -> None:
         plot_conversion(folder / "conversion.png", results.losses, last)
         plot_contexts(folder / "contexts.png", **curves(results))
         plot_scores(folder / "scores.png", {row.name: row.scores for row in results.rows if row.scores})
+        if results.heads:
+            plot_heads(folder / "heads.png", results.heads, results.chosen)
         model_card(results).save(folder / "README.md")
         (folder / RESULTS).write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
         for file in sorted(folder.iterdir()):

@@ -20,7 +20,7 @@ from hf_memory.evaluation.language import (
     recall_by_distance,
 )
 from hf_memory.evaluation.model_result import ModelResult, lengths_beyond, longest_window, measure
-from hf_memory.evaluation.plots import plot_contexts, plot_conversion
+from hf_memory.evaluation.plots import plot_contexts, plot_conversion, plot_heads
 from hf_memory.evaluation.tasks import ITEMS, LENGTHS, TASKS, Subject, evaluate
 from hf_memory.evaluation.writing import PROMPTS
 
@@ -51,5 +51,6 @@ __all__ = [
     "perplexity_by_position",
     "plot_contexts",
     "plot_conversion",
+    "plot_heads",
     "recall_by_distance",
 ]

@@ -1,7 +1,7 @@
 """The plots of a conversion."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -35,6 +35,23 @@ def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Map
     last.bar_label(bars, fmt="%.1f")
     last.set(title="held-out perplexity", ylim=(0, 1.15 * max(perplexities.values())))
     figure.savefig(path, dpi=120, format="png")
+
+
+def plot_heads(path: Path, scores: Iterable[tuple[int, int, float]], chosen: Iterable[tuple[int, int, float]]) -> None:
+    """Write a PNG with the score of each head, and a cross on those that were chosen.
+
+    Args:
+        path: where the picture is written.
+        scores: a layer, a head and its score, of all heads that were ranked.
+        chosen: the same of those that were chosen.
+    """
+    layers, heads, values = zip(*scores)
+    figure, (panel,) = _panels(1)
+    points = panel.scatter(layers, heads, c=values, marker="s", s=60, cmap="viridis")
+    panel.plot(*list(zip(*chosen))[:2], "x", color="red", label="keep everything")
+    panel.set(title="scores of key-value heads", xlabel="layer", ylabel="head", yticks=sorted({*heads}))
+    figure.colorbar(points)
+    _finish(figure, path)
 
 
 def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels: Mapping[str, str]) -> None:

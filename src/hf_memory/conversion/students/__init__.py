@@ -56,6 +56,11 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
     return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
 
+def can_have_windows(to: str) -> bool:
+    """Whether the layers of a student can have windows beside heads that keep everything."""
+    return to == "attention" or getattr(find_student(to).config, "far_memory", None) is not None
+
+
 def own_window(teacher: PreTrainedConfig) -> int | None:
     """Tokens of the window that layers of a teacher have; None if all its layers see everything."""
     return teacher.sliding_window if "sliding_attention" in attention_types(teacher) else None
