@@ -5,7 +5,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memory.conversion import Recipe, Run, Schedule, convert, resolve
-from hf_memory.conversion.costs import DEVICES, costs
+from hf_memory.conversion.costs import DEVICES, costs, read_device
+from hf_memory.conversion.describe import device_rows
 from hf_memory.conversion.students import build
 from teachers import make_teacher, text
 
@@ -77,6 +78,17 @@ def test_what_changes_the_memory_of_a_stage():
     (shared,) = costs(plan, processes=2)
     assert shared.parts["optimizer"] == whole.parts["optimizer"] / 2
     assert shared.flops == pytest.approx(whole.flops)
+
+
+def test_a_plan_on_a_device_has_its_memory_and_its_time():
+    plan = plan_of(make_teacher(), to="attention", keep="none", options={"sliding_window": 8})
+    rows = dict(device_rows(plan, {}, "8xH200"))
+    assert "of 141 GB" in rows["distillation on 8xH200"]
+    assert "tokens/s" in rows[""]
+    assert read_device("8xh200") == (8, DEVICES["h200"])
+    for wrong in ("0xh100", "b300"):
+        with pytest.raises(ValueError, match="device must be one of a100"):
+            read_device(wrong)
 
 
 @pytest.mark.parametrize("top_k", [None, 4])

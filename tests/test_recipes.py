@@ -1,18 +1,16 @@
 """The recipes: run files that fit their teachers, the arithmetic of their cost, and a launch as it is documented."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import hf_memory_cli
 from cases import WORDS, word_tokenizer
-from hf_memory.conversion import make_student
-from hf_memory.conversion.stages.transfer import AttentionTransfer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", RECIPES / "fsdp2.yaml"]
@@ -26,29 +24,9 @@ def tokenizer():
     return word_tokenizer(WORDS, eos_token="end", unk_token="end")
 
 
-def published(**sizes):
-    config = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-    return Qwen3Config(**config, **sizes)
-
-
 TEACHERS = {
-    "qwen3-0.6b": published(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": published(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
+    name: AutoConfig.for_model(**sizes) for name, sizes in json.loads((RECIPES / "teachers.json").read_text()).items()
 }
-
-
 SMOLLM2 = LlamaConfig(
     vocab_size=49152,
     hidden_size=576,
@@ -63,7 +41,7 @@ SMOLLM2 = LlamaConfig(
 
 @pytest.mark.parametrize(
     ("name", "teacher", "stages"),
-    [(name, teacher, (100_007_936, 500_039_680)) for name, teacher in TEACHERS.items()]
+    [(name, teacher, (8_192_000,)) for name, teacher in TEACHERS.items()]
     + [("smollm2", SMOLLM2, (12_288, 40_960))]
     + [("smollm2-7-layers", SMOLLM2, (24_576, 122_880)), ("smollm2-4-layers", SMOLLM2, (24_576, 36_864))]
     + [("smollm2-heads", SMOLLM2, (36_864,))],
@@ -80,17 +58,13 @@ def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_p
     assert [tokens for tokens in stages if f"{tokens:,} tokens" not in printed] == []
 
 
-@pytest.mark.parametrize("name", TEACHERS)
-def test_the_arithmetic_has_the_counts_of_the_models(name):
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-    with torch.device("meta"):
-        teacher = Qwen3ForCausalLM(TEACHERS[name])
-        student = make_student(teacher, recipe["to"], keep=recipe["keep-attention"], **recipe["option"])
-    learned = AttentionTransfer(student, teacher)
-    parts = (teacher, teacher.model.layers, teacher.model.embed_tokens, student, learned)
-    counts = [f"{sum(x.numel() for x in part.parameters()):,}" for part in parts]
-    arithmetic = (RECIPES / "README.md").read_text()
-    assert [count for count in counts if f"| {count} |" not in arithmetic] == []
+def test_the_page_has_the_recipes_and_says_what_was_not_run():
+    page = (RECIPES / "README.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for name in TEACHERS:
+        assert any(f"| `{name}.yaml` |" in row and row.endswith("% |") for row in rows), name
+        assert (RECIPES / f"{name}.yaml").read_text().startswith("# Not run to the end yet.")
+    assert "not been run to the end" in page.partition("##")[0]
 
 
 @pytest.mark.slow
@@ -99,7 +73,8 @@ def test_the_launch_writes_and_prints_once(tokenizer, text, tmp_path):
     config = Qwen3Config(**SMALL, num_attention_heads=2, num_key_value_heads=1, eos_token_id=0)
     for x in (Qwen3ForCausalLM(config), tokenizer):
         x.save_pretrained(tmp_path / "teacher")
-    flags = {"text": text, "output": tmp_path / "student", "checkpoints": tmp_path / "checkpoints", "to": "deltanet"}
+    flags = {"text": text, "output": tmp_path / "student", "checkpoints": tmp_path / "checkpoints"}
+    flags |= {"to": "deltanet", "keep": "none"}
     sizes = dict.fromkeys(("transfer", "distillation"), "steps=2,batch_size=4,length=32")
     command = [*LAUNCH, "--num_processes", "2", SCRIPT, "convert", tmp_path / "teacher"]
     command += [x for name, value in (flags | sizes).items() for x in (f"--{name}", value)]

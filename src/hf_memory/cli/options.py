@@ -11,6 +11,7 @@ from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.cli.run_file import RUN, read_flags
 from hf_memory.conversion import find_gguf
+from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
 
 SOURCES = "folder of text, text file, .jsonl or .parquet with a field text or messages, or name[:config] on the Hub"
@@ -66,6 +67,9 @@ class TrainingFlags:
     ] = None
     overwrite: Annotated[bool, typer.Option(help="Replace the result of an earlier run.")] = False
     dry_run: Annotated[bool, typer.Option(help="Check the arguments and print the plan; write nothing.")] = False
+    device: Annotated[
+        str | None, typer.Option(help=f"With --dry-run, memory and time on {', '.join(DEVICES)}, or 8xh200.")
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(

@@ -14,7 +14,13 @@ from hf_memory.files.folders import RESULTS
 
 RUN = "run.yaml"
 Fields = TypeVar("Fields", Schedule, OnPolicy)
-OF_ONE_CALL = {"config", "dry_run", "overwrite", "help"}  # flags that do not change the result, so are not saved
+OF_ONE_CALL = {
+    "config",
+    "device",
+    "dry_run",
+    "overwrite",
+    "help",
+}  # flags that do not change the result, so are not saved
 
 
 def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
+from hf_memory.conversion.costs import read_device
+from hf_memory.conversion.describe import device_rows
 from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
@@ -97,7 +99,8 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
             made = None if asked.training.dry_run else make(job)
             results = None if made is None else _saved_and_measured(job, made)
         if asked.training.dry_run:
-            print_table(conversion.plan_rows(job.plan), title="plan")
+            rows, on = conversion.plan_rows(job.plan), asked.training.device
+            print_table(rows + (device_rows(job.plan, asked.run.training, on) if on else []), title="plan")
         if results is None:
             return
         conversion.add_results(asked.output, results)
@@ -109,6 +112,8 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
     recipe, run, output, (texts, weights) = asked.recipe, asked.run, asked.output, read_weights(asked.text)
+    if (on := asked.training.device) and not (read_device(on) and asked.training.dry_run):
+        raise ValueError(f"device must be given with dry_run only, got {on}")
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())

@@ -7,6 +7,7 @@ as if all weights learned, which is a little more. Full attention counts with a 
 
 import copy
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -46,6 +47,18 @@ DEVICES = {
     "l40s": Device(48 * 10**9, 362e12),
     "rtx4090": Device(24 * 10**9, 165e12),
 }
+
+
+def read_device(words: str) -> tuple[int, Device]:
+    """The number and the kind of devices in words such as `h100` or `8xh200`.
+
+    Raises:
+        ValueError: if the kind is not one of DEVICES.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", words.lower())
+    if match is None or match[2] not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, or several such as 8xh200, got {words}")
+    return int(match[1] or 1), DEVICES[match[2]]
 
 
 class Work(NamedTuple):

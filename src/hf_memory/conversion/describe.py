@@ -1,10 +1,12 @@
 """Descriptions of a plan: for a dry run, for the model card, and for the file that repeats a run."""
 
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_memory.conversion.costs import UTILISATION, costs, read_device
 from hf_memory.conversion.plan import BYTES, Plan, Stage
 from hf_memory.conversion.recipe import lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
@@ -39,6 +41,19 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if not plan.stages:
         rows += [("stages", "none")]
     return rows + [_cache_row(plan, context) for context in CONTEXTS]
+
+
+def device_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tuple[str, str]]:
+    """The memory of each stage by part, and its time, on devices such as `h100` or `8xh200`, which share a model."""
+    rows, (number, device) = [], read_device(words)
+    for cost in costs(plan, training, processes=number):
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in cost.parts.items() if size)
+        fits = f"{cost.peak / 1e9:.1f} of {device.memory / 1e9:.0f} GB of a GPU at most"
+        rows += [(f"{cost.stage.name} on {words}", fits), ("", f"GB by part: {parts}")]
+        seconds = cost.seconds(device, number)
+        speed = f"{cost.tokens / seconds:,.0f} tokens/s, {timedelta(seconds=round(seconds))}"
+        rows += [("", f"{cost.flops:.2g} operations, at {UTILISATION:.0%} of the peak {speed}")]
+    return rows
 
 
 def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
