@@ -80,6 +80,11 @@ def test_what_changes_the_memory_of_a_stage():
     assert shared.flops == pytest.approx(whole.flops)
 
 
+def test_a_servable_plan_has_costs():
+    plan = plan_of(make_teacher(), to="attention", keep=(1,), options={"attention_sinks": True, "sliding_window": 8})
+    assert all(cost.flops > 0 for cost in costs(plan, {"activation_checkpointing": True}))
+
+
 def test_a_plan_on_a_device_has_its_memory_and_its_time():
     plan = plan_of(make_teacher(), to="attention", keep="none", options={"sliding_window": 8})
     rows = dict(device_rows(plan, {}, "8xH200"))
@@ -93,7 +98,8 @@ def test_a_plan_on_a_device_has_its_memory_and_its_time():
 
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_the_teacher_is_held_if_it_runs(top_k):
-    plan = plan_of(make_teacher(), to="deltanet", top_k=top_k, transfer=SCHEDULE, fine_tuning=SCHEDULE)
+    stages = {"transfer": SCHEDULE, "fine_tuning": SCHEDULE}
+    plan = plan_of(make_teacher(), to="deltanet", keep="none", top_k=top_k, **stages)
     transfer, distillation, fine_tuning = costs(plan)
     teacher = 4 * plan.teacher_parameters
     held = [cost.parts["teacher"] for cost in (transfer, distillation, fine_tuning)]

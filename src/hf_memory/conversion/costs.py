@@ -8,7 +8,6 @@ as if all weights learned, which is a little more. Full attention counts with a 
 import copy
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -174,15 +173,15 @@ def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Wor
 
 
 def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) -> Work:
-    """The work of models that are run together, from models with one layer of each kind, and with two."""
+    """The work of models that are run together, from models with one layer of each kind, and with one of them twice."""
     numbers = range(configs[0].num_hidden_layers)
     kinds = [tuple(_kind(values[i]) for config in configs for values in _per_layer(config).values()) for i in numbers]
-    total = Work(0, 0)
-    for kind, count in Counter(kinds).items():
-        place = kinds.index(kind)
-        one, two = (run(*(_with_layers(config, [place] * n) for config in configs)) for n in (1, 2))
-        layer = two.plus(one, -1)
-        total = (total if total.flops else one.plus(layer, -1)).plus(layer, count)
+    places = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    once = total = run(*(_with_layers(config, places) for config in configs))
+    for place in places:
+        if others := kinds.count(kinds[place]) - 1:
+            twice = run(*(_with_layers(config, [*places, place]) for config in configs))
+            total = total.plus(twice.plus(once, -1), others)
     return total
 
 
