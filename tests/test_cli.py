@@ -22,7 +22,7 @@ from teachers import FAST, SHORT
 def test_convert_info_generate(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     keep = "--keep", 1, "--items", 2
-    code, out, err = run("convert", teacher, "--text", text, "--output", student, *keep, *FAST)
+    code, out, err = run("convert", teacher, "--text", text, "--output", student, *FAST, *keep)
     assert (code, err) == (0, "")
     assert 0 < out.index("win and tie") < out.index("perplexity")
     card, results = (student / "README.md").read_text(), json.loads((student / "results.json").read_text())
@@ -123,7 +123,7 @@ def test_the_table_of_a_card_shows_what_a_window_does_not_see(run, teacher, text
 
 def test_layers_are_ranked_before_some_are_kept(run, teacher, text, tmp_path):
     student = tmp_path / "student"
-    code, out, _ = run("convert", teacher, "--text", text, "--output", student, "--keep-attention", "auto:1/2", *FAST)
+    code, out, _ = run("convert", teacher, "--text", text, "--output", student, *FAST, "--keep-attention", "auto:1/2")
     assert code == 0
     assert re.search(r"layer [01] +-?\d+\.\d\d +\d+\.\d{3} +yes", out)
     assert re.search(r"kept_layers \| [01] \(auto:1/2\)", (student / "README.md").read_text())

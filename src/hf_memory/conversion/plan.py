@@ -191,7 +191,7 @@ def resolve(
         places = [(layer, head) for layer in changed for head in range(teacher.num_key_value_heads)]
         config = _with_heads(recipe, teacher, places[:heads])
     else:
-        config = student_config(teacher, recipe.to, probable, recipe.options)
+        config = student_config(teacher, str(recipe.to), probable, recipe.options)
     whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)

@@ -162,7 +162,7 @@ class Recipe:
     """
 
     to: str | None = "attention"
-    keep: Keep | None = None
+    keep: Keep = None  # type: ignore[assignment]  # until `fitting`
     options: Mapping[str, Any] = field(default_factory=dict)
     transfer: Schedule = TRANSFER_SCHEDULE
     distillation: Schedule = DISTILLATION_SCHEDULE
