@@ -17,7 +17,9 @@ NONE = SCHEDULE._replace(steps=0)
 
 def plan_of(teacher, **recipe):
     """A plan of distillation alone, unless another stage is given."""
-    return resolve(Recipe(**{"transfer": NONE, "distillation": SCHEDULE, **recipe}), teacher.config, text())
+    return resolve(
+        Recipe(**{"keep": "none", "transfer": NONE, "distillation": SCHEDULE, **recipe}), teacher.config, text()
+    )
 
 
 def saved_bytes(model):
