@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, pipeline
 
 from hf_memory.cli.options import read_pairs
-from hf_memory.conversion import Schedule
+from hf_memory.conversion import Recipe, Schedule
 from hf_memory.demo import MuonWithAdamW, Settings, make_corpus, run_demo, sections, unwrap
 from hf_memory.evaluation import measure, tasks
 from hf_memory.files.folders import claimed
@@ -166,10 +166,9 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
     assert described["option"] == ["gate=scalar", "memory_rope=false"]
     assert (described["keep-attention"], described["seed"], described["cross-entropy"]) == ("1", 3, 0.5)
     assert json.loads((first / "results.json").read_text())["recipe"]["cross_entropy"] == 0.5
-    stage = {"steps": 2, "batch_size": 2, "length": 32, "warmup": 0.05, "memory_factor": 1.0, "repeats": 0.0}
-    stage |= {"start_length": 0, "chunk_length": 0}
-    assert described["transfer"] == {**stage, "learning_rate": 3e-3}
-    assert described["distillation"] == {**stage, "learning_rate": 1e-3}
+    given = {"steps": 2, "batch_size": 2, "length": 32}  # other fields have their defaults
+    assert described["transfer"] == {**Recipe().transfer._asdict(), **given}
+    assert described["distillation"] == {**Recipe().distillation._asdict(), **given}
     assert described["fine-tuning"]["steps"] == 0
     assert not {"config", "overwrite"} & set(described)
 

@@ -403,7 +403,9 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
     assert "fine-tuning" in (output / "README.md").read_text()
     described = yaml.safe_load((output / "run.yaml").read_text())
     schedules = [Schedule(**described[name]) for name in ("transfer", "distillation", "fine-tuning")]
-    assert schedules == [Schedule(1, 1e-4, 2, 32), Schedule(3, 1e-5, 1, 16), Schedule(2, 1e-4, 1, 128)]
+    transfer = Recipe().transfer._replace(steps=1, learning_rate=1e-4, batch_size=2, length=32)
+    distillation = Recipe().distillation._replace(steps=3, learning_rate=1e-5, batch_size=1, length=16)
+    assert schedules == [transfer, distillation, Schedule(2, 1e-4, 1, 128)]
     code, out, _ = run("convert", "--config", output / "run.yaml", "--output", tmp_path / "b", "--dry-run", *typed[:2])
     assert code == 0
     assert "2 steps of 1 window of 128 tokens, learning rate 0.0001 falling as a cosine, LoRA of rank 2" in out
