@@ -379,7 +379,7 @@ BAD_CONFIGS = [
     ({"head_dim": 7}, "head_dim"),
     ({"mixer_backend": "cuda"}, "mixer_backend"),
     ({"mlp_types": ["memory"]}, "mlp_types"),
-    ({"mlp_types": ["mlp", "experts"]}, "mlp_types"),
+    ({"mlp_types": ["mlp", "adapter"]}, "mlp_types"),
     ({"product_key_dim": 7}, "product_key_dim"),
     ({"product_key_top_k": 1025}, "product_key_top_k"),
     ({"hidden_size": "wide"}, "hidden_size"),

@@ -74,7 +74,7 @@ def test_the_launch_writes_and_prints_once(tokenizer, text, tmp_path):
     for x in (Qwen3ForCausalLM(config), tokenizer):
         x.save_pretrained(tmp_path / "teacher")
     flags = {"text": text, "output": tmp_path / "student", "checkpoints": tmp_path / "checkpoints"}
-    flags |= {"to": "deltanet", "keep": "none"}
+    flags |= {"to": "deltanet", "keep": "none", "items": 0}
     sizes = dict.fromkeys(("transfer", "distillation"), "steps=2,batch_size=4,length=32")
     command = [*LAUNCH, "--num_processes", "2", SCRIPT, "convert", tmp_path / "teacher"]
     command += [x for name, value in (flags | sizes).items() for x in (f"--{name}", value)]

@@ -134,8 +134,8 @@ class Ring(NamedTuple):
         """Add the new tokens, keys and values [B, T, H, D]."""
         new = {f"{self.prefix}keys": k, f"{self.prefix}values": v}
         if context.is_step(k):
-            left, new = self._step(new, context)
-            return self._seen_by_one(new, *left, tokens, context.known)
+            (keys, values), new = self._step(new, context)
+            return self._seen_by_one(new, keys, values, tokens, context.known)
         (keys, values), new = self.extend(new, context)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
@@ -144,7 +144,7 @@ class Ring(NamedTuple):
     def _seen_by_one(self, states: States, keys, values, tokens: Tokens, known: int | None) -> Past:
         size = self.first + self.size
         if known is None:
-            place = torch.arange(size, device=keys.device)[None]
+            place = torch.arange(size, device=tokens.position.device)[None]
             near, visible = Columns(Tokens(place), *states.values()), (place <= tokens.position)[:, None, None]
         else:
             seen = states.values() if known >= size else [x[:, : known + 1] for x in states.values()]

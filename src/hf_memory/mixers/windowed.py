@@ -170,13 +170,14 @@ class WindowedMixer(MemoryMixer):
         (rotated, k), virtual, groups = self.rotate(q, k, context.positions), None, self.num_key_value_groups
         if self.virtual_token is not None:
             k, virtual = self.virtual_token(k, groups)
-        outputs, states = [], {}
+        outputs: list[Tensor] = []
+        states: States = {}
         if self.near_heads:
             near = self._of(self.near_heads, None if self.far is None else q, rotated, k, v, virtual)
-            o, states = self._near(hidden_states, *near, tokens, context)
+            o, states = self._near(hidden_states, tokens, context, *near)
             outputs += o.split(groups, 2) if self.full_heads else [o]
         if self.full_heads:
-            o, new = self._full(*self._of(self.full_heads, rotated, k, v, virtual), tokens, context)
+            o, new = self._full(tokens, context, *self._of(self.full_heads, rotated, k, v, virtual))
             outputs += o.split(groups, 2) if self.near_heads else [o]
             states |= new
         states["tokens_read"] = context.tokens_read(hidden_states)
@@ -224,7 +225,7 @@ class WindowedMixer(MemoryMixer):
         return tuple(None if x is None else _heads(x, heads, x.shape[2] // len(self.places)) for x in rows)
 
     def _near(
-        self, hidden_states, q, rotated, k, v, virtual, tokens: Tokens, context: Context
+        self, hidden_states, tokens: Tokens, context: Context, q, rotated, k, v, virtual
     ) -> tuple[Tensor, States]:
         if self.retention is not None:
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
@@ -235,8 +236,9 @@ class WindowedMixer(MemoryMixer):
         if self.far is None and self.sinks is None and virtual is None:
             return rows_of(map(self.scores.attend, groups), rotated), past.states
         if self.far is None and past.is_step and (self.sinks is None or virtual is None):
-            one = (None, virtual) if self.sinks is None else (self.sinks.logits, self.sinks.of_queries())
-            return _attend_with(*one, self.scores, *groups), past.states
+            logits, values = (None, virtual) if self.sinks is None else (self.sinks.logits, self.sinks.of_queries())
+            (blocks,) = groups
+            return _attend_with(logits, values, self.scores, blocks), past.states
         attended = attended_rows(map(self.scores.attend_with_mass, groups), rotated)
         o, logsumexp = _with_virtual(attended if self.sinks is None else self.sinks(attended), virtual)
         if self.far is None:
@@ -246,7 +248,7 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, q, k, v, virtual, tokens: Tokens, context: Context) -> tuple[Tensor, States]:
+    def _full(self, tokens: Tokens, context: Context, q, k, v, virtual) -> tuple[Tensor, States]:
         past = self.full.read(k, v, tokens, context)
         if past.is_step and virtual is not None:
             return _attend_with(None, virtual, self.scores, *past.blocks(q, tokens)), past.states

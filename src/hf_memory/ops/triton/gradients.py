@@ -273,7 +273,8 @@ def dk_kernel(
                 db_c = tl.load(db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
                 total = tl.sum(db_c[:, None], axis=0)[:, None]
                 dg_c = total + tail + (db_c - tl.cumsum(db_c, axis=0))[:, None]
-                tl.store(dg + i_g[:, None], tl.where(gates[:, None] < SHUT, 0.0, dg_c), mask=in_t[:, None])
+                shut = gates[:, None] < SHUT  # type: ignore[index]
+                tl.store(dg + i_g[:, None], tl.where(shut, 0.0, dg_c), mask=in_t[:, None])
                 tail += total
             dS *= whole
         dS += scale * write_transposed(q_c, do_c, enter, DECAY, PRECISION)
