@@ -51,6 +51,8 @@ from hf_memory.conversion import (  # noqa: E402
     write_model,
 )
 from hf_memory.evaluation import agreement, bytes_per_token, cache_bytes, copy_gain  # noqa: E402
+from hf_memory.files.fingerprints import tokens_fingerprint  # noqa: E402
+from hf_memory.files.text import Text  # noqa: E402
 from hf_memory.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
@@ -273,6 +275,16 @@ def decoding(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, di
     }
 
 
+def teachers_recall(teacher: PreTrainedModel, held_out: Text) -> dict[str, float]:
+    """The recall of the teacher on this text, which is measured once."""
+    file = WORK / f"recall-{tokens_fingerprint(held_out)[:16]}.json"
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(recall(teacher, held_out)), encoding="utf-8")
+        partial.rename(file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Tensor, gains: dict[str, float]) -> dict:
     """All columns of a row that are of the student alone."""
     like = agreement(student, teacher, held_out, length=1024, max_tokens=12 * 1024)
@@ -379,9 +391,8 @@ def main() -> None:
     tokens = read_tokens([text], tokenizer, limit=most)
     tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    gains = known.get("teacher's recall, nats a token") or recall(teacher, held_out)
+    gains = teachers_recall(teacher, held_out)
     about = {
-        "teacher's recall, nats a token": gains,
         "teacher's bytes a token of context": bytes_per_token(teacher.config),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -398,6 +409,7 @@ def main() -> None:
             "recipe": {x: str(y) if isinstance(y, tuple) else y for x, y in vars(rows[name]).items()},
             "tokens": read(rows[name]),
             "CPU seconds": seconds,
+            "teacher's recall, nats a token": gains,
             **measured(model, teacher, held_out, gains),
         }
         if timed and not name.startswith(f"{SINKS}, "):  # which costs the same
