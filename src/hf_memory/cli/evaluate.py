@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -75,26 +76,38 @@ Output = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Flags of what models are asked."""
+
+    samples: Samples = 10
+    items: Items = ITEMS
+    score_lengths: ScoreLengths = SCORED
+    tolerance: Tolerance = TOLERANCE
+    seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0
+    prompts: Prompts = None
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48
+
+    def settings(self) -> dict[str, Any]:
+        """Those that an evaluation takes and a record names alike."""
+        named = {name: getattr(self, name) for name in ("samples", "seed", "items", "tolerance")}
+        return named | {"prompts": read_prompts(self.prompts) if self.prompts else list(PROMPTS)}
+
+
 def evaluate(
     model: ModelName,
     text: Texts = None,
     against: Against = None,
     tasks: Tasks = ALL,
     lengths: Lengths = USUAL,
-    samples: Samples = 10,
-    items: Items = ITEMS,
-    score_lengths: ScoreLengths = SCORED,
-    tolerance: Tolerance = TOLERANCE,
-    seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0,
     max_tokens: MaxTokens = None,
     held_out: HeldOut = False,
     measure_tokens: MeasureTokens = 2**16,
-    prompts: Prompts = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48,
     lm_eval: LmEval = None,
     datastore: Store = None,
     output: Output = Path("evaluation"),
     *,
+    questions: QuestionFlags,
     loading: LoadingFlags,
 ) -> None:
     """Measure a model, and compare it with its teacher. Each figure has a 95 % interval.
@@ -104,7 +117,7 @@ def evaluate(
     chosen, sizes = _chosen(tasks), _numbers(lengths)
     if text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
         raise ValueError(f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}")
-    asked = read_prompts(prompts) if prompts else list(PROMPTS)
+    how, new_tokens = questions.settings(), questions.max_new_tokens
     store = Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
     with claimed(output), signs_of_life() as report:
@@ -117,13 +130,12 @@ def evaluate(
             tokens = split(tokens)[1] if held_out else tokens
             for loaded, _ in models.values():
                 check_tokens(tokens, loaded.config, min(sizes))
-        how: dict = {"samples": samples, "seed": seed, "prompts": asked, "items": items, "tolerance": tolerance}
-        settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": max_new_tokens}
+        settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": new_tokens}
         settings |= {"dtype": loading.dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
         known = record.open_record(output, settings | {"against": weights[against] if against else None})
         keep = partial(record.keep, output, known)
-        how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": max_new_tokens}
-        how |= {"score_lengths": _numbers(score_lengths, "score_lengths")}
+        how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": new_tokens}
+        how |= {"score_lengths": _numbers(questions.score_lengths, "score_lengths")}
         with NearestNeighbours(models[mine][0], store) if store else nullcontext():
             for name, (loaded, tokenizer) in models.items():
                 found = record.row_of(known, name, weights[name])

@@ -203,10 +203,9 @@ class MemoryModel(MemoryPreTrainedModel):
         """
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
-            if past_key_values is not None:
-                raise ValueError("chunk_length must be None with a cache, since the chunks have one of their own")
-            read = read_in_chunks(self, inputs_embeds, chunk_length, attention_mask, position_ids, **kwargs)
-            return MemoryModelOutput(read[0], read[1] if use_cache else None, own_loss=read[2])
+            where = attention_mask, position_ids, past_key_values
+            output, cache, own_loss = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
+            return MemoryModelOutput(output, cache if use_cache else None, own_loss=own_loss)
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
@@ -219,9 +218,7 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
         if isinstance(attention_mask, Tensor):
             inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
-
-        own_losses: list[Tensor] = []
-        scale = self.config.embedding_multiplier
+        own_losses, scale = list[Tensor](), self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
             hidden_states,

@@ -10,7 +10,13 @@ from hf_memory.modeling.packing import packed_boundaries
 
 
 def read_in_chunks(
-    model, inputs_embeds: Tensor, chunk_length: int, attention_mask, position_ids: Tensor | None, **kwargs
+    model,
+    inputs_embeds: Tensor,
+    chunk_length: int,
+    attention_mask: Tensor | dict | None,
+    position_ids: Tensor | None,
+    given: Cache | None,
+    **kwargs,
 ) -> tuple[Tensor, Cache, Tensor | None]:
     """Read rows [B, T, hidden_size] chunk by chunk, each after the states of a cache that has read those before.
 
@@ -23,6 +29,7 @@ def read_in_chunks(
         chunk_length: tokens of a chunk.
         attention_mask: [B, T], zero at padding, or None.
         position_ids: [1 or B, T], or None.
+        given: the cache that the model was given, of which there must be none.
         **kwargs: further arguments of the model.
 
     Returns:
@@ -31,6 +38,8 @@ def read_in_chunks(
     Raises:
         ValueError: if the model or the rows cannot be divided.
     """
+    if given is not None:
+        raise ValueError("chunk_length must be None with a cache, since the chunks have one of their own")
     check_divisible(model, inputs_embeds, attention_mask, position_ids, kwargs, "chunk_length must be None")
 
     def read(x: Tensor, start: int, cache: Cache) -> tuple[Tensor, Tensor | None, Cache]:
