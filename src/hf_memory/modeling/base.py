@@ -218,7 +218,8 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
         if isinstance(attention_mask, Tensor):
             inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
-        own_losses, scale = list[Tensor](), self.config.embedding_multiplier
+        own_losses: list[Tensor] = []
+        scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
             hidden_states,
