@@ -127,6 +127,15 @@ def test_lora_that_fails_leaves_the_student_and_goes_on(tmp_path):
     assert same(student, whole)
 
 
+def test_training_attention_leaves_embeddings_and_feed_forward_layers_as_they_are():
+    run = {"to": "gated", "keep": (1,), "transfer": NONE}
+    start = convert(make_teacher(), tokens(), **run, distillation=NONE).student.state_dict()
+    made = convert(make_teacher(), tokens(), **run, distillation=FEW, train="attention")
+    stayed = {name for name, x in made.student.state_dict().items() if torch.equal(x, start[name])}
+    assert stayed == {name for name in start if ".mlp." in name or "embed" in name or "lm_head" in name}
+    assert made.plan.stages[0].learned == sum(x.numel() for name, x in start.items() if name not in stayed)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("train", ["new", "lora:2"])
 def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, train, saved):

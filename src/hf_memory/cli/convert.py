@@ -63,7 +63,8 @@ class StudentFlags:
     train: Annotated[
         str,
         typer.Option(
-            help="What distillation trains: all weights, what is new, or with lora:8 this and LoRA of rank 8."
+            help="What distillation trains: all weights, attention (all but embeddings and feed-forward layers), what "
+            "is new, or with lora:8 this and LoRA of rank 8."
         ),
     ] = DEFAULT.train
     lora_rank: options.LoraRank = None

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_memory.conversion.costs import UTILISATION, costs, read_device
 from hf_memory.conversion.plan import BYTES, Plan, Stage
-from hf_memory.conversion.recipe import lora_rank_of
+from hf_memory.conversion.recipe import TRAINED, lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
@@ -101,8 +101,8 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
             "teacher's hidden states (attention transfer)."
         )
     rank = lora_rank_of(plan.recipe.train)
-    whole = {None: "the whole student was", 0: "the parts that its teacher does not have were"}
-    learner = whole.get(rank, f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were")
+    learner = f"the parts that its teacher does not have, and LoRA of rank {rank} of the others, were"
+    learner = TRAINED.get(plan.recipe.train, learner)
     if stage.name == TRAINING:
         return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:

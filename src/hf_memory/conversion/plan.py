@@ -15,9 +15,8 @@ from hf_memory.conversion.claims import check_claimable
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
-from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned
+from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
 from hf_memory.conversion.stages.logits import bytes_of_logits
-from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import (
     WINDOW,
@@ -320,10 +319,10 @@ def _stages(
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
         if part == 1 and (recipe.on_policy.share or scored):
             raise ValueError("cross_entropy must be below 1 with on_policy or a scorer, got 1")
-        rank, new = lora_rank_of(recipe.train), new_parameters(student)
-        if rank == 0 and not new:
-            raise ValueError("train must be all or lora:RANK for a student without parts that are new, got new")
-        learned = num_learned(student, rank, new)
+        own = own_learners(student, recipe.train)
+        if recipe.train == "new" and not own:
+            raise ValueError("train must not be new for a student without parts that are new, got new")
+        learned = num_learned(student, lora_rank_of(recipe.train), own)
         yield Stage("distillation", loss_name(part), recipe.distillation, recipe.seed + 1, learned, part)
     if recipe.fine_tuning.steps:
         yield _fine_tuning(recipe, student, recipe.seed + 2)
@@ -341,7 +340,7 @@ def _resolve_fine_tuning(recipe: Recipe, config: PreTrainedConfig, tokens: Text 
 def _fine_tuning(recipe: Recipe, model: PreTrainedModel, seed: int) -> Stage:
     if recipe.fine_tuning.chunk_length:
         check_passes_gradients(model.model, "chunk_length of fine_tuning must be 0")  # type: ignore[attr-defined]
-    learned = num_learned(model, recipe.lora_rank)
+    learned = num_learned(model, recipe.lora_rank, () if recipe.lora_rank else set(model.parameters()))
     return Stage("fine_tuning", FINE_TUNING, recipe.fine_tuning, seed, learned, 1.0, recipe.lora_rank)
 
 

@@ -122,6 +122,11 @@ class OnPolicy(NamedTuple):
 
 
 OFF_POLICY = OnPolicy()
+TRAINED = {  # what learns in distillation, in words
+    "all": "the whole student was",
+    "attention": "the student without its embeddings and feed-forward layers was",
+    "new": "the parts that its teacher does not have were",
+}
 TRANSFER_SCHEDULE = Schedule(100, 3e-3, batch_size=1, length=1024, warmup=0.1, repeats=0.25)
 DISTILLATION_SCHEDULE = Schedule(250, 1e-4, batch_size=1, length=2048, warmup=0.1, memory_factor=20.0, repeats=0.3)
 NO_FINE_TUNING = Schedule(steps=0, learning_rate=1e-4, length=1024)
@@ -148,8 +153,9 @@ class Recipe:
             also left out if the student equals its teacher before any training.
         distillation: schedule of distillation, in which the whole student learns.
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
-        train: what distillation trains. `"all"` weights; the parts that are `"new"`, so that what equals the teacher
-            stays so; or with `"lora:8"` these parts, and the other linear layers with LoRA of rank 8.
+        train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
+            which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
+            `"lora:8"` these parts, and the other linear layers with LoRA of rank 8.
         lora_rank: rank of LoRA in fine-tuning; default: all weights are trained.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
@@ -244,14 +250,14 @@ def check_saved_lengths(schedule: Schedule) -> None:
 
 
 def lora_rank_of(train: str) -> int | None:
-    """The rank of `lora:RANK`, 0 for `new`, or None for `all`.
+    """The rank of `lora:RANK`, or None for `all`, `attention` and `new`.
 
     Raises:
         ValueError: for other words.
     """
-    if train in ("all", "new"):
-        return None if train == "all" else 0
+    if train in TRAINED:
+        return None
     kind, _, rank = train.partition(":")
     if kind != "lora" or not rank.isdecimal() or not int(rank):
-        raise ValueError(f"train must be all, new, or lora:RANK such as lora:8, got {train!r}")
+        raise ValueError(f"train must be all, attention, new, or lora:RANK such as lora:8, got {train!r}")
     return int(rank)

@@ -145,7 +145,8 @@ def distill(
         temperature: divides the logits of both models; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
         on_policy: the steps in which the student learns from its own continuations of the text.
-        train: what learns: `"all"` weights, the parts that are `"new"`, or with `"lora:8"` these and LoRA of rank 8.
+        train: what learns: `"all"` weights, `"attention"`, all but embeddings and feed-forward layers, the parts that
+            are `"new"`, or with `"lora:8"` these and LoRA of rank 8.
         seed: seed for the order of the windows, and for LoRA.
         run: checkpoints, progress reports and options of the Trainer.
     """

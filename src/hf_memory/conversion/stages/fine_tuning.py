@@ -76,15 +76,9 @@ def fine_tune(
 @contextmanager
 def trained(student: PreTrainedModel, train: str, seed: int) -> Iterator[None]:
     """A context in which only those weights of a student learn that a recipe's `train` names."""
-    rank, new = lora_rank_of(train), new_parameters(student)
-    if rank is None:
+    rank, own = lora_rank_of(train), own_learners(student, train)
+    with only_these_learn(student, own) if rank is None else lora(student, rank, seed, beside=own):
         yield
-    elif rank == 0:
-        with only_these_learn(student, new):
-            yield
-    else:
-        with lora(student, rank, seed, beside=new):
-            yield
 
 
 @contextmanager
@@ -124,12 +118,22 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not last}
 
 
-def num_learned(model: PreTrainedModel, rank: int | None, beside: Collection[nn.Parameter] = ()) -> int:
-    """The number of parameters that are trained: all, or those of LoRA and those `beside`."""
-    if rank is None:
-        return sum(x.numel() for x in model.parameters())
-    updated = [x for x in linears(model).values() if x.weight not in beside]
-    return sum(rank * (x.in_features + x.out_features) for x in updated) + sum(x.numel() for x in beside)
+def own_learners(student: PreTrainedModel, train: str) -> set[nn.Parameter]:
+    """The parameters that are trained themselves, without LoRA, by a recipe's `train`."""
+    everything, new = set(student.parameters()), new_parameters(student)
+    if train == "all":
+        return everything
+    if train != "attention":
+        return new
+    ends = student.get_input_embeddings(), student.get_output_embeddings()
+    fed = [x.mlp for x in student.modules() if hasattr(x, "mlp")]
+    return everything - {x for part in (*ends, *fed) for x in part.parameters()} | new
+
+
+def num_learned(model: PreTrainedModel, rank: int | None, beside: Collection[nn.Parameter]) -> int:
+    """The number of parameters that are trained: those of LoRA, if it has a rank, and those `beside`."""
+    updated = [x for x in linears(model).values() if x.weight not in beside] if rank else []
+    return sum((rank or 0) * (x.in_features + x.out_features) for x in updated) + sum(x.numel() for x in beside)
 
 
 def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule: Schedule) -> None:
