@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS, Op
+from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
 OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
@@ -121,7 +122,8 @@ def launches(only: tuple[str, ...]) -> list[Launch]:
 
 def calls() -> Iterator[tuple[str, Callable]]:
     """Calls of all ops with kernels, with the names of op, variant and size."""
-    for module in (*(f"{name}.kernels" for name in (*OPS_WITH_KERNELS, "short_convolution")), "triton.one_token"):
+    packages = (*OPS_WITH_KERNELS, "rwkv7_gates", "short_convolution")
+    for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
         import_module(f"hf_memory.ops.{module}")  # before `_recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
         for variant, (D, dtype), T in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS):
@@ -132,6 +134,9 @@ def calls() -> Iterator[tuple[str, Callable]]:
         x, state, weight = (torch.zeros(shape, dtype=dtype) for shape in ((1, 1, 512), (1, 3, 512), (512, 4)))
         options = {"silu": True, "in_place": True, "backend": "triton"}
         yield f"short_convolution 512 {str(dtype)[6:]}", partial(convolution_step, x, state, weight, **options)
+        k, factor = torch.zeros(1, 1, 8, 64, dtype=dtype), torch.zeros(8, 64, dtype=dtype)
+        gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
+        yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
 
 
 def _call(op: Op, sizes: dict) -> None:

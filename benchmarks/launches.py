@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memory  # noqa: F401  (registers the families)
-from hf_memory.ops import contract, short_convolution
+from hf_memory.ops import contract, rwkv7_gates, short_convolution
 
 WINDOWS = {"layer_types": ["sliding_heads"], "sliding_window": 4}
 HEADS = {**WINDOWS, "full_attention_heads": [[1]]}
@@ -95,7 +95,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(F, "rms_norm", count_norm))
-        for module in (contract, short_convolution):
+        for module in (contract, rwkv7_gates, short_convolution):
             patches.enter_context(mock.patch.object(module, "choose_backend", as_on_cuda))
         for name, (model_type, options) in MODELS.items():
             counts = step(model_type, options, 3) - step(model_type, options, 2)

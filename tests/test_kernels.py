@@ -18,6 +18,7 @@ from forms import FORMS, is_real, reference, run, widened, with_strong_gates
 from hf_memory import ops
 from hf_memory.ops import OPS, contract
 from hf_memory.ops.contract import choose_backend
+from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.triton.launch import launcher
 
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
@@ -70,6 +71,20 @@ def test_one_token_in_a_kernel_equals_reference_and_may_overwrite_the_state(op, 
         o, state = op.op(**arguments, backend="triton", output_final_state=True, in_place=True)
         assert_close((o, state), exact, rounded)
         assert query_heads > 2 or isinstance(given, tuple) or state is given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_rwkv7_in_a_kernel_equal_pytorch(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = *3 * [(2, 3, 3, 20)], *2 * [(3, 20)]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs[0][0, 0, 0] = 0  # a key without a direction
+    exact = rwkv7_gates(*in_float64(inputs), erasure=2.0, backend="chunk")
+    rounded = rwkv7_gates(*inputs, erasure=2.0, backend="chunk")
+    with torch.no_grad():
+        assert_close(rwkv7_gates(*inputs, erasure=2.0, backend="triton"), exact, rounded)
+    with pytest.raises(ValueError, match="gradients"):
+        rwkv7_gates(*inputs, erasure=2.0, backend="triton")
 
 
 @every_kernel
@@ -211,6 +226,7 @@ def test_kernels_compile_ahead_of_time_without_spills():
         "neural_memory 1 1 64 bf",
         "neural_memory 2 16 64 bf",
         "short_convolution 512 bf",
+        "rwkv7_gates 64 bf",
     )
     lines = kernel_report("--only", *usual, "--arch", "sm_90", "--processes", "1")
     source = "".join(path.read_text() for path in Path(ops.__file__).parent.rglob("*.py"))

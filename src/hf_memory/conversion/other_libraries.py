@@ -84,7 +84,7 @@ _RWKV7 = (  # names here, in flash-linear-attention, and in .pth files
     ("mixer.v_proj", "attn.v_proj", "att.value"),
     ("mixer.o_proj", "attn.o_proj", "att.output"),
     ("mixer.o_norm", "attn.g_norm", "att.ln_x"),
-    *((f"mixer.{x}_lora.bias", f"attn.{x}_lora.lora.2.bias", f"att.{x}0") for x in "wav"),
+    *((f"mixer.{x}_lora.up_proj.bias", f"attn.{x}_lora.lora.2.bias", f"att.{x}0") for x in "wav"),
     *((f"mixer.{x}_lora.down_proj.weight", f"attn.{x}_lora.lora.0.weight", f"att.{x}1") for x in "wavg"),
     *((f"mixer.{x}_lora.up_proj.weight", f"attn.{x}_lora.lora.2.weight", f"att.{x}2") for x in "wavg"),
     ("mixer", "attn", "att"),

@@ -1,6 +1,5 @@
 """RWKV-7, "Goose": https://arxiv.org/abs/2503.14456."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,11 +9,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
-from hf_memory.layers import token_before, wide
+from hf_memory.layers import token_before
 from hf_memory.mixers.base import Context, MemoryMixer, States
 from hf_memory.ops import delta_rule
+from hf_memory.ops.rwkv7_gates import rwkv7_gates
 
-STRONGEST_DECAY = math.exp(-0.5)  # largest decay of a token, as a negative logarithm
 MIXES = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # initial exponents of the token shift
 
 
@@ -107,18 +106,16 @@ class Rwkv7Mixer(MemoryMixer):
             first_values = v
         else:
             v = torch.lerp(v, first_values.to(v.dtype), self.v_lora(x_v).sigmoid().to(v.dtype))
-        a = wide(self.a_lora(x_a)).sigmoid()
-        asked = F.normalize(wide(self._by_head(k * self.k_k)), dim=-1)
-        k = (k * torch.addcmul(1 - self.k_a, self.k_a, a)).to(r.dtype)
-        r, k, v, a = self._by_head(r), self._by_head(k), self._by_head(v.to(r.dtype)), self._by_head(a)
+        r, k, v, a, w = map(self._by_head, (r, k, v.to(r.dtype), self.a_lora(x_a), self.w_lora(x_w)))
+        k, g, a, b = rwkv7_gates(k, a, w, *map(self._by_head, (self.k_k, self.k_a)), erasure=self.largest_erasure)
         o, memory = delta_rule(
             r,
             k,
             v,
             a.new_ones(a.shape[:3]),
-            -STRONGEST_DECAY * wide(self._by_head(self.w_lora(x_w))).sigmoid(),
-            asked,
-            -self.largest_erasure * a * asked,
+            g,
+            a,
+            b,
             scale=1.0,
             in_place=True,
             **context.options(self.config.mixer_backend),
@@ -158,19 +155,17 @@ class LowRank(nn.Module):
         super().__init__()
         self.activation, self.head_dim, self.start = activation, head_dim, start
         self.down_proj = nn.Linear(hidden_size, rank, bias=False)
-        self.up_proj = nn.Linear(rank, channels, bias=False)
-        self.bias = nn.Parameter(torch.empty(channels)) if start else None
+        self.up_proj = nn.Linear(rank, channels, bias=start is not None)
 
     def init_own_parameters(self) -> None:
         """Initial values as published."""
-        if self.bias is not None:
-            init.copy_(self.bias, self.start.of(len(self.bias), self.head_dim))
+        if self.start is not None:
+            init.copy_(self.up_proj.bias, self.start.of(self.up_proj.out_features, self.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden_size] -> [B, T, channels]."""
         x = self.down_proj(x)
-        x = self.up_proj(x if self.activation is None else self.activation(x))
-        return x if self.bias is None else x + self.bias
+        return self.up_proj(x if self.activation is None else self.activation(x))
 
 
 class HeadNorm(nn.Module):

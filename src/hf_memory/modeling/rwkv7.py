@@ -45,7 +45,6 @@ class Rwkv7Config(WholeLayersConfig):
         **{f"layers.*.mixer.{name}": "colwise" for name in ("k_k", "k_a", "r_k")},
         **{f"layers.*.mixer.{x}_lora": "local_params" for x in "wavg"},
         **{f"layers.*.mixer.{x}_lora.up_proj": "colwise" for x in "wavg"},
-        **{f"layers.*.mixer.{x}_lora.bias": "colwise" for x in "wav"},
         "layers.*.mixer.o_norm": "local_params",
         "layers.*.mixer.o_norm.weight": "colwise",
         "layers.*.mixer.o_norm.bias": "colwise",
