@@ -7,16 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.files.text import Text
 
 PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
-POINTS = (1 / 6, 3 / 6, 5 / 6)  # gates at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
 
@@ -29,7 +26,7 @@ class HeadScore(NamedTuple):
 
 
 @torch.no_grad()
-def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int = PASSAGES) -> list[HeadScore]:
+def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor) -> list[HeadScore]:
     """Rank all key-value heads of a teacher; the head that retrieves most comes first.
 
     The teacher reads a passage, other text, and the same passage a second time. A head's score is the average attention
@@ -40,7 +37,6 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int
     Args:
         teacher: the teacher; it is not changed.
         tokens: [T], a text; if it is short, passages are shorter.
-        passages: number of passages over which scores are averaged.
     """
     text, passage = Text.of(tokens), _passage(tokens)
     first = slice(len(text.start) + 1, len(text.start) + passage + 1)  # what followed the tokens of the first reading
@@ -52,64 +48,15 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor, *, passages: int
         scores.append(followed.float().mean(-1).cpu())
         return output, None
 
-    with _attention(teacher, observed):
-        for row in _rows(text, passages):
+    with attention_by(teacher, observed):
+        for row in passages(text):
             teacher(row.to(teacher.device), use_cache=False, logits_to_keep=1)
-    of_layers = torch.stack(scores).unflatten(0, (passages, -1)).mean(0)  # [layers, HQ]
-    return _ranked(of_layers.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1))
-
-
-def rank_heads_by_loss(
-    teacher: PreTrainedModel,
-    tokens: Text | Tensor,
-    *,
-    window: int,
-    sinks: int,
-    passages: int = PASSAGES,
-) -> list[HeadScore]:
-    """Rank all key-value heads of a teacher by how much windows in them change its predictions; the most comes first.
-
-    A gate g of each head mixes what it sees in a window with what it sees at all: o = near + g (full - near). At g = 1
-    the teacher predicts what it predicts, and at g = 0 all its heads have windows. The score of a head is its part of
-    the KL divergence between the two: minus the gradient of KL(teacher || gated) with respect to its gate, averaged
-    over gates from 0 to 1 (integrated gradients, https://arxiv.org/abs/1703.01365). Texts are those of `rank_heads`.
-
-    Args:
-        teacher: the teacher; it is not changed.
-        tokens: [T], a text; if it is short, passages are shorter.
-        window: tokens that a head with a window sees.
-        sinks: first tokens that it also sees.
-        passages: number of texts over which scores are averaged.
-    """
-    config = teacher.config
-    gates = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, device=teacher.device)
-
-    def mixed(module, query, key, value, attention_mask, **kwargs):
-        full, _ = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        place = torch.arange(query.shape[2], device=query.device)
-        is_far = (place[:, None] - place >= window) & (place >= sinks)
-        mask = attention_mask.masked_fill(is_far, torch.finfo(query.dtype).min)
-        near, _ = eager_attention_forward(module, query, key, value, mask, **kwargs)  # [B, T, HQ, D]
-        gate = gates[module.layer_idx].repeat_interleave(full.shape[2] // gates.shape[1])[:, None]
-        return near + gate * (full - near), None
-
-    def once(*args, **kwargs):
-        return checkpoint(mixed, *args, use_reentrant=False, **kwargs)
-
-    total = torch.zeros_like(gates)
-    for row in _rows(Text.of(tokens), passages):
-        with torch.no_grad():
-            target = teacher(row.to(teacher.device), use_cache=False).logits[0]
-        for point in POINTS:
-            gates = torch.full_like(gates, point).requires_grad_()
-            with _attention(teacher, once):
-                logits = teacher(row.to(teacher.device), use_cache=False).logits[0]
-                total -= torch.autograd.grad(divergence(logits, target) / len(POINTS) / len(logits), gates)[0]
-    return _ranked(total / passages)
+    of_layers = torch.stack(scores).unflatten(0, (PASSAGES, -1)).mean(0)  # [layers, HQ]
+    return ranked(of_layers.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1))
 
 
 @contextmanager
-def _attention(teacher: PreTrainedModel, attend: Callable) -> Iterator[None]:
+def attention_by(teacher: PreTrainedModel, attend: Callable) -> Iterator[None]:
     """A context in which a function computes the attention of a model, with a mask."""
     before = teacher.config._attn_implementation
     AttentionInterface.register(OBSERVED, attend)
@@ -121,7 +68,7 @@ def _attention(teacher: PreTrainedModel, attend: Callable) -> Iterator[None]:
         teacher.set_attn_implementation(before)
 
 
-def _ranked(scores: Tensor) -> list[HeadScore]:
+def ranked(scores: Tensor) -> list[HeadScore]:
     """The heads with these scores [layers, H], the highest first."""
     found = [HeadScore(i, h, x) for i, layer in enumerate(scores.tolist()) for h, x in enumerate(layer)]
     return sorted(found, key=lambda head: -head.score)
@@ -131,11 +78,11 @@ def _passage(tokens: Text | Tensor) -> int:
     return min(PASSAGE, len(tokens) // 8)
 
 
-def _rows(text: Text, passages: int) -> Iterator[Tensor]:
-    """A passage, other text from elsewhere, and the passage a second time."""
+def passages(text: Text) -> Iterator[Tensor]:
+    """A passage, other text from elsewhere, and the passage a second time; [1, T] at several places of a text."""
     passage = _passage(text)
     between = min(BETWEEN, 2 * passage)
-    for start in torch.linspace(0, len(text) - 2 * (passage + between), passages).long().tolist():
+    for start in torch.linspace(0, len(text) - 2 * (passage + between), PASSAGES).long().tolist():
         read = text.tokens[start : start + passage]
         other = text.tokens[start + passage + between : start + passage + 2 * between]
         yield text.begun(torch.cat([read, other, read])[None])
