@@ -43,7 +43,6 @@ from hf_memory.conversion.stages.divergence import divergence, last_hidden_state
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
-from hf_memory.conversion.students.weights import rename, rename_back
 from hf_memory.decoding.parts import head
 from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measure
 from hf_memory.files.fingerprints import tokens_fingerprint
@@ -95,13 +94,6 @@ def test_every_teacher_becomes_a_memory_that_can_be_loaded(name, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(tokens).logits, made.student(tokens).logits)
     assert loaded.generate(tokens, min_new_tokens=3, max_new_tokens=3, do_sample=False).shape == (1, 12)
-
-
-@every_teacher
-def test_names_go_back(name):
-    for tensor in make_teacher(name).state_dict():
-        assert rename_back(rename(tensor)) == tensor
-    assert rename("model.layers.0.experts.1.weight") == rename_back("model.layers.0.self_attn.q_proj.weight") == ""
 
 
 GATES = {"gated": gated_linear_attention.GATES, "deltanet": delta_net.MIXERS}

@@ -1,7 +1,7 @@
-"""Copies a teacher's weights into a student, by a table of names."""
+"""Copies a teacher's weights into a student, by their names."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,18 +11,6 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.teachers import find_teacher
 
-# The teacher's name: the student's. {i} is the number of a layer, {rest} the end of the name.
-NAMES = {
-    "model.embed_tokens.{rest}": "model.embed_tokens.{rest}",
-    "model.layers.{i}.input_layernorm.{rest}": "model.layers.{i}.input_layernorm.{rest}",
-    "model.layers.{i}.self_attn.{rest}": "model.layers.{i}.mixer.{rest}",
-    "model.layers.{i}.post_attention_layernorm.{rest}": "model.layers.{i}.post_attention_layernorm.{rest}",
-    "model.layers.{i}.pre_feedforward_layernorm.{rest}": "model.layers.{i}.pre_feedforward_layernorm.{rest}",
-    "model.layers.{i}.post_feedforward_layernorm.{rest}": "model.layers.{i}.post_feedforward_layernorm.{rest}",
-    "model.layers.{i}.mlp.{rest}": "model.layers.{i}.mlp.{rest}",
-    "model.norm.{rest}": "model.norm.{rest}",
-    "lm_head.{rest}": "lm_head.{rest}",
-}
 NEW_WEIGHTS = re.compile(  # names of weights that a teacher does not have
     r"model\.(layers\.\d+\.(mixer|mlp\.memory)|memory_values|embed_positions)\."
 )
@@ -42,19 +30,9 @@ class CarriedWeights(NamedTuple):
     new: list[str]
 
 
-def rename(name: str, names: Mapping[str, str] = NAMES) -> str:
-    """The name in the other model, or an empty string if it is not in the table."""
-    for source, target in names.items():
-        pattern = re.escape(source).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{rest\}", "(?P<rest>.+)")
-        match = re.fullmatch(pattern, name)
-        if match:
-            return target.format(**match.groupdict())
-    return ""
-
-
-def rename_back(name: str) -> str:
-    """The teacher's name of a student's tensor, or an empty string if it is not in the table."""
-    return rename(name, {target: source for source, target in NAMES.items()})
+def rename(name: str) -> str:
+    """The student's name of a teacher's tensor."""
+    return name.replace(".self_attn.", ".mixer.")
 
 
 @torch.no_grad()
