@@ -296,7 +296,6 @@ def test_a_start_from_keys_is_nearer_to_attention_than_a_window():
         ({"sliding_window": 1}, "sliding_window"),
         ({"sliding_window": None}, "sliding_window"),
         ({"layer_types": ["memory", "sliding_attention"]}, "num_sink_tokens"),
-        ({"attention_window": 5}, "attention_window is no longer a field of the config; use sliding_window"),
         ({"full_attention_heads": [[2], []]}, "full_attention_heads"),
         ({"full_attention_heads": [[0]]}, "full_attention_heads"),
         ({"full_attention_heads": [[0], []], "full_attention_window": 2}, "full_attention_window"),

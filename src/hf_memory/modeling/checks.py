@@ -1,6 +1,5 @@
 """Checks of the values in configs, which come from files and from the command line."""
 
-from collections.abc import Collection
 from typing import Any
 
 LARGEST = 2**31 - 1  # positions are int32 in kernels
@@ -26,18 +25,6 @@ RANGES = {  # of fields for which these are not right
     "span_loss_weight": (0, HUGE),
     "ponder_loss_weight": (0, HUGE),
 }
-RENAMED = {  # fields of earlier versions, and what says it now
-    "attention_window": "sliding_window, with 'sliding_memory' or 'sliding_heads' in layer_types",
-    "window_memory": "layer_types: 'sliding_memory' for a window with a memory, 'sliding_heads' for one without",
-    "mixer_types": "layer_types",
-    "num_global_tokens": "num_sink_tokens",
-}
-
-
-def check_names(given: Collection[str]) -> None:
-    """Raise ValueError if a field of an earlier version is given, which transformers would keep without using it."""
-    for name in RENAMED.keys() & given:
-        raise ValueError(f"{name} is no longer a field of the config; use {RENAMED[name]}")
 
 
 def check(is_right: bool, name: str, expected: str, given: Any) -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from hf_memory.cache import Spec, flat
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.modeling.checks import check, check_each, check_names, check_numbers, check_word
+from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
@@ -99,7 +99,6 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        check_names(kwargs)
         check_numbers(self.numbers)
         self.set_defaults()
         super().__post_init__(**kwargs)
