@@ -6,9 +6,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.scores import SCORE
 from hf_memory.evaluation.writing import TEXTS
@@ -151,12 +148,15 @@ def _sides(figure: dict) -> tuple[float, float]:
 
 def _panels(count: int, height: float = 4):
     """A figure with axes side by side, which needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second, which most calls do not need
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4 * count + 2 * (count == 1), height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
-def _finish(figure: Figure, path: Path) -> None:
+def _finish(figure, path: Path) -> None:
     """Add a legend of all models below the panels, and write the picture."""
     shown: dict[str, Any] = {}
     for panel in figure.axes:
