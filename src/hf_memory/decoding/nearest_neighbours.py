@@ -29,7 +29,7 @@ def mix(logits: Tensor, near: Neighbours, weight: float, temperature: float) -> 
     Returns:
         Log probabilities [n, V], in float32 or wider.
     """
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    log_p = wide(logits).log_softmax(-1)
     weights = (-near.distances.to(log_p) / temperature).softmax(-1)
     retrieved = torch.zeros_like(log_p).scatter_add(-1, near.tokens, weights).log()
     mixed = torch.logaddexp(math.log1p(-weight) + log_p, math.log(weight) + retrieved)

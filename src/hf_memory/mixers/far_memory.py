@@ -46,7 +46,7 @@ class HeadProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         weight, bias = self.weight.view(-1, self.features, self.dim).mT, self.bias.view(-1, 1, self.features)
-        x, weight, bias = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (x, weight, bias))
+        x, weight, bias = map(wide, (x, weight, bias))
         y = torch.baddbmm(bias, x.flatten(0, 1).transpose(0, 1), weight)  # [H, B * T, features]
         return y.transpose(0, 1).unflatten(0, x.shape[:2])
 

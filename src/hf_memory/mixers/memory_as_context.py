@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from hf_memory.cache import Spec, State, States, nested
-from hf_memory.layers import RMSNorm
+from hf_memory.layers import RMSNorm, wide
 from hf_memory.mixers.attention_and_memory import AttentionAndMemoryMixer
 from hf_memory.mixers.attention_blocks import Blocks, Columns
 from hf_memory.mixers.base import Context
@@ -108,8 +108,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         pairs = hidden_states.new_zeros(B, C, 2, heads, self.head_dim)
         then = hidden_states.new_zeros(B, self.memory.num_output_heads, self.memory.initial_weights.size)
         offset = torch.zeros(B, dtype=torch.long, device=hidden_states.device)
-        then = then.to(torch.promote_types(then.dtype, torch.float32))
-        return {"then": then, "offset": offset, "keys": pairs, "values": pairs}
+        return {"then": wide(then), "offset": offset, "keys": pairs, "values": pairs}
 
     def _all_empty(self, hidden_states: Tensor) -> States:
         """Empty states, with those of a memory that has read nothing."""

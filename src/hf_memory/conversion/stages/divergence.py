@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.sharding import is_sharded
 from hf_memory.decoding.parts import head
+from hf_memory.layers import wide
 
 SLICE, BLOCK = 2**24, 2**18  # largest number of logits in a slice, and of logits that are compared in float32 at once
 
@@ -65,7 +66,10 @@ class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, model, loss, places, hidden_states, *parameters):
         learns, total = any(ctx.needs_input_grad), 0.0
-        d_hidden, sums = torch.zeros_like(hidden_states), [torch.zeros_like(x, dtype=wide(x)) for x in parameters]
+        d_hidden, sums = (
+            torch.zeros_like(hidden_states),
+            [torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in parameters],
+        )
         for where in places:
             x = hidden_states[where].detach().requires_grad_(learns)
             with torch.set_grad_enabled(learns):
@@ -128,15 +132,9 @@ def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
     """Logits divided by the temperature, in float32 or float64."""
-    x = logits.to(wide(logits))
-    return x if temperature == 1 else x / temperature
+    return wide(logits) if temperature == 1 else wide(logits) / temperature
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The negative log-likelihood of labels [n] with logits [n, V], summed over those that are not -100."""
-    return F.cross_entropy(logits.to(wide(logits)), labels, reduction="sum")
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """float64 for float64 tensors, otherwise float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return F.cross_entropy(wide(logits), labels, reduction="sum")
