@@ -141,7 +141,7 @@ def neural_memory(
     dims = check_inputs(q, k, v, cu_seqlens)
     given = _checked(dims, q, lr=lr, momentum=momentum, decay=decay, threshold=threshold, muon_lr=muon_lr)
     pairs, window = _pairs(k, v, lr, earlier, dims)
-    rule, norm = _rule(dims, q, weights, chunk_size, given, window, **learning)
+    rule, norm = _rule(dims, q, weights, chunk_size, given, window, learning)
     decay = None if chunk_size == 1 and rule.forget_to == "anchor" else decay  # else steps since the anchor decay
     P = sum(W[0].numel() for W in weights)
     shapes = [(dims.N, dims.HV, width) for width in (P, 0 if momentum is None else P, P if chunk_size > 1 else 0)]
@@ -179,36 +179,27 @@ def _rule(
     chunk_size: int,
     given: set[str],
     window: int,
-    *,
-    activation: str = "silu",
-    residual: bool = False,
-    norm: Norm | None = None,
-    forget_to: str | None = None,
-    max_grad_norm: float | None = None,
-    loss: str = "squared",
-    retention: str = "all",
+    learning: Learning,
 ) -> tuple[Rule, Norm | None]:
-    """The rule that the options describe, after checking them."""
-    bias = _check_weights(weights, dims, q)
-    _check_options(dims, q, chunk_size, residual, norm)
-    _check_choice("activation", activation, tuple(ACTIVATIONS))
-    _check_choice("forget_to", forget_to, ("initial", "anchor", "zero", None))
-    _check_choice("loss", loss, tuple(LOSSES))
-    _check_choice("retention", retention, tuple(RETENTIONS))
-    forget_to = forget_to or ("initial" if len(weights) > 1 else "zero")
-    rule = Rule(
-        chunk_size, activation, residual, bias, forget_to, max_grad_norm, loss, retention, "muon_lr" in given, window
-    )
-    if (loss == "huber") != ("threshold" in given):
-        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={loss!r}")
+    """The rule that the options describe, after checking them, and the norm."""
+    options: dict = {"forget_to": None, **learning}
+    norm, own = options.pop("norm", None), {"muon": "muon_lr" in given, "window": window}
+    rule = Rule(chunk_size, bias=_check_weights(weights, dims, q), **own, **options)
+    _check_options(dims, q, chunk_size, rule.residual, norm)
+    _check_choice("activation", rule.activation, tuple(ACTIVATIONS))
+    _check_choice("forget_to", rule.forget_to, ("initial", "anchor", "zero", None))
+    _check_choice("loss", rule.loss, tuple(LOSSES))
+    _check_choice("retention", rule.retention, tuple(RETENTIONS))
+    if (rule.loss == "huber") != ("threshold" in given):
+        raise ValueError(f"threshold must be given with loss='huber', and with it alone, got loss={rule.loss!r}")
     if rule.muon and "momentum" not in given:
         raise ValueError("momentum must be given with muon_lr, got None")
-    if max_grad_norm is not None and not (max_grad_norm > 0 and rule.is_linear):
+    if rule.max_grad_norm is not None and not (rule.max_grad_norm > 0 and rule.is_linear):
         raise ValueError(
             "max_grad_norm must be positive, or None with another loss or retention, Muon or earlier pairs, "
-            f"got {max_grad_norm}"
+            f"got {rule.max_grad_norm}"
         )
-    return rule, norm
+    return rule._replace(forget_to=rule.forget_to or ("initial" if len(weights) > 1 else "zero")), norm
 
 
 def _kernels_refuse(q: Tensor, dims: Dims, weights: tuple[Tensor, ...], norm: Norm | None, rule: Rule) -> str | None:
