@@ -8,16 +8,16 @@ from transformers import PreTrainedModel
 from hf_memory.evaluation.estimates import WIDTH
 
 YAML = ".yaml"
+BATCH = 8  # requests at a time
 
 
-def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8) -> dict[str, dict[str, Any]]:
+def lm_eval(model: PreTrainedModel, tokenizer, task: str) -> dict[str, dict[str, Any]]:
     """Run a task and return its figures by metric, in the form of `described`.
 
     Args:
         model: the model.
         tokenizer: the model's tokenizer.
         task: the name of a task in lm-eval, or a YAML file with a task of the same name.
-        batch_size: number of requests in a batch.
 
     Raises:
         ValueError: if lm-eval is not installed.
@@ -29,7 +29,7 @@ def lm_eval(model: PreTrainedModel, tokenizer, task: str, *, batch_size: int = 8
     except ImportError as error:
         raise ValueError(f"lm_eval needs lm-eval: pip install lm-eval, got {task}") from error
     name, folder = task_name(task), str(Path(task).parent) if task.endswith(YAML) else None
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
     manager = TaskManager(include_path=folder)
     figures = {}
     for part, row in simple_evaluate(wrapped, tasks=[name], task_manager=manager, log_samples=False)["results"].items():

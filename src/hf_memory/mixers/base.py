@@ -108,14 +108,17 @@ class Context(NamedTuple):
 
     def places(self, x: Tensor) -> tuple[Tokens, Tensor]:
         """The position of each token x [B, T, ...] in its sequence, and `tokens_read` [B], including these."""
-        return self.tokens(x), self.counts(x)[1].flatten()
+        before, after = self.counts(x)
+        return self._tokens_after(before, x), after.flatten()
 
     def tokens(self, x: Tensor) -> Tokens:
         """The position of each token x [B, T, ...] in its sequence; of a step a view of the state `tokens_read`."""
+        return self._tokens_after(self._read_before(x), x)
+
+    def _tokens_after(self, before: Tensor, x: Tensor) -> Tokens:
         T, mask = x.shape[1], self.attention_mask
         if self.cu_seqlens is not None:
             return packed(self.cu_seqlens, T)
-        before = self._read_before(x)
         if mask is None:
             return Tokens(before if T == 1 else before + torch.arange(T, device=x.device))
         place = count(mask)
@@ -132,9 +135,8 @@ class Context(NamedTuple):
 class Projections(nn.Module, ABC):
     """The parts that attention and memory share: projections of q, k, v and the output, q/k norms, and rotation."""
 
-    passes_gradients = (
-        True  # whether those of a row are the same if it is read in parts, one after the states of another
-    )
+    # Whether gradients of a row are the same if it is read in parts, one after the states of another.
+    passes_gradients = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
