@@ -236,13 +236,10 @@ def _traced(model: nn.Module, run: Callable[[Tensor], Any], shape: tuple[int, in
     model.train()
     if again:
         model.activation_checkpointing_enable()  # type: ignore[operator]
-    ids, fused = torch.zeros(shape, dtype=torch.long), {FUSED: _attention_flops}
+    ids = torch.zeros(shape, dtype=torch.long)
+    fused = {FUSED: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)}
     rounded = torch.autocast("cpu", torch.bfloat16, enabled=half)
     with rounded, saved_tensors_hooks(save, lambda x: x), FlopCounterMode(display=False, custom_mapping=fused) as count:
         run(ids)
     size = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     return Work(size, count.get_total_flops())
-
-
-def _attention_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_flop_count(query, key, value)

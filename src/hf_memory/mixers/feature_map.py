@@ -42,7 +42,9 @@ class FeatureMap(nn.Module):
         """Features of q and k, a decay that keeps the memory in range (favor only), and the states of the map."""
         mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
         if self.name == "favor":
-            starts = None if cu_seqlens is None else _starts(cu_seqlens, k.shape[1])
+            starts = None  # where a packed sequence begins
+            if cu_seqlens is not None:
+                starts = k.new_zeros(k.shape[1] + 1, dtype=torch.bool).index_fill(0, cu_seqlens.long(), True)[:-1]
             q = feature_maps.favor_query(q, self.projection)
             k, g, running_max = feature_maps.favor_key(k, self.projection, states.get("running_max"), mask, starts)
             return q, k, g, {"running_max": running_max}
@@ -55,10 +57,3 @@ class FeatureMap(nn.Module):
         if self.name == "dpfp":
             return phi(x, self.nu)
         return phi(x, self.projection) if self.name == "rfa" else phi(x)
-
-
-def _starts(cu_seqlens: Tensor, T: int) -> Tensor:
-    """[T] bool: where a packed sequence begins."""
-    starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device)
-    starts[cu_seqlens.long()] = True
-    return starts[:T]

@@ -1,5 +1,7 @@
 """Linear attention whose memory decays: retention, gated retention, GLA and Mamba-2."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,15 +21,10 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim)
-        self.decay = self._make_decay(config)
-        self.output_gate = OutputGate(self.num_output_heads, self.value_dim, config)
-
-    def _make_decay(self, config) -> FixedDecay | SigmoidDecay:
-        heads = self.num_output_heads
-        if config.gate == "retention":
-            return FixedDecay(heads)
-        channels = self.head_dim if config.gate == "vector" else None
-        return SigmoidDecay(config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer)
+        heads, channels = self.num_output_heads, self.head_dim if config.gate == "vector" else None
+        sizes = config.hidden_size, heads, channels, config.gate_low_rank_dim, config.gate_logit_normalizer
+        self.decay: Any = FixedDecay(heads) if config.gate == "retention" else SigmoidDecay(*sizes)
+        self.output_gate = OutputGate(heads, self.value_dim, config)
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate."""

@@ -73,7 +73,7 @@ def deltaformer(
     Returns:
         o [B, T, max(HQ, HV), V] in the dtype of q, and the final state or None.
     """
-    _check_queries(q, k, v, cu_seqlens)
+    check_inputs(q, k, v, cu_seqlens, grouped=True)
     state = _state(initial_state, k, v)
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         raise ValueError("initial_state and output_final_state must be left out when cu_seqlens packs sequences")
@@ -165,12 +165,6 @@ def read(
         return form.read(repeat_heads(q, heads), k, u, now)[0], initial_state
 
     return per_sequence(attend, cu_seqlens, q, k, u, mask, initial_state=())[0]
-
-
-def _check_queries(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    HV = v.shape[2] if v.ndim == 4 else 0
-    grouped = q.ndim == 4 and k.ndim == 4 and q.shape[2] != k.shape[2] and HV and not q.shape[2] % HV
-    check_inputs(q[:, :, : k.shape[2]] if grouped else q, k, v, cu_seqlens)
 
 
 def _check_read(q: Tensor, k: Tensor, u: Tensor, heads: int) -> None:

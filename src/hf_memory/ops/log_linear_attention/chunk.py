@@ -92,7 +92,7 @@ def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale:
     position, after = starts[:, tokens].transpose(0, 1), ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]
     q, k, v, weights = (split_chunks(x, C) for x in (scale * q, k, v, weights))  # [NC, B * H, C, ...]
     beta, g = (None if x is None else split_chunks(x, C) for x in (beta, g))
-    chunks = _additive(q, k, g) if beta is None else _delta(q, k, beta, g)
+    chunks = _chunks(q, k, beta, g)
     between = level_between(position[..., None], position[..., None, :], L)
     own, outputs = (chunks.W * _at_levels(weights, between)) @ v, []
     for n in range(len(v)):
@@ -119,13 +119,11 @@ def _after(past: Past, chunk: Chunks, v: Tensor, position: Tensor, after: Tensor
     return Past(S + F.pad(new, (0, 0, 0, 0, 0, len(held) - len(written))), held, later)
 
 
-def _additive(q: Tensor, k: Tensor, g: Tensor | None) -> Chunks:
-    W, q_in, k_out, decay = decayed(q, k, g)
-    return Chunks(W, q_in, k_out, None, decay)
-
-
-def _delta(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None) -> Chunks:
-    """W and E of the delta rule, by X = M (V - K S) of its chunk form: errors take the place of values."""
+def _chunks(q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None) -> Chunks:
+    """W and, for the delta rule, E by X = M (V - K S) of its chunk form: errors take the place of values."""
+    if beta is None:
+        W, q_in, k_out, decay = decayed(q, k, g)
+        return Chunks(W, q_in, k_out, None, decay)
     P, A, q_in, k_in, k_out, decay = decayed_delta(q, k, g)
     M = unit_lower_inverse(beta * A) * beta.mT
     W = P @ M
