@@ -194,12 +194,16 @@ def _shard(folder: Path, number: int) -> Path:
 
 def _predict(teacher: PreTrainedModel, input_ids: Tensor, k: int, temperature: float) -> list[Tensor]:
     """The tensors that are saved for windows [B, T]."""
-    hidden_states, found = last_hidden_states(teacher, input_ids).flatten(0, 1), []
-    for where in slices(len(hidden_states), teacher.config.vocab_size):
-        log_p = tempered(head(teacher, hidden_states[where]), temperature).log_softmax(-1)
-        top, ids = log_p.topk(k)
-        found.append((ids.int(), top, _rest(log_p, ids)))
+    hidden_states = last_hidden_states(teacher, input_ids).flatten(0, 1)
+    places = slices(len(hidden_states), teacher.config.vocab_size)
+    found = [_top(head(teacher, hidden_states[where]), k, temperature) for where in places]
     return [torch.cat(x).unflatten(0, input_ids.shape) for x in zip(*found)]
+
+
+def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    log_p = tempered(logits, temperature).log_softmax(-1)
+    top, ids = log_p.topk(k)
+    return ids.int(), top, _rest(log_p, ids)
 
 
 def _rest(log_p: Tensor, ids: Tensor) -> Tensor:
