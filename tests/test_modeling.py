@@ -60,7 +60,7 @@ def test_step_by_step_equals_full_forward(case):
 def test_any_split_of_a_prefill_equals_the_whole(case):
     model, tokens = make_model(case).double(), random_tokens(2, 70)
     full = model(tokens).logits
-    for splits in ((70,), (1, 69), (64, 6), (3, 66, 1)):
+    for splits in ((70,), (1, 63, 6), (3, 66, 1)):
         cache = DynamicCache(config=model.config)
         parts = [model(part, past_key_values=cache).logits for part in tokens.split(splits, dim=1)]
         assert_close(torch.cat(parts, 1), full)
