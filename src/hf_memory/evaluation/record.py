@@ -93,7 +93,7 @@ def table(record: Record) -> Iterator[tuple[str, ...]]:
 
 
 def side_by_side(record: Record) -> Iterator[tuple[str, ...]]:
-    """Each prompt with the answers of all models, if all have answered it."""
+    """Each prompt with the longest answers that all models have given to it."""
     answers = [row["found"].get("answers", {}) for row in record["models"].values()]
     for at in sorted(set.intersection(*map(set, answers)), key=_order)[-1:]:
         yield from zip(record["settings"]["prompts"], *(found[at][TEXTS]["value"] for found in answers))
