@@ -42,7 +42,9 @@ Texts = Annotated[
 MaxTokens = Annotated[int | None, typer.Option(help="Number of tokens of the text to read; default: all.", min=1)]
 MeasureTokens = Annotated[int, typer.Option(help="Number of held-out tokens on which models are compared.", min=1024)]
 Items = Annotated[int, typer.Option(help="Questions of each kind on which answers are scored; 0: none.", min=0)]
-Checkpoints = Annotated[Path | None, typer.Option(help="Folder for checkpoints; a stopped run resumes from it.")]
+Checkpoints = Annotated[
+    Path | None, typer.Option(help="Folder for tokens and checkpoints; a stopped run resumes from it.")
+]
 LoraRank = Annotated[int | None, typer.Option(help="Fine-tune with LoRA of this rank; default: train all weights.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 

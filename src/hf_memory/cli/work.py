@@ -29,6 +29,7 @@ from hf_memory.files.text import Text
 
 MINIMUM = 2560  # tokens of a text, so that the last tenth has a window to compare models on
 MAXIMUM = 2**18  # largest number of held-out tokens
+TOKENS = "tokens"  # folder beside checkpoints
 
 
 class Asked(NamedTuple):
@@ -129,8 +130,10 @@ def _prepare(asked: Asked) -> Job:
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
     sources = [_written(source, asked, tokenizer) for source in texts]
     how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
-    how |= {"weights": weights, "report": run.report}
-    tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how))
+    keeps = run.checkpoints and not asked.training.dry_run
+    how |= {"weights": weights, "report": run.report, "cache": run.checkpoints / TOKENS if keeps else None}
+    with conversion.processes().main_process_first() if keeps else nullcontext():
+        tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how))
     if validates:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)

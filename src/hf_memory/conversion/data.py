@@ -8,6 +8,7 @@ from hf_memory.conversion.recipe import OFF_POLICY, OnPolicy, Schedule
 from hf_memory.files.text import Text, check_length
 
 EVALUATED = 32  # windows in an evaluation
+DRAWN, TRIES = 1024, 64  # places that are drawn at once, and how often, to find one before a target
 
 
 class TokenWindows(Dataset):
@@ -15,6 +16,8 @@ class TokenWindows(Dataset):
 
     A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
     text rarely needs what has left a window of attention. Labels are -100 where a token is no target of the text.
+    Windows of a text with documents have `position_ids`, which begin again in each, so that models read them apart.
+    Windows that repeat a passage are one document, and so are all if they are read in chunks or continued.
 
     In on-policy steps, the targets of a window are its last tokens, which the student replaces by its own, and the
     window has its number as `index`.
@@ -34,12 +37,17 @@ class TokenWindows(Dataset):
             offset += len(part)
 
     def _places(self, text: Text, count: int, generator: torch.Generator) -> Tensor:
-        """[count], where windows of one text begin."""
-        places, number = text.places(self.schedule.lengths[0]), len(text) - self.schedule.length + 1
-        if places is None:
+        """[count], where windows of one text begin that have a target also if they are the shortest."""
+        number, found = len(text) - self.schedule.length + 1, torch.empty(0, dtype=torch.long)
+        if text.targets is None:
             return torch.randint(number, (count,), generator=generator)
-        places = places[places < number]
-        return places[torch.randint(len(places), (count,), generator=generator)]
+        tries = 0
+        while len(found) < count:
+            places, tries = torch.randint(number, (DRAWN,), generator=generator), tries + 1
+            found = torch.cat([found, places[text.predicts(places, self.schedule.lengths[0])]])
+            if tries == TRIES and not len(found):
+                raise ValueError("text must have messages of an assistant if the loss is of these only, got none")
+        return found[:count]
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""
@@ -51,23 +59,32 @@ class TokenWindows(Dataset):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        schedule, start, step = self.schedule, self.starts[index].view(1), index // self.schedule.batch_size
+        schedule, start, step = self.schedule, int(self.starts[index]), index // self.schedule.batch_size
         length, repeats = schedule.length_in(step), schedule.repeats
         if self.on_policy.is_at(step, schedule.steps):
             return self._prompt(start, length) | {"index": torch.tensor(index)}
-        (window,), (labels,) = self.text.windows(start, length), self.text.labels(start, length)
-        if int((index + 1) * repeats) > int(index * repeats):
+        is_apart, repeated = self.is_apart, int((index + 1) * repeats) > int(index * repeats)
+        row = self.text.row(start, length, whole=repeated or not is_apart)
+        if (row["labels"][1:] == -100).all():  # of the documents apart
+            row = self.text.row(start, length, whole=True)
+        if repeated:
             size, first = length // 4, len(self.text.start)
-            window[length - size :] = labels[length - size :] = window[first : first + size].clone()
-        return {"input_ids": window, "labels": labels}
+            for name in ("input_ids", "labels"):
+                row[name][length - size :] = row["input_ids"][first : first + size].clone()
+        return row if is_apart else {name: row[name] for name in ("input_ids", "labels")}
 
-    def _prompt(self, start: Tensor, length: int) -> dict[str, Tensor]:
+    @property
+    def is_apart(self) -> bool:
+        """Whether no token of a row sees another document, except in windows that repeat a passage or are continued."""
+        return self.text.documents is not None and not self.schedule.chunk_length
+
+    def _prompt(self, start: int, length: int) -> dict[str, Tensor]:
         """A window whose last tokens the student writes, from the place of the first target of the drawn one on."""
         own = self.on_policy.tokens
         if self.text.targets is not None:
-            first = (self.text.labels(start, length)[0, 1:] != -100).int().argmax() + 1
-            start = (start + first - (length - own)).clamp(0, len(self.text) - length + len(self.text.start))
-        (window,) = self.text.windows(start, length)
+            first = int((self.text.row(start, length, whole=True)["labels"][1:] != -100).int().argmax()) + 1
+            start = min(max(start + first - (length - own), 0), len(self.text) - length + len(self.text.start))
+        window = self.text.row(start, length, whole=True)["input_ids"]
         labels = window.clone()
         labels[:-own] = -100
         return {"input_ids": window, "labels": labels}

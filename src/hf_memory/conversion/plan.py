@@ -276,7 +276,8 @@ def bytes_on_disk(plan: Plan, run: Run, output: Path | None = None) -> dict[Path
     learned = [stage.learned for stage in plan.stages]
     needs = {} if output is None else {output: BYTES * plan.student_parameters}
     if run.checkpoints and learned:
-        needs[run.checkpoints] = max(0, 3 * BYTES * (sum(learned) + max(learned)) - size_of(run.checkpoints))
+        written = sum(map(size_of, run.checkpoints.glob("*/checkpoint-*")))
+        needs[run.checkpoints] = max(0, 3 * BYTES * (sum(learned) + max(learned)) - written)
     if run.teacher_logits and plan.top_k:
         whole = bytes_of_logits(plan.recipe.distillation, plan.top_k)
         needs[run.teacher_logits] = max(0, whole - size_of(run.teacher_logits))

@@ -135,7 +135,7 @@ def tune(
         for window, scored in windows(len(text) - 1, length - len(text.start)):
             read = text.begun(text.tokens[None, window]).to(model.device)
             log_p = model(read, use_cache=False).logits[0, -scored:].float().log_softmax(-1)
-            following = text.tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device)
+            following = text.tokens[window.stop - scored + 1 : window.stop + 1, None].to(log_p.device, torch.long)
             near = beside.nearest(scored, log_p)
             parts.append((log_p.gather(-1, following)[:, 0], near.distances.float(), near.tokens == following))
     log_p, distances, same = (torch.cat(x) for x in zip(*parts))

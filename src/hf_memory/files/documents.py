@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
+PART = 2**22  # characters of a document of a text file; a longer file has several
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")  # of a data set on the Hub, with its config
 SPLITS = re.compile("train|test|valid|dev|eval")  # in names of files, as `datasets` finds them
 ABOUT = ("readme", "license", "licence")  # files that describe a data set
@@ -59,12 +60,14 @@ def _text(file: Path) -> Iterator[str]:
     if file.suffix in DATA:
         raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}")
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as lines:
+            while text := lines.read(PART):
+                text += lines.readline(PART)
+                if "\0" in text:
+                    raise ValueError(f"{file} must be text, got a binary file (it has a zero byte)")
+                yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
-    if "\0" in text:
-        raise ValueError(f"{file} must be text, got a binary file (it has a zero byte)")
-    yield text
 
 
 def _jsonl(file: Path) -> Iterator[Document]:

@@ -10,15 +10,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_memory.files.text import Text
 
 OF_LOADING = {"_name_or_path", "dtype", "transformers_version", "use_cache"}  # fields that do not describe the model
+BLOCK = 2**20  # tokens that are read at once
 SAMPLES = 64  # numbers of each weight that go into a fingerprint
 
 
 def tokens_fingerprint(tokens: Text | Tensor) -> str:
     """A fingerprint of a text."""
     text = Text.of(tokens)
-    targets = b"" if text.targets is None else text.targets.cpu().numpy().tobytes()
-    mixture = repr(text.mixture).encode() if text.mixture else b""
-    return hashlib.sha256(text.begun(text.tokens[None].cpu()).numpy().tobytes() + targets + mixture).hexdigest()
+    digest = hashlib.sha256(text.start.cpu().numpy().tobytes())
+    for part in text.tokens.split(BLOCK):
+        digest.update(part.cpu().long().numpy().tobytes())
+    for x in (text.targets, text.documents):
+        digest.update(b"" if x is None else x.cpu().numpy().data)
+    digest.update(repr(text.mixture).encode() if text.mixture else b"")
+    return digest.hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -66,7 +66,8 @@ class DistillationTrainer(StageTrainer):
         count = len(kept) if num_items_in_batch is None else num_items_in_batch / parts
         loss_of = self.loss_of(inputs, targets[kept], kept)
         loss_from = lambda head, x: sliced_loss(head, x, loss_of, kept) / count  # noqa: E731
-        outputs = model(input_ids=inputs["input_ids"], use_cache=False, loss_from=loss_from, **self.reading)
+        read = {name: inputs.get(name) for name in ("input_ids", "position_ids")}
+        outputs = model(**read, use_cache=False, loss_from=loss_from, **self.reading)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def loss_of(self, inputs: dict[str, Tensor], targets: Tensor, kept: Tensor) -> LossOfTokens:
@@ -82,7 +83,8 @@ class DistillationTrainer(StageTrainer):
     def divergence(self, inputs: dict[str, Tensor], kept: Tensor) -> LossOfTokens:
         """The divergence from the teacher's predictions, for which the teacher runs here."""
         with torch.no_grad(), self.accelerator.autocast():
-            hidden_states = last_hidden_states(self.teacher, inputs["input_ids"]).flatten(0, 1)[kept]
+            read = last_hidden_states(self.teacher, inputs["input_ids"], inputs.get("position_ids"))
+            hidden_states = read.flatten(0, 1)[kept]
         beta = self.on_policy.beta if "index" in inputs else 0.0
 
         def loss(logits: Tensor, where: slice) -> Tensor:

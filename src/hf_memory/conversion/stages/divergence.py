@@ -20,11 +20,11 @@ LossOfTokens = Callable[[Tensor, slice], Tensor]
 """The sum of a loss over tokens, of their logits [n, V] and of where they stand among the tokens of the loss."""
 
 
-def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """The input of `head`, [B, T, hidden_size]. The whole model is called, so that hooks on it run."""
     seen: list[Tensor] = []
     with model.base_model.register_forward_hook(lambda _, args, output: seen.append(output.last_hidden_state)):
-        model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+        model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
     return seen[0]
 
 

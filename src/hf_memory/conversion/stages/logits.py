@@ -81,8 +81,9 @@ def save_logits(
         report(Progress("saving logits", number, len(shards), SHARD * schedule.length))
         if number % state.num_processes == state.process_index and not file.exists():
             rows = range(number * SHARD, min((number + 1) * SHARD, len(windows)))
-            ids = torch.stack([windows[i]["input_ids"] for i in rows]).to(teacher.device)
-            found = [_predict(teacher, x, k, temperature) for x in ids.split(schedule.batch_size)]
+            read = [windows[i] for i in rows]
+            batches = [read[i : i + schedule.batch_size] for i in range(0, len(read), schedule.batch_size)]
+            found = [_predict(teacher, batch, k, temperature) for batch in batches]
             tensors = {name: torch.cat(x).cpu().contiguous() for name, x in zip(SAVED, zip(*found))}
             otherwise = "those before it stay, and the same call goes on"
             with written(file.name, folder, otherwise), replaced(file) as unfinished:
@@ -192,12 +193,14 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"logits-{number:05}.safetensors"
 
 
-def _predict(teacher: PreTrainedModel, input_ids: Tensor, k: int, temperature: float) -> list[Tensor]:
-    """The tensors that are saved for windows [B, T]."""
-    hidden_states = last_hidden_states(teacher, input_ids).flatten(0, 1)
+def _predict(teacher: PreTrainedModel, batch: list[dict[str, Tensor]], k: int, temperature: float) -> list[Tensor]:
+    """The tensors that are saved for a batch of windows."""
+    names = ("input_ids", "position_ids")
+    read = [torch.stack([row[name] for row in batch]).to(teacher.device) for name in names if name in batch[0]]
+    hidden_states = last_hidden_states(teacher, *read).flatten(0, 1)
     places = slices(len(hidden_states), teacher.config.vocab_size)
     found = [_top(head(teacher, hidden_states[where]), k, temperature) for where in places]
-    return [torch.cat(x).unflatten(0, input_ids.shape) for x in zip(*found)]
+    return [torch.cat(x).unflatten(0, read[0].shape) for x in zip(*found)]
 
 
 def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

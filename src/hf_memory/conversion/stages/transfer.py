@@ -18,6 +18,7 @@ from hf_memory.conversion.stages.sharding import sharded_teacher
 from hf_memory.conversion.stages.trainer import StageTrainer, only_these_learn, run_trainer
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.packing import packed_boundaries
 from hf_memory.progress import History
 
 TRANSFER = "attention transfer"
@@ -37,14 +38,16 @@ class AttentionTransfer(nn.Module):
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
         parts = [x for part in self.learned.values() for x in (part if isinstance(part, nn.ModuleList) else [part])]
         self._no_split_modules = sorted({type(part).__name__ for part in parts})
-        self._seen = lambda input_ids: attention_seen(teacher, input_ids)  # a submodule would be trained and saved
+        self._seen = partial(attention_seen, teacher)  # a submodule would be trained and saved
         self.checkpointing = False
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of tokens [B, T] without padding; there is no use for labels."""
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The loss of tokens [B, T] without padding, which positions may pack; there is no use for labels."""
         losses = [
             F.mse_loss(output.float(), target.float()) / reduce(target.float().square().mean(), "mean")
-            for _, output, target in self.outputs(input_ids)
+            for _, output, target in self.outputs(input_ids, position_ids)
         ]
         return {"loss": torch.stack(losses).sum()}
 
@@ -52,25 +55,31 @@ class AttentionTransfer(nn.Module):
         """Recompute the mixers in the backward pass, so that only their inputs are stored; the Trainer calls this."""
         self.checkpointing = True
 
-    def outputs(self, input_ids: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    def outputs(
+        self, input_ids: Tensor, position_ids: Tensor | None = None
+    ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
         """Each mixer, its output, and the output of the attention that it replaces, both [B, T, hidden_size]."""
-        seen = self._seen(input_ids)
+        seen, packed = self._seen(input_ids, position_ids), packed_boundaries(input_ids, None, position_ids, None, {})
         for i, mixer in self.mixers.items():
             inputs, target = seen[i]
             run = partial(checkpoint, mixer, use_reentrant=False) if self.checkpointing else mixer
-            output, _ = run(inputs["hidden_states"], position_embeddings=inputs["position_embeddings"])
+            output, _ = run(
+                inputs["hidden_states"], position_embeddings=inputs["position_embeddings"], cu_seqlens=packed
+            )
             yield mixer, output, target
 
 
 @torch.no_grad()
-def attention_seen(teacher: PreTrainedModel, input_ids: Tensor) -> list[tuple[dict, Tensor]]:
+def attention_seen(
+    teacher: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None
+) -> list[tuple[dict, Tensor]]:
     """Inputs and output of each attention layer of a teacher for tokens [B, T]."""
     seen: list[tuple[dict, Tensor]] = []
     keep = lambda module, args, kwargs, output: seen.append((kwargs, output[0]))  # noqa: E731
     with ExitStack() as hooks:
         for layer in teacher.model.layers:
             hooks.enter_context(layer.self_attn.register_forward_hook(keep, with_kwargs=True))
-        teacher(input_ids, use_cache=False, logits_to_keep=1)
+        teacher(input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
     return seen
 
 

@@ -1,0 +1,190 @@
+"""Texts of files and data sets as tokens on a disk, tokenised in several processes, and mapped into memory."""
+
+import hashlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_memory.files.chat_template import apply_template, tokens_and_targets
+from hf_memory.files.documents import Document, documents
+from hf_memory.files.fingerprints import tokenizer_fingerprint
+from hf_memory.files.folders import replaced, written
+from hf_memory.files.text import Text, start_of
+from hf_memory.progress import Progress, silent
+
+BATCH = 2**20  # characters that a process tokenises at once, for which it needs about 150 MB
+PROCESSES = 16  # at most
+FILES = {"tokens": torch.int32, "documents": torch.long, "targets": torch.bool}
+
+
+class Tokens(NamedTuple):
+    """Documents as tokens: [T] of int32, where documents begin [D], and [T] of bool, which tokens are targets."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    targets: np.ndarray
+
+
+def read_tokens(
+    sources: Iterable[Path | str],
+    tokenizer,
+    *,
+    weights: Sequence[float] | None = None,
+    limit: int | None = None,
+    assistant_only: bool = False,
+    cache: Path | None = None,
+    report: Callable[[Progress], None] = silent,
+) -> Text:
+    """Tokenise texts into one, with the tokenizer's end-of-text token after each document.
+
+    The tokens are on a disk, and only what is read of them is in memory, except for a mixture.
+
+    Args:
+        sources: each of them a text file, which is one document, or one for every four million characters; a `.jsonl`
+            or `.parquet` file with a field `text`, or with a field `messages`, which goes through the chat template; a
+            folder of such files; or a folder or a name on the Hub that `datasets` can load, as `name` or `name:config`,
+            whose split `train` is streamed.
+        tokenizer: the teacher's tokenizer.
+        weights: of each source in a mixture; default: texts follow each other, and their lengths are their weights.
+        limit: largest number of tokens to read, of sources with weights in proportion to these; default: all.
+        assistant_only: whether only the assistant's turns are targets in conversations. All of a text is.
+        cache: folder for the tokens, from which later calls with the same arguments read them. Files are the same if
+            their sizes and times are; data sets on the Hub are if their names are. Default: a temporary folder.
+        report: is called with the progress.
+
+    Raises:
+        ValueError: if a source is not text, all sources are empty, or a weight is not above 0.
+        OSError: if a source cannot be read, or the tokens cannot be written.
+    """
+    sources = list(sources)
+    how: dict = {"assistant_only": assistant_only, "cache": cache, "report": report}
+    if weights is not None:
+        if len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights must be above 0, one for each of {len(sources)} texts, got {list(weights)}")
+        limits = [None if limit is None else math.ceil(limit * weight / sum(weights)) for weight in weights]
+        return Text.mixed([read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)], weights)
+    names = list(FILES)[: 3 if assistant_only else 2]
+    with nullcontext(cache) if cache else TemporaryDirectory(ignore_cleanup_errors=True) as parent:
+        folder = Path(parent) / ("text" if cache is None else _name(sources, tokenizer, limit, assistant_only))
+        if not folder.exists():
+            found = chain.from_iterable([documents(source) for source in sources])  # fails first if one is missing
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(folder) as new:
+                new.mkdir()
+                if not _write(
+                    new, names, _tokenised(found, partial(_encoded, tokenizer, assistant_only)), limit, report
+                ):
+                    raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
+        tokens, begins, *targets = (_mapped(folder / name, FILES[name]) for name in names)
+    start = torch.tensor(start_of(tokenizer), dtype=torch.long)
+    return Text(tokens, start, targets[0] if targets else None, begins if len(begins) > 1 else None)
+
+
+def _name(sources: Sequence[Path | str], tokenizer, limit: int | None, assistant_only: bool) -> str:
+    """A name of tokens that differs if a text, the tokenizer, or what is read of them does."""
+    files = [(str(source), [Path(source), *sorted(Path(source).rglob("*"))]) for source in sources]
+    seen = [
+        (name, [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in found if x.exists()]) for name, found in files
+    ]
+    about = [seen, tokenizer_fingerprint(tokenizer), limit, assistant_only]
+    return f"tokens-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
+
+
+def _write(
+    folder: Path, names: Sequence[str], found: Iterator[Tokens], limit: int | None, report: Callable[[Progress], None]
+) -> int:
+    """Write tokens to files with these names, up to a limit, and return their number."""
+    count = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        for batch in found:
+            room = len(batch.tokens) if limit is None else min(len(batch.tokens), limit - count)
+            begins = batch.documents[batch.documents < room] + count
+            part = Tokens(batch.tokens[:room], begins, batch.targets[:room])
+            with written("tokens", folder, "the next call reads the text again"):
+                for name, file in files.items():
+                    file.write(getattr(part, name).tobytes())
+            count += room
+            report(Progress("reading the text", count, limit or 0, 1))
+            if count == limit:
+                break
+    return count
+
+
+def _mapped(file: Path, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_file(str(file), shared=False, size=file.stat().st_size // dtype.itemsize, dtype=dtype)
+
+
+def _tokenised(found: Iterator[Document], encode: Callable[[list[Document]], Tokens]) -> Iterator[Tokens]:
+    """Documents as tokens in their order. What is more than one batch is given to several processes."""
+    batches, number = _batches(found), min(PROCESSES, os.cpu_count() or 1)
+    yield from map(encode, batches if number == 1 else islice(batches, 1))
+    pool, waiting = ProcessPoolExecutor(number, initializer=_begin, initargs=(encode,)), deque[Any]()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * number:
+                yield waiting.popleft().result()
+        yield from (x.result() for x in waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(encode: Callable[[list[Document]], Tokens]) -> None:
+    """Give a process what it encodes with."""
+    global _encode
+    _encode = encode
+
+
+def _work(batch: list[Document]) -> Tokens:
+    return _encode(batch)
+
+
+def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in groups of at least BATCH characters."""
+    batch: list[Document] = []
+    size = 0
+    for document in found:
+        batch.append(document)
+        size += len(str(document))
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encoded(tokenizer, assistant_only: bool, batch: list[Document]) -> Tokens:
+    """A batch of documents as tokens."""
+    start, end = start_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens, targets = [np.empty(0, np.int32)], [np.empty(0, bool)]
+    for document, (ids, chosen) in zip(batch, _ids(tokenizer, assistant_only, batch)):
+        first = len(start) if ids[: len(start)] == start else 0  # templates write it, but windows begin with it
+        ids = ids[first:] + (end if ids and isinstance(document, str) else [])
+        tokens.append(np.array(ids, np.int32))
+        targets.append(np.ones(len(ids), bool) if chosen is None else chosen[first:].numpy())
+    sizes = np.array([len(x) for x in tokens])
+    return Tokens(np.concatenate(tokens), (sizes.cumsum() - sizes)[sizes > 0], np.concatenate(targets))
+
+
+def _ids(tokenizer, assistant_only: bool, batch: list[Document]) -> Iterator[tuple[list[int], torch.Tensor | None]]:
+    """The tokens of each document, and which are targets; None for all."""
+    if tokenizer.chat_template is None and not all(isinstance(document, str) for document in batch):
+        raise ValueError("messages need a tokenizer with a chat template, got one without")
+    apart = [assistant_only and not isinstance(document, str) for document in batch]
+    texts = [x if isinstance(x, str) else apply_template(tokenizer, x) for x, own in zip(batch, apart) if not own]
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    whole = iter(tokenizer(texts, **options)["input_ids"] if texts else ())
+    for document, own in zip(batch, apart):
+        yield tokens_and_targets(tokenizer, document) if own else (next(whole), None)

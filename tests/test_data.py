@@ -1,0 +1,116 @@
+"""Text on its way to a model: documents in rows, and tokens on a disk."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from comparing import assert_close, in_float64
+from hf_memory.conversion import (
+    Schedule,
+    Text,
+    TokenWindows,
+    carry_over,
+    distill,
+    distill_from_logits,
+    fine_tune,
+    make_student,
+    read_tokens,
+    save_logits,
+)
+from hf_memory.conversion.stages.divergence import divergence
+from hf_memory.conversion.stages.transfer import AttentionTransfer
+from hf_memory.files import tokenised
+from hf_memory.files.fingerprints import tokens_fingerprint
+from teachers import SCHEDULE, make_teacher, make_tokenizer
+
+HEADS = {"sliding_window": 2, "num_sink_tokens": 0, "full_attention_heads": [[0], []]}
+
+
+def documents_of(lengths, start=()):
+    """A text of documents whose tokens count from 10 on."""
+    size = sum(lengths)
+    begins = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    return Text(10 + torch.arange(size), torch.tensor(start, dtype=torch.long), documents=begins)
+
+
+def test_documents_of_a_row_begin_as_texts():
+    text = documents_of([3, 5, 20], start=[1])
+    row = text.row(1, 10)
+    assert row["input_ids"].tolist() == [1, 11, 12, 1, 13, 14, 15, 16, 17, 1]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0]
+    assert row["labels"].tolist() == [1, 11, 12, -100, 13, 14, 15, 16, 17, -100]
+    assert documents_of([3, 5])[2:].row(0, 4)["labels"].tolist() == [12, -100, 14, 15]
+    assert text.row(1, 10, whole=True)["input_ids"].tolist() == [1, *range(11, 20)]
+    mixed = Text.mixed([text, text[2:9]], [1, 1])
+    assert mixed.documents.tolist() == [0, 3, 8, 29, 34]
+    rows = [TokenWindows(text, SCHEDULE._replace(length=10, repeats=0.5), seed)[1] for seed in range(9)]
+    assert all(torch.equal(row["position_ids"], torch.arange(10)) for row in rows)  # these repeat a passage
+    assert set(TokenWindows(text, SCHEDULE._replace(length=10, chunk_length=5))[0]) == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("options", [{"to": "deltanet"}, {"to": "attention", **HEADS}], ids=["memory", "heads"])
+def test_no_document_of_a_row_sees_another(options):
+    """Losses of all stages are the means of those of documents alone."""
+    lengths, teacher = [5, 6, 4], make_teacher()
+    whole, once = documents_of(lengths), Schedule(steps=1, learning_rate=1e-9, batch_size=1, length=15)
+    alone = whole.tokens.split(lengths)
+    student = make_student(teacher, **options)
+    carry_over(student, teacher)
+    with torch.no_grad():
+        rows = [(student(x[None]).logits[0, :-1], teacher(x[None]).logits[0, :-1], x[1:]) for x in alone]
+    kl = sum(divergence(student, teacher) for student, teacher, _ in rows) / 12
+    ce = sum(F.cross_entropy(student, x, reduction="sum") for student, _, x in rows) / 12
+    assert distill(student, teacher, whole, once)[0]["loss"] == pytest.approx(kl.item(), rel=1e-4)
+    assert fine_tune(student, whole, once)[0]["loss"] == pytest.approx(ce.item(), rel=1e-4)
+    transfer, row = AttentionTransfer(in_float64(student), in_float64(teacher)), whole.row(0, 15)
+    packed = transfer.outputs(row["input_ids"][None], row["position_ids"][None])
+    apart = [list(transfer.outputs(x[None])) for x in alone]
+    for i, (_, output, target) in enumerate(packed):
+        assert_close([output, target], [torch.cat([x[i][j] for x in apart], 1) for j in (1, 2)])
+
+
+def test_saved_logits_are_of_documents_apart(tmp_path):
+    teacher, whole = make_teacher(), documents_of([5, 6, 4])
+    once = Schedule(steps=1, learning_rate=0.0, batch_size=1, length=15)
+    student = make_student(teacher, "linear")
+    save_logits(tmp_path, teacher, whole, once, k=64)
+    saved = distill_from_logits(copy.deepcopy(student), tmp_path, whole, once)
+    assert saved[0]["loss"] == pytest.approx(distill(student, teacher, whole, once)[0]["loss"], rel=1e-4)
+
+
+def test_tokens_are_read_again_from_their_cache(tmp_path, monkeypatch):
+    file, tokenizer = tmp_path / "a.jsonl", make_tokenizer()
+    file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
+    first = read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenised, "_encoded", None)
+        again = read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    assert tokens_fingerprint(again) == tokens_fingerprint(first)
+    assert torch.equal(again.documents, first.documents)
+    assert len(first.documents) == 37
+    assert len(read_tokens([file], tokenizer, cache=tmp_path / "cache", limit=7)) == 7
+    file.write_text('{"text": "w5"}')
+    changed = read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    assert (changed.tokens.tolist(), changed.documents) == ([5, 2], None)
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_several_processes_tokenise_as_one_does(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
+    texts = []
+    for number, batch in ((1, 2**20), (1, 20), (3, 20)):
+        monkeypatch.setattr(tokenised, "PROCESSES", number)
+        monkeypatch.setattr("os.cpu_count", lambda: 3)
+        monkeypatch.setattr(tokenised, "BATCH", batch)
+        texts.append(read_tokens([tmp_path / "a.jsonl"], make_tokenizer()))
+    assert len({tokens_fingerprint(text) for text in texts}) == 1
+
+
+def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_memory.files.documents.PART", 8)
+    (tmp_path / "a.txt").write_text("w4 w5 w6\nw7 w8\nw9\n")
+    text = read_tokens([tmp_path / "a.txt"], make_tokenizer())
+    assert (text.tokens.tolist(), text.documents.tolist()) == ([4, 5, 6, 2, 7, 8, 9, 2], [0, 4])
