@@ -7,9 +7,19 @@ import torch
 
 from cases import random_tokens
 from comparing import assert_close, in_float64
-from hf_memory.conversion import Run, Schedule, carry_over, kept_layers, make_student, rank_layers
+from hf_memory.conversion import (
+    Recipe,
+    Run,
+    Schedule,
+    carry_over,
+    kept_layers,
+    make_student,
+    rank_layers,
+    smallest_student,
+)
+from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
-from hf_memory.conversion.students.heads import rank_heads
+from hf_memory.conversion.students.heads import rank_heads, rank_heads_by_loss
 from hf_memory.conversion.students.placement import placement_table, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from teachers import convert, make_teacher, same
@@ -200,3 +210,38 @@ def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
     )
     changed = {name.split(".mixer.")[1].split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"far"}
+
+
+def test_heads_are_ranked_by_what_a_window_in_them_changes():
+    """Scores add up to KL(teacher || windows in all heads), and the head that alone changes nothing has none."""
+    teacher, tokens = in_float64(make_teacher()), random_tokens(1, 400)[0]
+    config, output = teacher.config, teacher.model.layers[0].self_attn.o_proj.weight
+    with torch.no_grad():  # the first head of the first layer has no say
+        output[:, : output.shape[1] // config.num_key_value_heads] = 0
+    found = {(x.layer, x.head): x.score for x in rank_heads_by_loss(teacher, tokens, window=6, sinks=1)}
+    assert len(found) == config.num_hidden_layers * config.num_key_value_heads
+    assert found[0, 0] == 0
+    student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1, full_attention_heads=[[], []])
+    carry_over(student.double(), teacher)
+    rows, kl = [], 0.0
+    teacher.register_forward_pre_hook(lambda module, args: rows.append(args[0]))
+    rank_heads_by_loss(teacher, tokens, window=6, sinks=1, passages=1)
+    with torch.no_grad():
+        kl = divergence(student(rows[0]).logits[0], teacher(rows[0]).logits[0]) / rows[0].shape[1]
+    alone = rank_heads_by_loss(teacher, tokens, window=6, sinks=1, passages=1)
+    assert sum(x.score for x in alone) == pytest.approx(kl.item(), rel=0.1)
+    assert teacher.config._attn_implementation == make_teacher().config._attn_implementation
+
+
+def test_the_smallest_student_that_reaches_a_goal_is_found():
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    recipe = Recipe(options={"sliding_window": 6})
+    far = smallest_student(recipe, 10.0, teacher, tokens)
+    assert [x.recipe.keep for x in far] == ["heads:1/25"]
+    near = smallest_student(recipe, far[0].kl * 0.99, teacher, tokens)
+    assert [x.cache for x in near] == sorted(x.cache for x in near)
+    assert all(x.kl > far[0].kl * 0.99 for x in near[:-1])
+    assert near[-1].kl <= far[0].kl * 0.99
+    assert near[0].kl == far[0].kl
+    with pytest.raises(ValueError, match="goal must be a KL that half of the heads reach before training, got 1e-09"):
+        smallest_student(recipe, 1e-9, teacher, tokens)

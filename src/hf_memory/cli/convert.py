@@ -48,6 +48,12 @@ class StudentFlags:
             "servable student without a memory, none where there are no windows.",
         ),
     ] = None
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="kl=0.05: measure students before training, and keep the fewest heads whose KL is at most this."
+        ),
+    ] = None
     option: options.Option = None
     servable: Annotated[
         bool,
@@ -117,7 +123,7 @@ def convert(
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     run = Run(training.checkpoints, student.teacher_logits, training=options.read_pairs(training.training))
     asked = Asked(teacher, student.recipe(), run, text, output, Flags.of(context), training, student.servable)
-    asked = asked._replace(scored_by=student.scored_by)
+    asked = asked._replace(scored_by=student.scored_by, goal=student.goal)
     carry_out(asked, _convert)
 
 

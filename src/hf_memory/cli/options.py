@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 
 from hf_memory.cli.run_file import RUN, read_flags
-from hf_memory.conversion import find_gguf
+from hf_memory.conversion import Recipe, find_gguf
 from hf_memory.conversion.costs import DEVICES
 from hf_memory.evaluation import ITEMS
 
@@ -117,6 +117,16 @@ def read_weights(texts: list[str]) -> tuple[list[str], list[float] | None]:
     if weights and len(weights) < len(texts):
         raise ValueError(f"all texts or none must have a weight, as a.txt=0.7, got {', '.join(texts)}")
     return sources, weights or None
+
+
+def read_goal(words: str, recipe: Recipe) -> float:
+    """The KL of a goal such as kl=0.05, which decides what a recipe keeps."""
+    name, _, value = words.partition("=")
+    if name != "kl" or not NUMBER.fullmatch(value):
+        raise ValueError(f"goal must be kl=NUMBER such as kl=0.05, got {words}")
+    if recipe.keep is not None:
+        raise ValueError(f"goal must not be given with keep or servable, got {words} and {recipe.keep}")
+    return float(value)
 
 
 def found(model: str) -> str:

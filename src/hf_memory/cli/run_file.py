@@ -18,6 +18,7 @@ OF_ONE_CALL = {
     "config",
     "device",
     "dry_run",
+    "goal",
     "overwrite",
     "help",
 }  # flags that do not change the result, so are not saved

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import TrainingFlags, found, read_weights
+from hf_memory.cli.options import TrainingFlags, found, read_goal, read_weights
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
@@ -44,6 +44,7 @@ class Asked(NamedTuple):
     training: TrainingFlags
     servable: bool = False  # by inference engines
     scored_by: str | None = None  # the model that scores in distillation, if it is not the first
+    goal: str | None = None  # kl=..., of a student before training, which decides what is kept
 
 
 class Job(NamedTuple):
@@ -112,11 +113,13 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
 
 def _prepare(asked: Asked) -> Job:
     """Check what is asked for, and read the text."""
-    recipe, run, output, (texts, weights) = asked.recipe, asked.run, asked.output, read_weights(asked.text)
+    recipe, run, output = asked.recipe, asked.run, asked.output
     if (on := asked.training.device) and not (read_device(on) and asked.training.dry_run):
         raise ValueError(f"device must be given with dry_run only, got {on}")
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
+    if asked.goal is not None:
+        read_goal(asked.goal, recipe)
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
     scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
@@ -128,21 +131,41 @@ def _prepare(asked: Asked) -> Job:
     if asked.servable:
         find_target(plan.student)  # type: ignore[arg-type]
     tokenizer = conversion.load_tokenizer(asked.model)  # after the checks, since reading a text may take long
-    sources = [_written(source, asked, tokenizer) for source in texts]
-    how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
-    keeps = run.checkpoints and not asked.training.dry_run
-    how |= {"weights": weights, "report": run.report, "cache": run.checkpoints / TOKENS if keeps else None}
-    with conversion.processes().main_process_first() if keeps else nullcontext():
-        tokens, held_out = split(conversion.read_tokens(sources, tokenizer, **how))
+    tokens, held_out = split(_read(asked, tokenizer))
     if validates:
         tokens, validation = split(tokens)
         run = replace(run, validation=validation)
         asked = asked._replace(run=run)
+    if asked.goal is not None:
+        asked = asked._replace(recipe=_smallest(asked, tokens))
+        recipe = asked.recipe
     plan = conversion.resolve(recipe, config, tokens, scorer)
     if not asked.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)
     known = record.open_record(output, {}) if resumed else {"settings": {}, "models": {}}
     return Job(asked, plan, tokenizer, tokens, held_out, known)
+
+
+def _read(asked: Asked, tokenizer) -> Text:
+    """The text, whose tokens are kept beside the checkpoints if there are any."""
+    (texts, weights), checkpoints = read_weights(asked.text), asked.run.checkpoints
+    sources = [_written(source, asked, tokenizer) for source in texts]
+    how: dict = {"limit": asked.training.max_tokens, "assistant_only": asked.training.assistant_only_loss}
+    how |= {"weights": weights, "report": asked.run.report}
+    if checkpoints is None or asked.training.dry_run:
+        return conversion.read_tokens(sources, tokenizer, **how)
+    with conversion.processes().main_process_first():
+        return conversion.read_tokens(sources, tokenizer, cache=checkpoints / TOKENS, **how)
+
+
+def _smallest(asked: Asked, tokens: Text) -> Recipe:
+    """The recipe of the smallest student that reaches the goal, after a table of those that were measured."""
+    conversion.processes()
+    teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
+    kl = read_goal(asked.goal or "", asked.recipe)
+    tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
+    print_table(conversion.goal_table(tried), conversion.GOAL_HEADER, title=f"the smallest student with {asked.goal}")
+    return tried[-1].recipe
 
 
 def _scorer(name: str, teacher_name: str, teacher: PreTrainedConfig) -> PreTrainedConfig:

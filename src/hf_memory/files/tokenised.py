@@ -142,6 +142,9 @@ def _tokenised(found: Iterator[Document], encode: Callable[[list[Document]], Tok
         pool.shutdown(cancel_futures=True)
 
 
+_encode: Callable[[list[Document]], Tokens]  # of a process
+
+
 def _begin(encode: Callable[[list[Document]], Tokens]) -> None:
     """Give a process what it encodes with."""
     global _encode
@@ -187,4 +190,4 @@ def _ids(tokenizer, assistant_only: bool, batch: list[Document]) -> Iterator[tup
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     whole = iter(tokenizer(texts, **options)["input_ids"] if texts else ())
     for document, own in zip(batch, apart):
-        yield tokens_and_targets(tokenizer, document) if own else (next(whole), None)
+        yield tokens_and_targets(tokenizer, document) if own else (next(whole), None)  # type: ignore[arg-type]

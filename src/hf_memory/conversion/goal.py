@@ -1,0 +1,84 @@
+"""How many heads must keep everything, so that a student is near enough to its teacher before it is trained."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_memory.conversion.convert import untrained_student
+from hf_memory.conversion.plan import Plan, resolve
+from hf_memory.conversion.recipe import Recipe
+from hf_memory.conversion.students import own_window
+from hf_memory.conversion.students.heads import rank_heads
+from hf_memory.evaluation import agreement, cache_bytes
+from hf_memory.files.text import Text
+from hf_memory.progress import Progress, silent
+
+SHARES, WINDOWS = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2"), (128, 256, 512)
+CONTEXT, ROWS = 8192, 6  # tokens after which caches are compared, windows of the text on which students are measured
+GOAL_HEADER = ("heads", "window", f"cache at {CONTEXT:,} / teacher's", "KL before training")
+
+
+class Tried(NamedTuple):
+    """An untrained student: its recipe, its cache relative to the teacher's, and its KL in nats per token."""
+
+    recipe: Recipe
+    cache: float
+    kl: float
+
+
+def smallest_student(
+    recipe: Recipe,
+    kl: float,
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    *,
+    report: Callable[[Progress], None] = silent,
+) -> list[Tried]:
+    """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
+
+    They come in the order of their caches, with 4 to 50 % of the heads, those that retrieve most (`rank_heads`), and
+    windows of 128, 256 and 512 tokens, or the one of the recipe or the teacher.
+
+    Args:
+        recipe: the recipe of the student, whose `keep` is not used.
+        kl: largest KL divergence from the teacher before training, in nats per token.
+        teacher: the teacher; it is not changed.
+        tokens: [T], the training text; its last six windows are read.
+        report: is called with the progress.
+
+    Raises:
+        ValueError: if no student is near enough, or the window is not shorter than the windows of the text.
+    """
+    window = recipe.options.get("sliding_window") or own_window(teacher.config)
+    wanted = [
+        replace(recipe, keep=f"heads:{share}", options={**recipe.options, "sliding_window": size})
+        for share in SHARES
+        for size in ((window,) if window else WINDOWS)
+    ]
+    plans = [plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact]
+    heads, tried = rank_heads(teacher, tokens), list[Tried]()
+    for i, plan in enumerate(sorted(plans, key=_cache)):
+        report(Progress("measuring untrained students", i, len(plans)))
+        student, _ = untrained_student(teacher, tokens, plan.retrieving(heads))
+        length = plan.recipe.distillation.length
+        found = agreement(student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None).kl
+        tried.append(Tried(plan.recipe, _cache(plan), float(found)))
+        if found <= kl:
+            return tried
+    least = min((x.kl for x in tried), default=None)
+    raise ValueError(f"goal must be a KL that half of the heads reach before training, got {kl:g}, where {least} is")
+
+
+def goal_table(tried: Iterable[Tried]) -> list[tuple[str, ...]]:
+    """The rows of students as text, with the columns of GOAL_HEADER."""
+    return [
+        (str(recipe.keep).partition(":")[2], str(recipe.options["sliding_window"]), f"{cache:.1%}", f"{kl:.3f}")
+        for recipe, cache, kl in tried
+    ]
+
+
+def _cache(plan: Plan) -> float:
+    return cache_bytes(plan.student, CONTEXT) / cache_bytes(plan.teacher, CONTEXT)
