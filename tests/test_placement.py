@@ -1,6 +1,8 @@
 """Which layers keep their attention: the words for it, and the ranking of layers."""
 
 import copy
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from hf_memory.conversion import (
 )
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
-from hf_memory.conversion.students.heads import rank_heads, rank_heads_by_loss
+from hf_memory.conversion.students.heads import passages, rank_heads
 from hf_memory.conversion.students.placement import placement_table, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
+from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
 
 SCHEDULE = Schedule(steps=4, learning_rate=1e-2, batch_size=2, length=16)
@@ -212,25 +215,25 @@ def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
     assert changed == {"far"}
 
 
-def test_heads_are_ranked_by_what_a_window_in_them_changes():
-    """Scores add up to KL(teacher || windows in all heads), and the head that alone changes nothing has none."""
+def test_heads_are_ranked_by_what_a_window_in_them_changes(monkeypatch):
+    """Scores add up to KL(teacher || windows in all heads), and a head without any say has none."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = importlib.import_module("head_choice")
+    monkeypatch.setattr(benchmark, "WINDOW", 6)
+    monkeypatch.setattr(benchmark, "SINKS", 1)
     teacher, tokens = in_float64(make_teacher()), random_tokens(1, 400)[0]
     config, output = teacher.config, teacher.model.layers[0].self_attn.o_proj.weight
-    with torch.no_grad():  # the first head of the first layer has no say
-        output[:, : output.shape[1] // config.num_key_value_heads] = 0
-    found = {(x.layer, x.head): x.score for x in rank_heads_by_loss(teacher, tokens, window=6, sinks=1)}
-    assert len(found) == config.num_hidden_layers * config.num_key_value_heads
-    assert found[0, 0] == 0
-    student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1, full_attention_heads=[[], []])
-    carry_over(student.double(), teacher)
-    rows, kl = [], 0.0
-    teacher.register_forward_pre_hook(lambda module, args: rows.append(args[0]))
-    rank_heads_by_loss(teacher, tokens, window=6, sinks=1, passages=1)
     with torch.no_grad():
-        kl = divergence(student(rows[0]).logits[0], teacher(rows[0]).logits[0]) / rows[0].shape[1]
-    alone = rank_heads_by_loss(teacher, tokens, window=6, sinks=1, passages=1)
-    assert sum(x.score for x in alone) == pytest.approx(kl.item(), rel=0.1)
-    assert teacher.config._attn_implementation == make_teacher().config._attn_implementation
+        output[:, : output.shape[1] // config.num_key_value_heads] = 0
+    scores = {(x.layer, x.head): x.score for x in benchmark.rank_heads_by_loss(teacher, tokens)}
+    assert len(scores) == config.num_hidden_layers * config.num_key_value_heads
+    assert scores[0, 0] == 0
+    student = make_student(teacher, "attention", **benchmark.options_of(teacher, ()))
+    carry_over(student.double(), teacher)
+    rows = list(passages(Text.of(tokens)))
+    with torch.no_grad():
+        kl = [divergence(student(x).logits[0], teacher(x).logits[0]).item() / x.shape[1] for x in rows]
+    assert sum(scores.values()) == pytest.approx(sum(kl) / len(kl), rel=0.1)
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():
