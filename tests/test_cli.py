@@ -62,6 +62,17 @@ def test_the_default_is_what_the_documentation_advises(run, teacher, text, tmp_p
     assert (output / "heads.png").exists()
 
 
+def test_a_goal_decides_what_is_kept(run, teacher, text, tmp_path):
+    command = "convert", teacher, "--text", text, "--output", tmp_path / "student", "-o", "sliding_window=16"
+    short = "--distillation", "steps=2,length=64", "--dry-run"
+    code, out, err = run(*command, *short, "--goal", "kl=9")
+    assert (code, err) == (0, "")
+    assert out.index("1/25") < out.index("plan") < out.index("in 1 key-value heads")
+    for flags, message in ((["kl=x"], "goal must be kl=NUMBER"), (["kl=1", "--keep", "1"], "not be given with keep")):
+        code, _, err = run(*command, *short, "--goal", *flags)
+        assert (code, message in err) == (2, True)
+
+
 def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, teacher, text, tmp_path, monkeypatch):
     def no_time(*args, **kwargs):
         raise OSError("no time")

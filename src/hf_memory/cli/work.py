@@ -20,6 +20,7 @@ from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import device_rows
+from hf_memory.conversion.goal import GOAL_HEADER, goal_table
 from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
@@ -164,7 +165,7 @@ def _smallest(asked: Asked, tokens: Text) -> Recipe:
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
     kl = read_goal(asked.goal or "", asked.recipe)
     tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
-    print_table(conversion.goal_table(tried), conversion.GOAL_HEADER, title=f"the smallest student with {asked.goal}")
+    print_table(goal_table(tried), GOAL_HEADER, title=f"the smallest student with {asked.goal}")
     return tried[-1].recipe
 
 

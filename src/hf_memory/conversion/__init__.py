@@ -12,7 +12,7 @@ Each stage is also a function of its own.
 from hf_memory.conversion.convert import Conversion, convert, untrained_student
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.describe import plan_rows
-from hf_memory.conversion.goal import GOAL_HEADER, goal_table, smallest_student
+from hf_memory.conversion.goal import smallest_student
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
 from hf_memory.conversion.recipe import TOP_K, OnPolicy, Recipe, Schedule
@@ -44,7 +44,6 @@ from hf_memory.files.tokenised import read_tokens
 
 __all__ = [
     "FINE_TUNING",
-    "GOAL_HEADER",
     "KEEP_WORDS",
     "PLACEMENT_HEADER",
     "SERVABLE",
@@ -75,7 +74,6 @@ __all__ = [
     "distill_from_logits",
     "find_gguf",
     "fine_tune",
-    "goal_table",
     "import_mixer",
     "import_model",
     "kept_layers",
