@@ -7,11 +7,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +48,6 @@ def read_tokens(
 ) -> Text:
     """Tokenise texts into one, with the tokenizer's end-of-text token after each document.
 
-    The tokens are on a disk, and only what is read of them is in memory, except for a mixture.
-
     Args:
         sources: each of them a text file, which is one document, or one for every four million characters; a `.jsonl`
             or `.parquet` file with a field `text`, or with a field `messages`, which goes through the chat template; a
@@ -60,8 +57,9 @@ def read_tokens(
         weights: of each source in a mixture; default: texts follow each other, and their lengths are their weights.
         limit: largest number of tokens to read, of sources with weights in proportion to these; default: all.
         assistant_only: whether only the assistant's turns are targets in conversations. All of a text is.
-        cache: folder for the tokens, from which later calls with the same arguments read them. Files are the same if
-            their sizes and times are; data sets on the Hub are if their names are. Default: a temporary folder.
+        cache: folder for the tokens, of which then only what is read is in memory, except for a mixture. Later calls
+            with the same arguments find them there; files are the same if their sizes and times are, data sets on the
+            Hub if their names are. Default: tokens are in memory.
         report: is called with the progress.
 
     Raises:
@@ -75,21 +73,20 @@ def read_tokens(
             raise ValueError(f"weights must be above 0, one for each of {len(sources)} texts, got {list(weights)}")
         limits = [None if limit is None else math.ceil(limit * weight / sum(weights)) for weight in weights]
         return Text.mixed([read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)], weights)
-    names = list(FILES)[: 3 if assistant_only else 2]
-    with nullcontext(cache) if cache else TemporaryDirectory(ignore_cleanup_errors=True) as parent:
-        folder = Path(parent) / ("text" if cache is None else _name(sources, tokenizer, limit, assistant_only))
+    if cache is None:
+        columns = map(
+            torch.from_numpy, map(np.concatenate, zip(*_read(sources, tokenizer, limit, assistant_only, report)))
+        )
+    else:
+        folder = cache / _name(sources, tokenizer, limit, assistant_only)
         if not folder.exists():
-            found = chain.from_iterable([documents(source) for source in sources])  # fails first if one is missing
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            cache.mkdir(parents=True, exist_ok=True)
             with replaced(folder) as new:
-                new.mkdir()
-                if not _write(
-                    new, names, _tokenised(found, partial(_encoded, tokenizer, assistant_only)), limit, report
-                ):
-                    raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
-        tokens, begins, *targets = (_mapped(folder / name, FILES[name]) for name in names)
+                _write(new, _read(sources, tokenizer, limit, assistant_only, report))
+        columns = map(partial(_mapped, folder), FILES)
+    tokens, begins, targets = columns
     start = torch.tensor(start_of(tokenizer), dtype=torch.long)
-    return Text(tokens, start, targets[0] if targets else None, begins if len(begins) > 1 else None)
+    return Text(tokens, start, targets if assistant_only else None, begins if len(begins) > 1 else None)
 
 
 def _name(sources: Sequence[Path | str], tokenizer, limit: int | None, assistant_only: bool) -> str:
@@ -102,29 +99,41 @@ def _name(sources: Sequence[Path | str], tokenizer, limit: int | None, assistant
     return f"tokens-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
 
 
-def _write(
-    folder: Path, names: Sequence[str], found: Iterator[Tokens], limit: int | None, report: Callable[[Progress], None]
-) -> int:
-    """Write tokens to files with these names, up to a limit, and return their number."""
-    count = 0
+def _write(folder: Path, found: Iterator[Tokens]) -> None:
+    """Write tokens to a new folder."""
+    folder.mkdir()
     with ExitStack() as stack:
-        files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
-        for batch in found:
-            room = len(batch.tokens) if limit is None else min(len(batch.tokens), limit - count)
-            begins = batch.documents[batch.documents < room] + count
-            part = Tokens(batch.tokens[:room], begins, batch.targets[:room])
+        files = [stack.enter_context((folder / name).open("wb")) for name in FILES]
+        for part in found:
             with written("tokens", folder, "the next call reads the text again"):
-                for name, file in files.items():
-                    file.write(getattr(part, name).tobytes())
-            count += room
-            report(Progress("reading the text", count, limit or 0, 1))
-            if count == limit:
-                break
-    return count
+                for x, file in zip(part, files):
+                    file.write(x.tobytes())
 
 
-def _mapped(file: Path, dtype: torch.dtype) -> torch.Tensor:
+def _mapped(folder: Path, name: str) -> torch.Tensor:
+    """A column of tokens, of which only what is read is in memory."""
+    file, dtype = folder / name, FILES[name]
     return torch.from_file(str(file), shared=False, size=file.stat().st_size // dtype.itemsize, dtype=dtype)
+
+
+def _read(
+    sources: Sequence[Path | str],
+    tokenizer,
+    limit: int | None,
+    assistant_only: bool,
+    report: Callable[[Progress], None],
+) -> Iterator[Tokens]:
+    """The tokens of sources, part by part, up to a limit; places are those among all tokens."""
+    found, count = chain.from_iterable([documents(source) for source in sources]), 0  # fails first if one is missing
+    for part in _tokenised(found, partial(_encoded, tokenizer, assistant_only)):
+        room = len(part.tokens) if limit is None else min(len(part.tokens), limit - count)
+        yield Tokens(part.tokens[:room], part.documents[part.documents < room] + count, part.targets[:room])
+        count += room
+        report(Progress("reading the text", count, limit or 0, 1))
+        if count == limit:
+            break
+    if not count:
+        raise ValueError(f"text must not be empty, got no tokens from {', '.join(map(str, sources))}")
 
 
 def _tokenised(found: Iterator[Document], encode: Callable[[list[Document]], Tokens]) -> Iterator[Tokens]:
