@@ -183,8 +183,8 @@ def _rule(
 ) -> tuple[Rule, Norm | None]:
     """The rule that the options describe, after checking them, and the norm."""
     options: dict = {"forget_to": None, **learning}
-    norm, own = options.pop("norm", None), {"muon": "muon_lr" in given, "window": window}
-    rule = Rule(chunk_size, bias=_check_weights(weights, dims, q), **own, **options)
+    norm, bias = options.pop("norm", None), _check_weights(weights, dims, q)
+    rule = Rule(chunk_size, bias=bias, muon="muon_lr" in given, window=window, **options)
     _check_options(dims, q, chunk_size, rule.residual, norm)
     _check_choice("activation", rule.activation, tuple(ACTIVATIONS))
     _check_choice("forget_to", rule.forget_to, ("initial", "anchor", "zero", None))
