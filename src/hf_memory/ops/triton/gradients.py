@@ -112,8 +112,9 @@ def dq_kernel(
     if NORMALIZE:
         z = tl.load(z0 + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
     rows = tl.arange(0, C)
-    for first in range(start, end, C):
-        t = tl.cast(first, tl.int64) + rows
+    for chunk in range(tl.cast((end - start + C - 1) // C, tl.int32)):  # for sm_100, Triton 3.5 pipelines no other type
+        first = start + tl.cast(chunk, tl.int64) * C
+        t = first + rows
         in_t = t < end
         k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
         v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
@@ -155,7 +156,7 @@ def dq_kernel(
                 z *= tl.sum(whole, axis=0)
             z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
         if DECAY > 0:
-            done = tl.cast(first, tl.int64) + C - start
+            done = first + C - start
             if (done % CHUNK == 0) | (start + done >= end):
                 block = (slot + (done - 1) // CHUNK) * HV + hv
                 tl.store(states + block * V * K + i_v[:, None] * K + i_k[None, :], S, mask=in_s)
@@ -216,7 +217,7 @@ def dk_kernel(
         dz = tl.load(dzT + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
     rows = tl.arange(0, C)  # of keys; columns are queries
     tail = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)
-    chunks = (end - start + C - 1) // C
+    chunks = tl.cast((end - start + C - 1) // C, tl.int32)
     for back in range(chunks):
         done = (chunks - tl.cast(back, tl.int64)) * C  # tokens up to the end of this chunk
         if DECAY > 0:  # noqa: SIM102  (one is known at compile time, the other is not)
