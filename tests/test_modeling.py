@@ -12,6 +12,8 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -260,6 +262,21 @@ def test_every_parameter_gets_a_gradient(case):
     model(tokens, labels=tokens).loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not without
+
+
+@pytest.mark.parametrize("case", [CASE["attention-kept"], CASE["attention-virtual"]], ids=lambda case: case.name)
+def test_lora_learns_in_every_projection_and_merges(case):
+    model, tokens = make_model(case).double(), random_tokens(2, 12)
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1  # all but the head
+    updates = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model, updates)
+    output = adapted(tokens, labels=tokens)
+    output.loss.backward()
+    learned = [p.grad for p in adapted.parameters() if p.requires_grad]
+    assert len(learned) == 2 * linears
+    assert all(gradient.abs().sum() > 0 for gradient in learned)
+    with torch.no_grad():
+        assert_close(adapted.merge_and_unload()(tokens).logits, output.logits)
 
 
 @every_case
