@@ -3,7 +3,7 @@
     python benchmarks/twins.py "kept, 8 heads, 256 entries, seed 1"  # one row; goes on where it was stopped
     python benchmarks/twins.py                                       # all that are missing: many hours on one core
 
-Students of SmolLM2-135M-Instruct (benchmarks/smollm2.py) whose attention and memory layers learn from 32,768 tokens in
+Students of SmolLM2-135M-Instruct (benchmarks/smollm2.py) whose attention and memory layers learn from 16,384 tokens in
 rows of 2,048 in bfloat16; the seed gives the order of the text and new weights. Beside heads that keep all tokens, or
 2,560, the others hold as many bytes as 259 tokens of a window and four first ones, or half of it. KL is of 12 windows
 of 2,048 held-out tokens and two of 8,192, by position; recall as in smollm2.py; of needles the part of the digits that
@@ -56,6 +56,10 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
         "slots": {"sliding_window": 78},
     },
 }
+WHOLE = {  # students whose weights all learn
+    "windows": {"sliding_window": 259},
+    "kept": {"sliding_window": 64, "num_kept_tokens": 158},
+}
 WINDOWS = {2048: 12, 8192: 2}  # tokens of a held-out window, and how many
 NEEDLES = (512, 1024, 2048, 4096, 7000)
 DEPTHS = 3
@@ -69,8 +73,10 @@ T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for 
 def recipes() -> dict[str, Recipe]:
     """Name of a row: how its student is made; seed by seed, so that the first ones say most."""
     best, _ = smollm2.recipe_of(smollm2.example.RECIPE)
-    best = replace(best, train="attention", transfer=best.transfer._replace(steps=8))
-    best = replace(best, distillation=best.distillation._replace(steps=12, repeats=0.25))
+    whole = replace(best, transfer=best.transfer._replace(steps=16))
+    whole = replace(whole, distillation=best.distillation._replace(steps=22, repeats=0.25))
+    gently = best.distillation._replace(steps=4, learning_rate=5e-5, repeats=0.25)
+    best = replace(best, train="attention", transfer=best.transfer._replace(steps=8), distillation=gently)
     rows = {}
     for (heads, held), (size, kinds), seed in product(HEADS.items(), SIZES.items(), SEEDS):
         for kind, seen in kinds.items():
@@ -80,8 +86,9 @@ def recipes() -> dict[str, Recipe]:
             rows[f"{kind}, {heads}, {size}, seed {seed}"] = recipe
             if seed == 0:
                 rows[f"{kind} before training, {heads}, {size}, seed 0"] = smollm2.times(0, recipe)
-                whole = replace(smollm2.times(1.875, recipe), train="all")  # 61,440 tokens
-                rows[f"{kind} that train whole, {heads}, {size}, seed 0"] = whole
+    for kind, seen in WHOLE.items():
+        recipe = replace(smollm2.without_memory(whole), options={"num_sink_tokens": 4, **seen})
+        rows[f"{kind} that train whole, 8 heads, 256 entries, seed 0"] = recipe
     return rows
 
 
