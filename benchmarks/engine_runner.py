@@ -88,8 +88,8 @@ def llama_cpp(request: dict) -> dict:
         tokens = list(pool.map(lambda prompt: engine.write(prompt, new), prompts))
     answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
     for length in request["contexts"]:
-        engine = LlamaCpp(file, length + 2 * MEASURED)
-        answer["speed"][length], answer["bytes"][length] = engine.speed(length), engine.bytes
+        engine = LlamaCpp(file, length)  # it has no more than the model's positions
+        answer["speed"][length], answer["bytes"][length] = engine.speed(length - 2 * MEASURED), engine.bytes
     return answer
 
 
