@@ -38,7 +38,7 @@ class AttentionTransfer(nn.Module):
         self.learned = nn.ModuleDict({str(i): mixer.new_part for i, mixer in self.mixers.items()})
         parts = [x for part in self.learned.values() for x in (part if isinstance(part, nn.ModuleList) else [part])]
         self._no_split_modules = sorted({type(part).__name__ for part in parts})
-        self._seen = partial(attention_seen, teacher)  # a submodule would be trained and saved
+        self._seen = lambda *read: attention_seen(teacher, *read)  # a submodule would be trained, saved and copied
         self.checkpointing = False
 
     def forward(
