@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 MEASURED = 16  # tokens, after two to warm up
+SPOKEN = 2 * MEASURED  # last tokens of a context, among which these are
 STEP = 512  # tokens that an engine reads at once: longer prompts are read in chunks
 SPARE = 8  # tokens that the server of llama.cpp writes and may hold back
 SMALL_STEP = 64  # the same in llama.cpp, which keeps so many tokens more than a window has
@@ -89,7 +90,7 @@ def llama_cpp(request: dict) -> dict:
     answer = {"version": version("xllamacpp"), "tokens": tokens, "speed": {}, "bytes": {}}
     for length in request["contexts"]:
         engine = LlamaCpp(file, length)  # it has no more than the model's positions
-        answer["speed"][length], answer["bytes"][length] = engine.speed(length - 2 * MEASURED), engine.bytes
+        answer["speed"][length], answer["bytes"][length] = engine.speed(length - SPOKEN), engine.bytes
     return answer
 
 
@@ -116,8 +117,8 @@ def mlx(request: dict) -> dict:
     speed = {}
     for length in request["contexts"]:
         cache = make_prompt_cache(model)
-        for start in range(0, length, STEP):
-            read(cache, [1] * min(STEP, length - start))
+        for start in range(0, length - SPOKEN, STEP):
+            read(cache, [1] * min(STEP, length - SPOKEN - start))
         speed[length] = measured(partial(read, cache, [1]))
     return {"version": version("mlx-lm"), "tokens": made, "speed": speed, "bytes": {}}
 
@@ -129,7 +130,7 @@ def vllm(request: dict) -> dict:
     os.environ |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # speed beyond a teacher's positions is asked for, too
     from vllm import LLM, SamplingParams, __version__
 
-    longest = max(*request["contexts"], *map(len, request["prompts"]), 0) + max(request["new"], 2 * MEASURED)
+    longest = max(*request["contexts"], *(len(prompt) + request["new"] for prompt in request["prompts"]), 0)
     options = {"max_num_batched_tokens": STEP, "max_num_seqs": 16, "skip_tokenizer_init": True}
     if request["is_attention"]:
         options["prefix_cache_retention_interval"] = None  # what is before a window anywhere in a prompt, too
@@ -146,8 +147,8 @@ def vllm(request: dict) -> dict:
         found["cached"] = answers[-1].num_cached_tokens
     engine, found["speed"], found["bytes"] = llm.llm_engine, {}, {}
     for length in request["contexts"]:
-        sampling = SamplingParams(max_tokens=2 * MEASURED, **writing)
-        engine.add_request(str(length), {"prompt_token_ids": [5] * length}, sampling)
+        sampling = SamplingParams(max_tokens=SPOKEN, **writing)
+        engine.add_request(str(length), {"prompt_token_ids": [5] * (length - SPOKEN)}, sampling)
         while not any(output.outputs for output in engine.step()):  # until all of the context is read
             pass
         found["speed"][length], found["bytes"][length] = measured(engine.step), allocated(engine)
