@@ -74,7 +74,7 @@ KEPT = {  # what keeps everything, in words
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
-    "1/11 of heads, window 276, 2,048 tokens, virtual token, no memory": "smollm2-heads",
+    "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }
@@ -89,7 +89,8 @@ def recipe_of(file: Path) -> tuple[Recipe, int]:
         name: read_schedule(name, getattr(Recipe(), name), [f"{field}={value}" for field, value in run[name].items()])
         for name in ("transfer", "distillation")
     }
-    return Recipe(to=run["to"], keep=run["keep-attention"], options=run["option"], **stages), run["max-tokens"]
+    same = {name: run[name] for name in ("to", "train") if name in run}
+    return Recipe(keep=run["keep-attention"], options=run["option"], **same, **stages), run["max-tokens"]
 
 
 def without_memory(recipe: Recipe) -> Recipe:
