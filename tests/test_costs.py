@@ -63,6 +63,16 @@ def test_weights_cost_two_operations_forward_and_four_backward():
     assert cost.seconds(h100, processes=2) == pytest.approx(cost.flops / (2 * 0.35 * h100.flops))
 
 
+def test_only_the_experts_that_a_token_uses_cost_operations():
+    teacher = make_teacher("qwen3-moe")
+    (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))
+    used = teacher.config.num_experts_per_tok / teacher.config.num_experts
+    weights = {name: x.numel() for name, x in teacher.named_parameters() if x.ndim > 1 and "embed" not in name}
+    used = sum(n * used if "experts" in name else n for name, n in weights.items())
+    least = (2 + 6) * used * 3 * ROWS * LENGTH
+    assert least < cost.flops < 1.5 * least  # attention and the window are the rest
+
+
 def test_what_changes_the_memory_of_a_stage():
     teacher = make_teacher("llama-tied")
     plan = plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8})

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_memory.conversion.plan import BYTES, Plan, Stage
 from hf_memory.conversion.run import Run
@@ -29,6 +30,7 @@ from hf_memory.files.memory import memory_for
 
 TINY = 1000  # times its weights is more than a student needs
 UTILISATION = 0.35  # assumed part of a device's peak that matrix products reach, all other work included
+COUNTED = "counted"  # transformers' name of the experts here
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention of the CPU, where layers are traced
 
 
@@ -207,8 +209,24 @@ def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfi
 def _of_model(config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False) -> Work:
     """A model without its head."""
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config)
+        model = _counted(config)
         return _traced(model, lambda ids: model.model(ids, use_cache=False), shape, half, again)
+
+
+def _counted(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model that can run without data, since the choice of experts does not depend on it."""
+    model = AutoModelForCausalLM.from_config(config)
+    ALL_EXPERTS_FUNCTIONS.register(COUNTED, _first_expert)
+    model.config._experts_implementation = COUNTED
+    return model
+
+
+def _first_expert(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts as in Qwen3-MoE, if all tokens choose the first one each time: as much work as with any other choice."""
+    rows = x.repeat_interleave(chosen.shape[-1], 0)
+    gate, up = F.linear(rows, experts.gate_up_proj[0]).chunk(2, -1)  # type: ignore[index]
+    o = F.linear(experts.act_fn(gate) * up, experts.down_proj[0]) * weights.reshape(-1, 1)  # type: ignore[index,operator]
+    return o.unflatten(0, chosen.shape).sum(1).to(x.dtype)
 
 
 def _of_transfer(
@@ -216,8 +234,8 @@ def _of_transfer(
 ) -> Work:
     """The mixers of a student, and its teacher without its head, whose forward pass counts as a third of one here."""
     with FakeTensorMode():
-        models = [AutoModelForCausalLM.from_config(config) for config in (student, teacher)]
-        transfer = AttentionTransfer(*models)
+        models = [_counted(config) for config in (student, teacher)]
+        transfer = AttentionTransfer(*models)  # type: ignore[arg-type]
         errors = lambda ids: [F.mse_loss(output, target) for _, output, target in transfer.outputs(ids)]  # noqa: E731
         both = _traced(transfer, errors, shape, half, again)
         alone = _traced(models[1], lambda ids: models[1].model(ids, use_cache=False), shape, half, False)
