@@ -26,7 +26,7 @@ from hf_memory import cache, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language
-from hf_memory.files import documents, text
+from hf_memory.files import documents, tokenised
 from hf_memory.mixers import base
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
@@ -159,7 +159,7 @@ def test_a_reset_that_goes_on_recording_is_seen(monkeypatch):
 
 
 def test_a_text_without_its_beginning_is_seen(monkeypatch, tmp_path):
-    monkeypatch.setattr(text, "start_of", lambda tokenizer: [])
+    monkeypatch.setattr(tokenised, "start_of", lambda tokenizer: [])
     with pytest.raises(AssertionError):
         test_conversion.test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatch)
 
@@ -218,8 +218,12 @@ def test_text_that_is_misread_is_seen(fault, monkeypatch, tmp_path):
     if fault == "texts beside data":
         monkeypatch.setattr(documents, "_folder", data)
     else:
-        read_text = Path.read_text
-        monkeypatch.setattr(Path, "read_text", lambda self, encoding: read_text(self, encoding="utf-8"))
+        opened = Path.open
+
+        def with_marks(self, mode="r", buffering=-1, encoding=None, **how):
+            return opened(self, mode, buffering, encoding=encoding and encoding.removesuffix("-sig"), **how)
+
+        monkeypatch.setattr(Path, "open", with_marks)
     with pytest.raises(AssertionError):
         test_conversion.test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_text(tmp_path)
 
