@@ -6,10 +6,10 @@
 
 Without folders the models are random. The first table has small ones: each target of an export in each engine that has
 it, and each model that vLLM runs by our plugin. The second has a Llama of the width of SmolLM2-135M and students of it,
-and counts tokens a second of one thread's CPU time after contexts of some lengths, and the bytes of the engine's cache.
-Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM reads 512
-tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in bfloat16 alone
-(`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there compiled and
+and counts tokens a second of one thread's CPU time at the end of contexts of some lengths, and bytes of the engine's
+cache. Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM
+reads 512 tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in
+bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there compiled and
 with prefix caching: the last prompt begins as the longest one. Writes benchmarks/results/engines.{json,png}; rows of
 other models, engines and tables stay.
 """
@@ -334,7 +334,9 @@ def draw(tables: dict[str, list[dict]], file: Path) -> None:
     figure, grid = plt.subplots(len(timed), len(engines), **size)
     for axes, (table, rows) in zip(grid, timed.items()):
         for axis, engine in zip(axes, engines):
-            for row in (row for row in rows if row["engine"] == engine):
+            shown = [row for row in rows if row["engine"] == engine]
+            axis.set_visible(bool(shown))
+            for row in shown:
                 style = "--" if row["model"] == "teacher" else "-"
                 lengths = [int(n) for n in row["speed"]]
                 axis.plot(lengths, row["speed"].values(), style, marker="o", label=row["model"])
@@ -342,7 +344,8 @@ def draw(tables: dict[str, list[dict]], file: Path) -> None:
             axis.set_xticks(CONTEXTS, [f"{n:,}" for n in CONTEXTS])
             axis.minorticks_off()
             axis.set(xlabel="context, tokens")
-            axis.legend(fontsize="small")
+            if shown:
+                axis.legend(fontsize="small")
     figure.savefig(file, dpi=100)
 
 
