@@ -9,9 +9,9 @@ it, and each model that vLLM runs by our plugin. The second has a Llama of the w
 and counts tokens a second of one thread's CPU time at the end of contexts of some lengths, and bytes of the engine's
 cache. Gated DeltaNet runs as Qwen3.5 (with pinned norms where the teacher has no q/k norm), Mamba-2 as Granite. vLLM
 reads 512 tokens a step, of all prompts at once, and the longest in chunks; its build for the CPU has Qwen3.5 in
-bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there compiled and
-with prefix caching: the last prompt begins as the longest one. Writes benchmarks/results/engines.{json,png}; rows of
-other models, engines and tables stay.
+bfloat16 alone (`--dtype bfloat16`), where tokens need not agree. Models that keep nothing but keys and values run there
+compiled and with prefix caching: the last prompt begins as the longest one. Writes
+benchmarks/results/engines.{json,png}; rows of other models, engines and tables stay.
 """
 
 import argparse
