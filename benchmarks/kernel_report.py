@@ -104,8 +104,7 @@ class Launch(NamedTuple):
     name: str
     kernel: Any
     arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
+    options: dict[str, int]
 
 
 @cache
@@ -159,9 +158,10 @@ def _recorded(call: Callable) -> list[Launch]:
 
     found = []
 
-    def record(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **options) -> None:
-        arguments = inspect.signature(kernel.fn).bind(*args, **options).arguments
-        found.append(Launch(kernel.__name__, kernel, arguments, num_warps, num_stages))
+    def record(kernel, *args, grid, warmup, **given) -> None:
+        options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
+        arguments = inspect.signature(kernel.fn).bind(*args, **given).arguments
+        found.append(Launch(kernel.__name__, kernel, arguments, options))
 
     with patch.object(JITFunction, "run", record), knobs.runtime.scope(), torch.set_grad_enabled(False):
         knobs.runtime.interpret = True  # then ops let tensors on the CPU pass
@@ -201,13 +201,12 @@ def compile_launch(launch: Launch, architecture: str) -> Report:
     from triton.compiler import ASTSource
 
     source = ASTSource(launch.kernel, *specialisation(launch))
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     number = int(architecture.removeprefix("sm_"))
-    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=launch.options)
     if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
         raise ValueError(f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
     registers, spilled = _assemble(compiled.asm["ptx"], number)
-    return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, launch.num_warps)
+    return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
 
 
 def _assemble(ptx: str, architecture: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import launcher
+from hf_memory.ops.triton.launch import launcher, precision
 from hf_memory.ops.triton.tiles import split_dot, unit_lower_inverse
 
 BLOCK = 16  # rows of the triangular system
@@ -154,7 +154,7 @@ def _constants(H: int, K: int, V: int, dtype: torch.dtype) -> dict:
     return {
         "H": H, "K": K, "V": V, "C": BLOCK, "BK": width_k, "BV": width_v,
         "K_PARTS": max(1, width_k // 32) if wide else 1, "V_PARTS": max(1, width_v // 32) if wide else 1,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "PRECISION": precision(dtype),
         "num_warps": 8 if wide else 4, "num_stages": 1,
     }  # fmt: skip
 

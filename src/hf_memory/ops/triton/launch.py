@@ -11,6 +11,8 @@ from torch import Tensor
 CHUNK = 64  # tokens of a block; the sum for the gate's gradient restarts at the end of each block
 TILE = 4096  # size of the part of the state that a program holds
 NONE, SCALAR, VECTOR = 0, 1, 2  # kinds of decay
+# Without a limit, ptxas gives some kernels 32 registers a thread and spills all else.
+REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 255}
 
 
 def decay_kind(g: Tensor | None) -> int:
@@ -18,10 +20,18 @@ def decay_kind(g: Tensor | None) -> int:
     return NONE if g is None else SCALAR if g.ndim == 3 else VECTOR
 
 
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 operands are computed beside inputs of a dtype.
+
+    GPUs cut numbers off for tf32, which loses more than rounding to float16 does, but less than rounding to bfloat16.
+    Three products in tf32 are as exact as float32.
+    """
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+
 def shared_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, int, int]:
     """Compile-time arguments of all kernels, and widths of tiles that hold all key channels or all value channels."""
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"  # three tf32 products are as exact as float32
-    constants = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision}
+    constants = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision(dtype)}
     return constants, *(max(16, triton.next_power_of_2(D)) for D in (K, V))
 
 
@@ -74,7 +84,7 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     def run(*args, **options) -> None:
         device = next(x.device for x in (*args, *options.values()) if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[grid](*args, **options)
+            kernel[grid](*args, **options, **REGISTERS)
 
     return run
 

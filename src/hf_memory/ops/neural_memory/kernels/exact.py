@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
-from hf_memory.ops.triton.launch import launcher
+from hf_memory.ops.triton.launch import launcher, precision
 
 TILE = 1024  # size of the part of the weights that a program holds
 
@@ -131,7 +131,7 @@ def _constants(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> dict:
     width_c, width_k, width_v = (max(16, triton.next_power_of_2(D)) for D in (C, K, V))
     return {
         "K": K, "V": V, "PARTS": parts, "BC": width_c, "BK": width_k, "BV": min(width_v, max(16, TILE // width_k)),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "PRECISION": precision(dtype),
         "num_warps": 4 if width_k <= 64 else 8, "num_stages": 1,
     }  # fmt: skip
 
