@@ -33,59 +33,26 @@ ALL, USUAL = ",".join(x for x in TASKS if x != "reasoning"), ",".join(map(str, L
 SCORED, NEED_NO_TEXT = ",".join(map(str, SCORED_AT)), (*KINDS, "answers")
 EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
-ModelName = Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")]
-Texts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
-    ),
-]
-Against = Annotated[
-    str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
-]
-Tasks = Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")]
-Lengths = Annotated[
-    str, typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out.")
-]
-Samples = Annotated[
-    int, typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2)
-]
-ScoreLengths = Annotated[
-    str, typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text.")
-]
-Tolerance = Annotated[
-    float, typer.Option(help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1)
-]
-HeldOut = Annotated[
-    bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
-]
-Prompts = Annotated[
-    Path | None, typer.Option(help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts.")
-]
-LmEval = Annotated[
-    str | None,
-    typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
-]
-Store = Annotated[
-    Path | None,
-    typer.Option("--datastore", help="Datastore that the model looks up: folder that hf-memory datastore has built."),
-]
-Output = Annotated[
-    Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
-]
-
 
 @dataclass(frozen=True)
 class QuestionFlags:
     """Flags of what models are asked."""
 
-    samples: Samples = 10
+    samples: Annotated[
+        int,
+        typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2),
+    ] = 10
     items: Items = ITEMS
-    score_lengths: ScoreLengths = SCORED
-    tolerance: Tolerance = TOLERANCE
+    score_lengths: Annotated[
+        str, typer.Option(help="Lengths in tokens of the prompts of scored questions with a long text.")
+    ] = SCORED
+    tolerance: Annotated[
+        float, typer.Option(help="Part of the teacher's score by which that of a tie may be less.", min=0, max=1)
+    ] = TOLERANCE
     seed: Annotated[int, typer.Option(help="Random seed for needles and scored questions.")] = 0
-    prompts: Prompts = None
+    prompts: Annotated[
+        Path | None, typer.Option(help=f"File with a prompt in each line; default: {len(PROMPTS)} built-in prompts.")
+    ] = None
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an answer.", min=1)] = 48
 
     def settings(self) -> dict[str, Any]:
@@ -95,17 +62,37 @@ class QuestionFlags:
 
 
 def evaluate(
-    model: ModelName,
-    text: Texts = None,
-    against: Against = None,
-    tasks: Tasks = ALL,
-    lengths: Lengths = USUAL,
+    model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")] = ALL,
+    lengths: Annotated[
+        str,
+        typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."),
+    ] = USUAL,
     max_tokens: MaxTokens = None,
-    held_out: HeldOut = False,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
+    ] = False,
     measure_tokens: MeasureTokens = 2**16,
-    lm_eval: LmEval = None,
-    datastore: Store = None,
-    output: Output = Path("evaluation"),
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
+    ] = None,
+    datastore: Annotated[
+        Path | None, typer.Option(help="Datastore that the model looks up: folder that hf-memory datastore has built.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
+    ] = Path("evaluation"),
     *,
     questions: QuestionFlags,
     loading: LoadingFlags,
