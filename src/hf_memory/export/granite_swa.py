@@ -48,14 +48,10 @@ class GraniteSWA(Target):
 
     def attention(self, config: MemoryTransformerConfig, mixer: Weights) -> dict[str, Tensor]:
         """A sink has no value there, but a value has the effect of biases; see `Sinks`."""
-        found = {f"self_attn.{name}": x for name, x in mixer.items() if not name.startswith("sinks.")}
-        out = mixer["o_proj.weight"]
+        projections = {name: x for name, x in mixer.items() if not name.startswith("sinks.")}
+        found, out = parts.our_attention(projections, with_biases=_has_bias(config)), mixer["o_proj.weight"]
         never = max(NO_SINK, torch.finfo(out.dtype).min)
         found["self_attn.sinks"] = mixer.get("sinks.logits", torch.full((config.num_attention_heads,), never).to(out))
-        if _has_bias(config):
-            for part in "qkvo":
-                zeros = torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0])
-                found.setdefault(f"self_attn.{part}_proj.bias", zeros)
         if "sinks.values" in mixer:
             u = mixer["sinks.values"]
             of_queries = u.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0).flatten()
@@ -71,11 +67,9 @@ class GraniteSWA(Target):
 
     def engines(self, config: MemoryTransformerConfig) -> dict[str, str]:
         act = "" if config.hidden_act == "silu" else f"its MLP has silu only, got {config.hidden_act}"
-        rope = config.rope_parameters["rope_type"]
-        llama_cpp = "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"
-        return {"transformers": "", "vLLM": act, "llama.cpp": act or llama_cpp}
+        return {"transformers": "", "vLLM": act, "llama.cpp": act or parts.llama_cpp_rope(config, "default", "llama3")}
 
 
 def _has_bias(config: MemoryTransformerConfig) -> bool:
     """Whether any projection of attention has a bias, so that all have one there."""
-    return config.attention_bias or config.attention_output_bias or config.attention_sinks
+    return parts.has_bias(config) or config.attention_sinks

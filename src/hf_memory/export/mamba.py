@@ -58,7 +58,7 @@ class Granite(Target):
             "num_key_value_heads": config.num_key_value_heads if kept else 1,
             "rope_parameters": config.rope_parameters,
             "position_embedding_type": "rope" if rotates else "nope",  # null would mean RoPE in MLX
-            "attention_bias": config.attention_bias or config.attention_output_bias,
+            "attention_bias": parts.has_bias(config),
             "attention_multiplier": parts.attention_scale(config),
             "embedding_multiplier": config.embedding_multiplier,
             "num_local_experts": 0,
@@ -71,7 +71,7 @@ class Granite(Target):
             "mamba_d_conv": config.linear_conv_kernel_dim,
             "mamba_expand": expand,
             "mamba_conv_bias": True,
-            "mamba_proj_bias": config.attention_bias or config.attention_output_bias,
+            "mamba_proj_bias": parts.has_bias(config),
         }
 
     def fields(self, config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
@@ -84,12 +84,7 @@ class Granite(Target):
 
     def attention(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
         """If any projection has a bias, all need one."""
-        found = {f"self_attn.{name}": x for name, x in mixer.items()}
-        if config.attention_bias or config.attention_output_bias:
-            for part in "qkvo":
-                zeros = torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0])
-                found.setdefault(f"self_attn.{part}_proj.bias", zeros)
-        return found
+        return parts.our_attention(mixer, with_biases=parts.has_bias(config))
 
     def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         """The MLP is a shared expert."""
@@ -100,9 +95,8 @@ class Granite(Target):
         }
 
     def engines(self, config: GatedLinearAttentionConfig) -> dict[str, str]:
-        (n_groups, _, _), rope = _sizes(config), config.rope_parameters["rope_type"]
-        llama_cpp = "" if rope in ("default", "llama3") else f"it has no rope of type {rope} for this architecture"
-        if config.attention_bias or config.attention_output_bias:
+        (n_groups, _, _), llama_cpp = _sizes(config), parts.llama_cpp_rope(config, "default", "llama3")
+        if parts.has_bias(config):
             llama_cpp = "its memory layers have no biases"
         if _sizes(config, LLAMA_CPP_EXPAND)[2] != LLAMA_CPP_EXPAND:
             llama_cpp = "it needs values that are at most twice as wide as the model"
@@ -141,7 +135,7 @@ class Mamba2(Granite):
             "head_dim": V,
             "conv_kernel": config.linear_conv_kernel_dim,
             "expand": expand,
-            "use_bias": config.attention_bias or config.attention_output_bias,
+            "use_bias": parts.has_bias(config),
         }
 
     def fields(self, config: GatedLinearAttentionConfig, theirs: PreTrainedConfig) -> dict:
@@ -195,7 +189,7 @@ def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | No
         "norm.weight": parts.pad_rows(mixer["o_norm.weight"], heads * V),
         "out_proj.weight": parts.pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
     }
-    if config.attention_bias or config.attention_output_bias:
+    if parts.has_bias(config):
         zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
         biases = {f"{part}_b": own.get(f"{part}_proj.bias", zeros[part]) for part in rows}
         found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")

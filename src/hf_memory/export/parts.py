@@ -101,6 +101,25 @@ def attention_scale(config: MemoryConfig) -> float:
     return 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)
 
 
+def has_bias(config: MemoryConfig) -> bool:
+    """Whether any projection of attention has a bias; most targets have one in all of them then."""
+    return config.attention_bias or config.attention_output_bias
+
+
+def our_attention(mixer: Weights, *, with_biases: bool) -> dict[str, Tensor]:
+    """The weights of an attention layer like ours, also with biases of zero where we have none."""
+    found = {f"self_attn.{name}": x for name, x in mixer.items()}
+    for part in "qkvo" if with_biases else ():
+        found.setdefault(f"self_attn.{part}_proj.bias", torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0]))
+    return found
+
+
+def llama_cpp_rope(config: MemoryConfig, *supported: str) -> str:
+    """The reason why llama.cpp cannot rotate as a model does, where it has these types of RoPE; empty if it can."""
+    rope = config.rope_parameters["rope_type"]
+    return "" if rope in supported else f"it has no rope of type {rope} for this architecture"
+
+
 def interval(config: MemoryConfig) -> int | None:
     """n if exactly every n-th layer is attention, else None. A pure model gets one attention layer that adds zero."""
     kept, layers = kept_layers(config), config.num_hidden_layers

@@ -134,10 +134,7 @@ class Qwen35(Target):
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
         *_, K, V = config.memory_heads
         periodic = "" if parts.interval(config) else "it needs attention in exactly every n-th layer"
-        plain = config.rope_parameters["rope_type"] == "default"
-        llama_cpp = (
-            "" if plain else f"it has no rope of type {config.rope_parameters['rope_type']} for this architecture"
-        )
+        llama_cpp = parts.llama_cpp_rope(config, "default")
         return {
             "transformers": "",
             "vLLM": "",

@@ -12,12 +12,6 @@ TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), OlmoHybrid(), Bail
 NAMES = tuple(target.name for target in TARGETS)
 
 
-def has_targets(config: MemoryConfig) -> bool:
-    """Whether there are targets for the memory of this config, or it has none."""
-    has_memory = {"memory", "sliding_memory"} & set(config.layer_types or ())
-    return not has_memory or isinstance(config, DeltaNetConfig) or getattr(config, "gate", None) == "mamba2"
-
-
 class NotExportable(ValueError):
     """Raised if no architecture of the inference engines represents a model exactly."""
 
@@ -32,7 +26,8 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     """
     if name not in ("auto", *NAMES):
         raise ValueError(f"target must be one of auto, {', '.join(NAMES)}, got {name!r}")
-    if not has_targets(config):
+    has_memory = {"memory", "sliding_memory"} & set(config.layer_types or ())
+    if has_memory and not isinstance(config, DeltaNetConfig) and getattr(config, "gate", None) != "mamba2":
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise NotExportable(
             f"no engine has the memory of {config.model_type}{gate}. Without export, vLLM runs it if hf_memory is "
