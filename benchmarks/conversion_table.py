@@ -16,7 +16,6 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_memory import demo
 from hf_memory.conversion import Recipe, Schedule, convert, distill, fine_tune, resolve, train
-from hf_memory.evaluation import Subject, copy_gain, measure, perplexity
+from hf_memory.evaluation import OF_CARD, Subject, copy_gain, evaluate, perplexity
 
 RESULTS = Path(__file__).parent / "results" / "conversion_table.json"
 WORK = Path("demo_output/conversion_table")  # the teacher; not kept
@@ -194,7 +193,7 @@ def measured(name: str, model: PreTrainedModel, teacher, held_out: Tensor, new: 
     """All columns of a row."""
     compared = None if name == "teacher" else teacher
     subject = Subject(model, held_out, compared, lengths=(256, 1024), max_tokens=None)
-    row = asdict(measure(name, subject)) | {"perplexity": perplexity(model, held_out, max_tokens=None)}
+    row = evaluate(subject, OF_CARD) | {"perplexity": perplexity(model, held_out, max_tokens=None)}
     on_new_text = perplexity(model, new, length=FINE_TUNING.length, max_tokens=None)
     return row | {"recall": copy_gain(model, held_out, **RECALLED), "perplexity_on_new_text": on_new_text}
 

@@ -44,7 +44,7 @@ from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_se
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.decoding.parts import head
-from hf_memory.evaluation import Cost, Subject, agreement, lengths_beyond, measure
+from hf_memory.evaluation import OF_CARD, Cost, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
@@ -696,10 +696,10 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     teacher.generation_config.do_sample = True
     made = convert(teacher, text(), **BOTH_STAGES)
     held_out = text(600)
-    rows = [
-        measure("teacher", Subject(teacher, held_out, lengths=(64, 128))),
-        measure("student", Subject(made.student, held_out, teacher, lengths=(64, 128))),
-    ]
+    rows = {
+        "teacher": evaluate(Subject(teacher, held_out, lengths=(64, 128)), OF_CARD),
+        "student": evaluate(Subject(made.student, held_out, teacher, lengths=(64, 128)), OF_CARD),
+    }
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
     results = conversion.results_of(made.plan, made.losses, rows, **names)
     with conversion.new_folder(tmp_path / "student") as folder:
@@ -717,8 +717,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert "sees the last 33 tokens exactly" in report.model_card(replace(results, window=33)).text  # of 128
     assert lengths_beyond(LlamaConfig())[-1] == 8192
     assert lengths_beyond(MistralConfig(sliding_window=4097))[-1] == 32768
-    assert f"{results.rows[1].perplexity[128]:.2f}" in card.text
-    assert json.loads((tmp_path / "student" / "results.json").read_text())["rows"][1]["name"] == "student"
+    assert f"{rows['student']['perplexity']['128']['perplexity']['value']:.2f}" in card.text
+    assert json.loads((tmp_path / "student" / "results.json").read_text())["rows"] == rows
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
 
 
@@ -726,7 +726,7 @@ def test_measuring_keeps_to_its_budget(monkeypatch):
     read, told, teacher = [], [], make_teacher()
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
     teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
-    measure("teacher", Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192), report=told.append)
+    evaluate(Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192), OF_CARD, report=told.append)
     assert 4096 < sum(read) <= 8192
     assert len(told) > len(read)
 
@@ -789,7 +789,7 @@ def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatc
     convert(teacher, text, to="deltanet", keep="auto:1/2", transfer=schedule, distillation=schedule)
     convert(teacher, text, to="deltanet", keep="heads:1/2", transfer=schedule._replace(steps=0), distillation=schedule)
     monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
-    measure("teacher", Subject(teacher, text, lengths=(64, 256), max_tokens=2048))
+    evaluate(Subject(teacher, text, lengths=(64, 256), max_tokens=2048), OF_CARD)
     assert {rows.shape[1] for rows in read} > {16, 256}
     assert all((rows[:, 0] == 1).all() and (rows[:, :-1][rows[:, 1:] == 1] == 2).all() for rows in read)
     again = conversion.TokenWindows(conversion.Text(torch.arange(50), text.start + 59), schedule, 0)[1]["labels"]

@@ -11,10 +11,10 @@ from cases import PRODUCT_KEYS
 from hf_memory import DeltaNetConfig, conversion
 from hf_memory.cli.progress import Lines
 from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, results_of
-from hf_memory.conversion.engines import ways_to_serve
+from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
-from hf_memory.evaluation import Cost, ModelResult
+from hf_memory.evaluation.tasks import BYTES, READ, WRITTEN
 from hf_memory.progress import Progress
 from teachers import SCHEDULE, convert, make_teacher, text
 
@@ -70,9 +70,11 @@ def planned(**recipe):
 )
 def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     plan = planned(**recipe)
-    row = ModelResult("teacher", {256: 2.0}, {256: 0.0}, {}, {}, (Cost(256, 1000, 1.0, 1.0),), 1, 1)
+    figures = {"perplexity": ("perplexity",), "recall": ("recall",), "speed": (BYTES, READ, WRITTEN)}
+    row = {task: {"256": {x: {"value": 2.0, "samples": [2.0]} for x in of_task}} for task, of_task in figures.items()}
     names = {"teacher": "someone/llama", "text": "random words", "training": {}}
-    card = model_card(results_of(plan, {stage.name: [] for stage in plan.stages}, [row, row], **names)).content
+    rows = {"teacher": row, "student": row}
+    card = model_card(results_of(plan, {stage.name: [] for stage in plan.stages}, rows, **names)).content
     about = card[: card.index("## Results")]  # what follows explains columns
     assert [words for words in true if words not in about] == []
     assert [words for words in false if words in about] == []

@@ -35,7 +35,7 @@ from hf_memory.conversion.stages import logits as teacher_logits
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.stages.logits import top_divergence
 from hf_memory.conversion.students.starts import start_near
-from hf_memory.conversion.teachers import quantized as of_few_bits
+from hf_memory.conversion.teachers import loading as of_few_bits
 from teachers import FAST, SCHEDULE, convert, make_teacher, same
 from teachers import text as tokens
 

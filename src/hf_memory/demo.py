@@ -30,7 +30,7 @@ from hf_memory.conversion import (
     train,
     untrained_student,
 )
-from hf_memory.evaluation import Subject, measure
+from hf_memory.evaluation import OF_CARD, Subject, evaluate
 
 END = "<|endoftext|>"
 SECTION = 4000  # characters of a section, which is held out as a whole or not at all
@@ -197,10 +197,10 @@ def run_demo(
     train(control, tokens, settings.distillation, name="control", seed=1, run=run)
     before, _ = untrained_student(teacher, tokens, made.plan)
     models = {"teacher": teacher, "control": control, "before training": before, "student": made.student}
-    rows = [
-        measure(name, Subject(x, held_out, None if x is teacher else teacher, max_tokens=None), report=run.report)
-        for name, x in models.items()
-    ]
+    rows = {}
+    for name, x in models.items():
+        subject = Subject(x, held_out, None if x is teacher else teacher, max_tokens=None)
+        rows[name] = evaluate(subject, OF_CARD, name=name, report=run.report)
     results = results_of(
         made.plan,
         losses | made.losses,

@@ -1,7 +1,7 @@
 """hf-memory convert."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +15,7 @@ from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
 from hf_memory.conversion import Conversion, OnPolicy, Recipe, Run, Schedule
-from hf_memory.evaluation import ModelResult
-from hf_memory.evaluation.model_result import QUALITY
+from hf_memory.evaluation.tasks import QUALITY, Found
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
@@ -122,8 +121,10 @@ def convert(
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
     run = Run(training.checkpoints, student.teacher_logits, training=options.read_pairs(training.training))
-    asked = Asked(teacher, student.recipe(), run, text, output, Flags.of(context), training, student.servable)
-    asked = asked._replace(scored_by=student.scored_by, goal=student.goal)
+    recipe = student.recipe()
+    goal = None if student.goal is None else options.read_goal(student.goal, recipe)
+    asked = Asked(teacher, recipe, run, text, output, Flags.of(context), training, student.servable)
+    asked = asked._replace(scored_by=student.scored_by, goal=goal)
     carry_out(asked, _convert)
 
 
@@ -131,7 +132,7 @@ def _convert(job: Job) -> Made | None:
     """The student and its measurements; None in all processes except the first."""
     model = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()  # from here on, each process has its own device
-    place, bits = device(), job.plan.bits
+    place, bits = device(), job.plan.recipe.teacher_bits
     name = job.asked.scored_by or job.asked.model  # of the model that the student is distilled from
     learnt = None if bits is None else conversion.load_quantized(name, bits, place)
     quantized, scorer = (learnt, None) if job.plan.scorer is None else (None, learnt or conversion.load_teacher(name))
@@ -153,13 +154,14 @@ def _convert(job: Job) -> Made | None:
 
 def _rows(
     job: Job, made: Conversion, teacher: PreTrainedModel, quantized: PreTrainedModel | None
-) -> Iterator[ModelResult]:
+) -> Iterator[tuple[str, Found]]:
     """The measurements of the teacher, and of the student before and after its training."""
     measure = partial(job.measure, keep=job.keep)
-    yield measure("teacher", teacher.to(made.student.device))  # type: ignore[arg-type]
+    yield "teacher", measure("teacher", teacher.to(made.student.device))  # type: ignore[arg-type]
     after = measure("student", made.student, teacher)
     if made.plan.stages:
         made.student.cpu()
         before, _ = conversion.untrained_student(teacher, job.tokens, made.plan, quantized=quantized)
-        yield replace(measure("before training", before, teacher, tasks=QUALITY), costs=after.costs)
-    yield after
+        found = measure("before training", before, teacher, tasks=QUALITY)
+        yield "before training", found | {"speed": after["speed"]}
+    yield "student", after

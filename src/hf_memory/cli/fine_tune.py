@@ -1,6 +1,7 @@
 """hf-memory fine-tune."""
 
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from hf_memory.cli import options
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
 from hf_memory.conversion import FINE_TUNING, Recipe, Run, Schedule
-from hf_memory.evaluation import ModelResult
+from hf_memory.evaluation.tasks import Found
 
 DEFAULT = Recipe().fine_tuning._replace(steps=100)
 NONE = DEFAULT._replace(steps=0)
@@ -46,7 +47,7 @@ def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
     student = conversion.load_teacher(job.asked.model)
     processes = conversion.processes()
     student.to(device())  # type: ignore[arg-type]
-    before = [job.measure("before", student)] if processes.is_main_process else []
+    before = {"before": job.measure("before", student)} if processes.is_main_process else {}
     (stage,) = job.plan.stages
     how: dict = {"lora_rank": stage.lora_rank, "adapter": adapter, "seed": stage.seed, "run": job.asked.run}
     losses = conversion.fine_tune(student, job.tokens, stage.schedule, **how)
@@ -54,7 +55,7 @@ def _fine_tune(job: Job, adapter: Path | None) -> Made | None:
     if not processes.is_main_process:
         return None
 
-    def measure() -> list[ModelResult]:
-        return [*before, job.measure("after", student, keep=job.keep)]
+    def measure() -> Iterable[tuple[str, Found]]:
+        return (before | {"after": job.measure("after", student, keep=job.keep)}).items()
 
     return Made(student, job.plan, {FINE_TUNING: losses}, measure, adapter)

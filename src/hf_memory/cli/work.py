@@ -1,7 +1,7 @@
 """What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory import conversion
-from hf_memory.cli.options import TrainingFlags, found, read_goal, read_weights
+from hf_memory.cli.options import TrainingFlags, found, read_weights
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
 from hf_memory.cli.terminal import IS_FIRST, console, print_table
@@ -23,7 +23,8 @@ from hf_memory.conversion.describe import device_rows
 from hf_memory.conversion.goal import GOAL_HEADER, goal_table
 from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
-from hf_memory.evaluation import ModelResult, Subject, lengths_beyond, measure, record
+from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
+from hf_memory.evaluation.tasks import Found
 from hf_memory.export import find_target
 from hf_memory.files.folders import claimed, written
 from hf_memory.files.text import Text
@@ -45,7 +46,7 @@ class Asked(NamedTuple):
     training: TrainingFlags
     servable: bool = False  # by inference engines
     scored_by: str | None = None  # the model that scores in distillation, if it is not the first
-    goal: str | None = None  # kl=..., of a student before training, which decides what is kept
+    goal: float | None = None  # largest KL of a student before training, which decides what is kept
 
 
 class Job(NamedTuple):
@@ -58,8 +59,16 @@ class Job(NamedTuple):
     held_out: Text
     known: record.Record  # what a stopped call has measured
 
-    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> ModelResult:
-        """Measure a model, and compare it with a teacher if there is one; further arguments are those of `measure`."""
+    def measure(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | None = None,
+        *,
+        tasks: Sequence[str] = OF_CARD,
+        keep: Callable[[], object] = lambda: None,
+    ) -> Found:
+        """Measure a model, and compare it with a teacher if there is one; `keep` is called after each result."""
         found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
         first, flags = next(iter(self.known["models"].values()))["found"], self.asked.training
         subject = Subject(
@@ -72,7 +81,7 @@ class Job(NamedTuple):
             items=flags.items,
             theirs={} if found is first else first,
         )
-        return measure(name, subject, found=found, report=self.asked.run.report, **how)
+        return evaluate(subject, tasks, found, keep=keep, name=name, report=self.asked.run.report)
 
     def keep(self) -> None:
         """Keep what was measured in the output, so that a stopped call need not measure it again."""
@@ -85,7 +94,7 @@ class Made(NamedTuple):
     model: PreTrainedModel
     plan: Plan
     losses: dict[str, list]
-    measure: Callable[[], Iterable[ModelResult]]
+    measure: Callable[[], Iterable[tuple[str, Found]]]  # of each model, by name
     adapter: Path | None = None  # folder of LoRA weights
 
 
@@ -119,8 +128,6 @@ def _prepare(asked: Asked) -> Job:
         raise ValueError(f"device must be given with dry_run only, got {on}")
     if recipe.teacher_bits and conversion.find_gguf(found(asked.scored_by or asked.model)):
         raise ValueError(f"teacher_bits must not be given for a GGUF file, got {recipe.teacher_bits}")
-    if asked.goal is not None:
-        read_goal(asked.goal, recipe)
     config, longest = conversion.load_config(found(asked.model)), max(x.length for x in recipe.schedules.values())
     empty = torch.zeros(longest, dtype=torch.long)  # instead of the text
     scorer = None if asked.scored_by is None else _scorer(asked.scored_by, asked.model, config)
@@ -138,8 +145,8 @@ def _prepare(asked: Asked) -> Job:
         run = replace(run, validation=validation)
         asked = asked._replace(run=run)
     if asked.goal is not None:
-        asked = asked._replace(recipe=_smallest(asked, tokens))
-        recipe = asked.recipe
+        recipe = _smallest(asked, asked.goal, tokens)
+        asked = asked._replace(recipe=recipe)
     plan = conversion.resolve(recipe, config, tokens, scorer)
     if not asked.training.dry_run:  # which may be on another machine
         conversion.check_space(plan, run, output=output)
@@ -159,13 +166,12 @@ def _read(asked: Asked, tokenizer) -> Text:
         return conversion.read_tokens(sources, tokenizer, cache=checkpoints / TOKENS, **how)
 
 
-def _smallest(asked: Asked, tokens: Text) -> Recipe:
+def _smallest(asked: Asked, kl: float, tokens: Text) -> Recipe:
     """The recipe of the smallest student that reaches the goal, after a table of those that were measured."""
     conversion.processes()
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
-    kl = read_goal(asked.goal or "", asked.recipe)
     tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
-    print_table(goal_table(tried), GOAL_HEADER, title=f"the smallest student with {asked.goal}")
+    print_table(goal_table(tried), GOAL_HEADER, title=f"the smallest student with kl={kl:g}")
     return tried[-1].recipe
 
 
@@ -205,7 +211,7 @@ def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
         if made.adapter is not None:
             shutil.copytree(made.adapter, folder / "adapter")
         asked.flags.write(folder, made.plan.recipe)
-    rows, file = list(made.measure()), conversion.find_gguf(asked.model)
+    rows, file = dict(made.measure()), conversion.find_gguf(asked.model)
     names = {
         "teacher": asked.model if file is None else file.name,
         "text": ", ".join(Path(x).name if Path(x).exists() else x for x in read_weights(asked.text)[0]),

@@ -36,8 +36,7 @@ from hf_memory.conversion.students.placement import (
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
-from hf_memory.conversion.teachers.loading import load_config, load_teacher, load_tokenizer
-from hf_memory.conversion.teachers.quantized import load_quantized
+from hf_memory.conversion.teachers.loading import load_config, load_quantized, load_teacher, load_tokenizer
 from hf_memory.files.folders import check_output, new_folder
 from hf_memory.files.text import Text
 from hf_memory.files.tokenised import read_tokens

@@ -216,7 +216,6 @@ def _of_model(config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, a
 def _counted(config: PreTrainedConfig) -> PreTrainedModel:
     """A model that can run without data, since the choice of experts does not depend on it."""
     model = AutoModelForCausalLM.from_config(config)
-    ALL_EXPERTS_FUNCTIONS.register(COUNTED, _first_expert)
     model.config._experts_implementation = COUNTED
     return model
 
@@ -227,6 +226,9 @@ def _first_expert(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor
     gate, up = F.linear(rows, experts.gate_up_proj[0]).chunk(2, -1)  # type: ignore[index]
     o = F.linear(experts.act_fn(gate) * up, experts.down_proj[0]) * weights.reshape(-1, 1)  # type: ignore[index,operator]
     return o.unflatten(0, chosen.shape).sum(1).to(x.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(COUNTED, _first_expert)
 
 
 def _of_transfer(

@@ -1,4 +1,4 @@
-"""Descriptions of a plan: for a dry run, for the model card, and for the file that repeats a run."""
+"""Descriptions of a plan and of its student: for a dry run, for the model card, and for the file that repeats a run."""
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -15,8 +15,18 @@ from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
 from hf_memory.evaluation import bytes_per_token, cache_bytes
 from hf_memory.evaluation.efficiency import FAR
+from hf_memory.export import NotExportable, find_target
+from hf_memory.integrations.vllm import placement
+from hf_memory.modeling.configuration import MemoryConfig
 
 CONTEXTS = (1024, 32768)
+COMMANDS = {
+    "transformers": "transformers serve served",
+    "vLLM": "vllm serve served",
+    "SGLang": "python -m sglang.launch_server --model-path served",
+    "llama.cpp": "llama-server -m served.gguf",
+    "MLX": "mlx_lm.server --model served --trust-remote-code",
+}
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -27,10 +37,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [("teacher", f"{plan.teacher.model_type}, {plan.teacher_parameters:,} parameters")]
     if plan.scorer is not None:
         rows += [("scored by", f"{plan.scorer.model_type}, {plan.scorer_parameters:,} parameters")]
-    if plan.bits is not None:
+    if plan.recipe.teacher_bits is not None:
         whole = _megabytes(BYTES * (plan.teacher_parameters + plan.scorer_parameters))
         size = f"{_megabytes(plan.teacher_bytes)}, beside {whole} in memory of the CPU"
-        rows += [(f"teacher in {plan.bits} bits", size)]
+        rows += [(f"teacher in {plan.recipe.teacher_bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
     rows += _attention_rows(plan)
     if plan.top_k is not None:
@@ -72,13 +82,15 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
 
 def story(plan: Plan) -> list[str]:
     """How a student was made, one sentence for each step."""
-    if plan.recipe.to is None:
-        return ["It was fine-tuned on the text.", _of_lora(plan), _of_targets(plan)]
-    start = "The student started with the teacher's weights."
-    if plan.is_exact:
-        start += " Its new parts started with no effect, so that it equalled its teacher before any training."
-    stages = [_stage_sentence(stage, plan) for stage in plan.stages]
-    return [start, *(stages or ["It was not trained after that."]), _of_lora(plan), _of_targets(plan)]
+    told = ["It was fine-tuned on the text."]
+    if plan.recipe.to is not None:
+        told = ["The student started with the teacher's weights."]
+        if plan.is_exact:
+            told += ["Its new parts started with no effect, so that it equalled its teacher before any training."]
+        told += [_stage_sentence(stage, plan) for stage in plan.stages] or ["It was not trained after that."]
+    if plan.recipe.lora_rank:
+        told += ["Fine-tuning used LoRA, which is merged into the weights."]
+    return told if plan.targets == 1 else [*told, "Losses are of the assistant's turns only."]
 
 
 def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
@@ -92,6 +104,33 @@ def past(student: PreTrainedConfig, teacher: PreTrainedConfig) -> str:
     share = grows / teachers if teachers else float("inf")
     how = "as fast as its teacher's" if f"{share:.0%}" == "100%" else f"at {share:.0%} of the rate of its teacher's"
     return f"its cache grows with the text {how}, by {grows:,} bytes per token"
+
+
+def ways_to_serve(config: PreTrainedConfig) -> Iterator[str]:
+    """Sentences that say how a model with this config is served, and by what it is not."""
+    if not isinstance(config, MemoryConfig):
+        yield f"Engines that have the architecture `{config.model_type}` serve it."
+        return
+    try:
+        target = find_target(config)
+        found = target.engines(config)
+        gguf = " --gguf served.gguf" if found.get("llama.cpp") == "" else ""
+        commands = ", ".join(f"`{command}`" for name, command in COMMANDS.items() if found.get(name) == "")
+        yield (
+            f"`hf-memory export FOLDER --output served{gguf}` writes it as `{target.model_type}` with the same logits; "
+            f"then one of these serves it: {commands}."
+        )
+    except NotExportable:
+        yield "It cannot be exported: no architecture of the engines represents it exactly."
+    try:
+        placement.check(config)
+        yield (
+            "vLLM runs it without an export, by `vllm serve FOLDER`, if hf_memory is installed in vLLM's environment: "
+            "`pip install --no-deps .` in a clone of its repository."
+        )
+    except ValueError:
+        yield "vLLM does not run it without an export."
+    yield "`transformers serve FOLDER --trust-remote-code` serves it, where hf_memory is installed."
 
 
 def _stage_sentence(stage: Stage, plan: Plan) -> str:
@@ -117,14 +156,6 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
         f"Then {learner} trained to predict what {scorer} predicts "
         f"(distillation: KL divergence of the logits{source}{mix}{when})."
     )
-
-
-def _of_lora(plan: Plan) -> str:
-    return "Fine-tuning used LoRA, which is merged into the weights." if plan.recipe.lora_rank else ""
-
-
-def _of_targets(plan: Plan) -> str:
-    return "" if plan.targets == 1 else "Losses are of the assistant's turns only."
 
 
 def _kept(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_ret
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
-from hf_memory.conversion.teachers.quantized import check_bits, num_quantized
+from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import Text, check_tokens
 from hf_memory.modeling.chunks import check_passes_gradients
@@ -105,12 +105,7 @@ class Plan:
     def teacher_bytes(self) -> int:
         """Bytes of the models that the student learns from."""
         whole = BYTES * (self.teacher_parameters + self.scorer_parameters)
-        return whole - self.quantized_parameters * (8 * BYTES - (self.bits or 0)) // 8
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of the weights of the teacher that the student learns from; None if it is not quantised."""
-        return self.recipe.teacher_bits
+        return whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
 
     @property
     def ranks_heads(self) -> bool:
@@ -268,20 +263,16 @@ def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bo
 
 def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
     """Raise OSError if a disk has too little free space for a run; the arguments are those of `check_run`."""
-    check_room(bytes_on_disk(plan, run, output))
-
-
-def bytes_on_disk(plan: Plan, run: Run, output: Path | None = None) -> dict[Path, int]:
-    """Bytes that will be added to each folder; a checkpoint has weights and both moments of AdamW."""
     learned = [stage.learned for stage in plan.stages]
     needs = {} if output is None else {output: BYTES * plan.student_parameters}
     if run.checkpoints and learned:
         written = sum(map(size_of, run.checkpoints.glob("*/checkpoint-*")))
+        # a checkpoint has weights and both moments of AdamW
         needs[run.checkpoints] = max(0, 3 * BYTES * (sum(learned) + max(learned)) - written)
     if run.teacher_logits and plan.top_k:
         whole = bytes_of_logits(plan.recipe.distillation, plan.top_k)
         needs[run.teacher_logits] = max(0, whole - size_of(run.teacher_logits))
-    return needs
+    check_room(needs)
 
 
 def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:

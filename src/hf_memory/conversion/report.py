@@ -2,27 +2,33 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.describe import past, settings, story
-from hf_memory.conversion.engines import ways_to_serve
+from hf_memory.conversion.describe import past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.conversion.students.heads import HeadScore
-from hf_memory.evaluation import Cost, ModelResult, longest_window, plot_contexts, plot_conversion, plot_heads
-from hf_memory.evaluation.model_result import FACTOR
+from hf_memory.evaluation import longest_window, plot_contexts, plot_conversion, plot_heads
 from hf_memory.evaluation.plots import plot_scores
-from hf_memory.evaluation.record import said
-from hf_memory.evaluation.scores import RATIO, SCORE, TEACHERS, WIN
+from hf_memory.evaluation.record import said, scores_of
+from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN
+from hf_memory.evaluation.tasks import BYTES, FACTOR, READ, WRITTEN, Found
 from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
 
 CARD = Path(__file__).with_name("model_card.md")
+PANELS = {  # of the picture by length: a task, its figure, and what the tokens are
+    "held-out perplexity": ("perplexity", "perplexity", "position"),
+    "KL from the teacher": ("agreement", "KL", "position"),
+    "recall (nats per token)": ("recall", "recall", "length of the text"),
+    "cache (bytes)": ("speed", BYTES, "length of the text"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Results:
         story: how the student was made, a sentence for each step.
         recipe: settings by name.
         losses: losses by stage.
-        rows: measurements of each model, the reference first and the student last.
+        rows: what `evaluate` has found of each model by its name, the reference first and the student last.
         window: tokens of the longest window of attention in the student; 0 if it has none.
         serving: how the student is served, a sentence for each way.
         heads: layer, number and score of all heads that could keep everything, if some of them were chosen.
@@ -51,7 +57,7 @@ class Results:
     story: list[str]
     recipe: dict
     losses: dict[str, History]
-    rows: list[ModelResult]
+    rows: dict[str, Found]
     window: int = 0
     serving: tuple[str, ...] = ()
     heads: tuple[HeadScore, ...] = ()
@@ -65,11 +71,16 @@ class Results:
     @property
     def longest(self) -> int:
         """Tokens of the longest texts on which the student was measured."""
-        return self.rows[-1].costs[-1].context
+        return max(map(int, self.last["speed"]))
+
+    @property
+    def last(self) -> Found:
+        """What was found of the student."""
+        return list(self.rows.values())[-1]
 
 
 def results_of(
-    plan: Plan, losses: dict[str, History], rows: list[ModelResult], *, teacher: str, text: str, training: Mapping
+    plan: Plan, losses: dict[str, History], rows: dict[str, Found], *, teacher: str, text: str, training: Mapping
 ) -> Results:
     """The results of a plan that was carried out with these training arguments; for the others see `Results`."""
     return Results(
@@ -77,7 +88,7 @@ def results_of(
         model_type=plan.student.model_type,
         text=text,
         past=past(plan.student, plan.teacher),
-        story=[sentence for sentence in story(plan) if sentence],
+        story=story(plan),
         recipe=settings(plan, training),
         losses=losses,
         rows=rows,
@@ -103,12 +114,14 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 
 def add_results(path: Path, results: Results) -> None:
     """Write model card, plots and results into the folder of a model; each file is replaced as a whole."""
-    last = {row.name: row.perplexity[max(row.perplexity)] for row in results.rows}
+    last = {name: _figure(found, "perplexity", "perplexity", results.longest) for name, found in results.rows.items()}
     with tempfile.TemporaryDirectory(dir=path) as name:
         folder = Path(name)
         plot_conversion(folder / "conversion.png", results.losses, last)
-        plot_contexts(folder / "contexts.png", **curves(results))
-        plot_scores(folder / "scores.png", {row.name: row.scores for row in results.rows if row.scores})
+        panels = {name: _curves(results, task, figure) for name, (task, figure, _) in PANELS.items()}
+        panels = {name: curves for name, curves in panels.items() if any(curves.values())}
+        plot_contexts(folder / "contexts.png", panels, {name: f"{x} (tokens)" for name, (*_, x) in PANELS.items()})
+        plot_scores(folder / "scores.png", {name: scores_of(found) for name, found in results.rows.items()})
         if results.heads:
             plot_heads(folder / "heads.png", results.heads, results.chosen)
         model_card(results).save(folder / "README.md")
@@ -125,7 +138,6 @@ def model_card(results: Results) -> ModelCard:
         base_model=results.teacher if "/" in results.teacher and not Path(results.teacher).exists() else None,
         tags=["hf_memory", results.model_type, *(["distillation"] if DISTILLATION in results.losses else [])],
         model_name=results.model_type,
-        eval_results=eval_results(results),
     )
     fields: dict = {
         "score_header": SCORE_HEADER,
@@ -133,40 +145,12 @@ def model_card(results: Results) -> ModelCard:
         "header": HEADER,
         "table": table(results),
         "longest": results.longest,
+        "items": max((len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0),
+        "windows": len(_figure(results.last, "perplexity", "perplexity", results.longest, "samples")),
+        "passages": len(_figure(results.last, "recall", "recall", results.longest, "samples")),
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)
-
-
-def eval_results(results: Results) -> list[EvalResult]:
-    """The results that the Hub shows for a model: those of the student, the last row, at the longest length."""
-    student = results.rows[-1]
-    length = results.longest
-    scored = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type="generated",
-            dataset_name="generated questions with checkable answers",
-            metric_type=name.replace(" ", "_"),
-            metric_name=f"{name}, relative to the teacher" if name == SCORE else name,
-            metric_value=round(student.summary[figure]["value"], 4),
-        )
-        for name, figure in ((SCORE, RATIO), (WIN, WIN))
-        if student.summary
-    ]
-    found = {"perplexity": student.perplexity, "KL from the teacher": student.kl, "agreement": student.agreement}
-    return scored + [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type="text",
-            dataset_name=f"a held-out part of {results.text}",
-            metric_type=name.split()[0].lower(),
-            metric_name=f"{name} at {length:,} tokens",
-            metric_value=round(curve[length], 4),
-        )
-        for name, curve in found.items()
-        if curve
-    ]
 
 
 SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")
@@ -176,51 +160,48 @@ SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 
 def score_table(results: Results) -> list[tuple[str, ...]]:
     """The scores of the first and the last model as text, with the columns of SCORE_HEADER."""
-    first, last = results.rows[0], results.rows[-1]
-    rows = {"all that the teacher can answer": last.summary} if last.summary else {}
-    rows |= {at: {TEACHERS: first.scores[at][SCORE], **row} for at, row in last.scores.items()}
+    first, last = next(iter(results.rows.values())), results.last
+    rows = {"all that the teacher can answer": last[SUMMARY][ALL]} if SUMMARY in last else {}
+    rows |= {at: {TEACHERS: scores_of(first)[at][SCORE], **row} for at, row in scores_of(last).items()}
     return [(at, *(said(row.get(name)) for name in (TEACHERS, SCORE, RATIO, WIN))) for at, row in rows.items()]
 
 
 def table(results: Results) -> list[tuple[str, ...]]:
     """The table of results as text, with the columns of HEADER: all models at one length after the other."""
-    best = results.rows[0].perplexity
-    return [
-        (
-            f"{x.context:,}",
-            row.name,
-            f"{row.perplexity[x.context]:.2f}",
-            f"{row.perplexity[x.context] / best[x.context]:.3f}",
-            f"{row.kl[x.context]:.3f}" if row.kl else "",
-            f"{row.agreement[x.context]:.1%}" if row.agreement else "",
-            f"{row.recall[x.context]:.3f}",
-            f"{x.cache_bytes / 1000:.0f}",
-        )
-        for row, x in _by_length(results)
-    ]
+    best, rows = next(iter(results.rows.values())), list[tuple[str, ...]]()
+    for at in _lengths(results):
+        for name, found in results.rows.items():
+            perplexity = _figure(found, "perplexity", "perplexity", at)
+            ratio = perplexity / _figure(best, "perplexity", "perplexity", at)
+            kl, same = (_figure(found, "agreement", figure, at) for figure in ("KL", "same choice"))
+            compared = ("", "") if kl is None else (f"{kl:.3f}", f"{same:.1%}")
+            recall, size = _figure(found, "recall", "recall", at), _figure(found, "speed", BYTES, at) / 1000
+            rows.append(
+                (f"{at:,}", name, f"{perplexity:.2f}", f"{ratio:.3f}", *compared, f"{recall:.3f}", f"{size:.0f}")
+            )
+    return rows
 
 
 def speed_table(results: Results) -> list[tuple[str, ...]]:
     """The speed of the first and the last model by length as text, with the columns of SPEED_HEADER."""
-    shown = (results.rows[0], results.rows[-1])
-    rows = ((row, x) for row, x in _by_length(results) if row in shown)
-    return [(f"{x.context:,}", row.name, f"{x.reading:.0f}", f"{x.writing:.0f}") for row, x in rows]
+    first, *_, last = results.rows.items()
+    return [
+        (f"{at:,}", name, *(f"{_figure(found, 'speed', figure, at):.0f}" for figure in (READ, WRITTEN)))
+        for at in _lengths(results)
+        for name, found in (first, last)
+    ]
 
 
-def _by_length(results: Results) -> Iterator[tuple[ModelResult, Cost]]:
-    """Each model with its cost at one length after the other, up to the longest that all models can read."""
-    at_lengths = zip(*(row.costs for row in results.rows))
-    return ((row, cost) for costs in at_lengths for row, cost in zip(results.rows, costs))
+def _lengths(results: Results) -> list[int]:
+    """The lengths that all models can read."""
+    return sorted(map(int, set.intersection(*(set(found["speed"]) for found in results.rows.values()))))
 
 
-def curves(results: Results) -> dict[str, dict]:
-    """The results by length as curves, for `plot_contexts`."""
-    measures = {
-        "held-out perplexity": ("position", lambda row: row.perplexity),
-        "KL from the teacher": ("position", lambda row: row.kl),
-        "recall (nats per token)": ("length of the text", lambda row: row.recall),
-        "cache (MB)": ("length of the text", lambda row: {x.context: x.cache_bytes / 1e6 for x in row.costs}),
-    }
-    panels = {name: {row.name: curve(row) for row in results.rows} for name, (_, curve) in measures.items()}
-    panels = {name: models for name, models in panels.items() if any(models.values())}
-    return {"panels": panels, "xlabels": {name: f"{x} (tokens)" for name, (x, _) in measures.items()}}
+def _figure(found: Found, task: str, figure: str, at: int, part: str = "value") -> Any:
+    """A figure that was found, or another part of it; None if it was not measured."""
+    return found.get(task, {}).get(str(at), {}).get(figure, {}).get(part)
+
+
+def _curves(results: Results, task: str, figure: str) -> dict[str, dict[str, dict]]:
+    """{model: {tokens: figure}}."""
+    return {name: {at: row[figure] for at, row in found.get(task, {}).items()} for name, found in results.rows.items()}

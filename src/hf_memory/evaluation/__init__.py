@@ -19,20 +19,28 @@ from hf_memory.evaluation.language import (
     perplexity_by_position,
     recall_by_distance,
 )
-from hf_memory.evaluation.model_result import ModelResult, lengths_beyond, longest_window, measure
 from hf_memory.evaluation.plots import plot_contexts, plot_conversion, plot_heads
-from hf_memory.evaluation.tasks import ITEMS, LENGTHS, TASKS, Subject, evaluate
+from hf_memory.evaluation.tasks import (
+    ITEMS,
+    LENGTHS,
+    OF_CARD,
+    TASKS,
+    Subject,
+    evaluate,
+    lengths_beyond,
+    longest_window,
+)
 from hf_memory.evaluation.writing import PROMPTS
 
 __all__ = [
     "ITEMS",
     "LENGTHS",
+    "OF_CARD",
     "PROMPTS",
     "TASKS",
     "Agreement",
     "Cost",
     "Estimate",
-    "ModelResult",
     "Subject",
     "agreement",
     "agreement_by_position",
@@ -46,7 +54,6 @@ __all__ = [
     "layer_types",
     "lengths_beyond",
     "longest_window",
-    "measure",
     "perplexity",
     "perplexity_by_position",
     "plot_contexts",

@@ -12,7 +12,7 @@ from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.names import visible
 from hf_memory.progress import History
 
-Curve = Mapping[int, float]  # values by position, distance or context length, in tokens
+Curve = Mapping[str, dict]  # figures of a record by position or context length, in tokens
 WIDTH = 40  # characters of a title in one line
 APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
@@ -56,12 +56,12 @@ def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels
 
     Args:
         path: where the picture is written.
-        panels: {measure: {model: {tokens: value}}}.
+        panels: {measure: {model: {tokens: figure of a record}}}.
         xlabels: {measure: what its tokens are}.
     """
     figure, axes = _panels(len(panels))
     for panel, (measure, curves) in zip(axes, panels.items()):
-        _plot_models(panel, {m: {str(at): {"value": x} for at, x in curve.items()} for m, curve in curves.items()})
+        _plot_models(panel, curves)
         panel.set(title=measure, xlabel=xlabels[measure])
     _finish(figure, path)
 
@@ -118,7 +118,7 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
     _finish(figure, path)
 
 
-def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
+def _plot_models(panel, models: Mapping[str, Curve]) -> None:
     """Values with their intervals, over numbers of tokens or names of tasks; the models stand beside each other."""
     names = sorted(
         {at for curve in models.values() for at in curve}, key=lambda at: (int(at) if at.isdigit() else 0, at)

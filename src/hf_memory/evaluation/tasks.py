@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memory.evaluation.efficiency import cost_by_context
 from hf_memory.evaluation.estimates import Estimate, described
@@ -31,6 +31,10 @@ TOLERANCE = 0.05
 SHORTEST = 64  # tokens in which recall is measured
 TRIALS = 16  # largest number of passages for recall
 BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
+QUALITY = ("agreement", "perplexity", "recall")
+OF_CARD = ("instructions", "retrieval", "long_answers", "turns", *QUALITY, "speed")  # tasks for a model card
+WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
+FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 Figures = dict[str, Any]  # arguments of `described`, by name
 Found = dict[str, dict[str, dict]]  # {task: {tokens: {figure: described}}}, for JSON
 
@@ -239,3 +243,16 @@ def evaluate(
         keep()
     report(Progress(f"measuring {name}", len(todo), len(todo)))
     return found
+
+
+def longest_window(config: PreTrainedConfig) -> int:
+    """Tokens of the longest window of attention in a model; 0 if it has none."""
+    return max(getattr(config, name, None) or 0 for name in WINDOWS)
+
+
+def lengths_beyond(config: PreTrainedConfig) -> tuple[int, ...]:
+    """LENGTHS, continued to at least four times the longest window: within it, a student equals its teacher."""
+    lengths = list(LENGTHS)
+    while lengths[-1] < FACTOR * longest_window(config):
+        lengths.append(2 * lengths[-1])
+    return tuple(lengths)

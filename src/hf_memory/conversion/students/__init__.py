@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memory.cache import LAYER_TYPES
 from hf_memory.conversion.recipe import Keep
 from hf_memory.conversion.students.placement import kept_layers
-from hf_memory.conversion.teachers import attention_types, shared_options
+from hf_memory.conversion.teachers import shared_options
+from hf_memory.evaluation import layer_types
 from hf_memory.files.names import nearest
 from hf_memory.modeling import FAMILIES, Family
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -51,7 +52,7 @@ def is_exact(config: MemoryConfig, teacher: PreTrainedConfig, length: int) -> bo
         teacher: the teacher's config.
         length: tokens of the texts that they read.
     """
-    seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in attention_types(teacher)]
+    seen = [teacher.sliding_window if kind == "sliding_attention" else length for kind in layer_types(teacher)]
     replaced = [i for i, kind in enumerate(config.layer_types or ()) if kind in LAYER_TYPES]
     return all(config.attends(i, length) == min(length, seen[i]) for i in replaced)
 
@@ -63,7 +64,7 @@ def can_have_windows(to: str) -> bool:
 
 def own_window(teacher: PreTrainedConfig) -> int | None:
     """Tokens of the window that layers of a teacher have; None if all its layers see everything."""
-    return teacher.sliding_window if "sliding_attention" in attention_types(teacher) else None
+    return teacher.sliding_window if "sliding_attention" in layer_types(teacher) else None
 
 
 def find_student(name: str) -> Family:
@@ -84,7 +85,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
         ValueError: if the teacher or the family is not supported, or an option does not exist or must be the teacher's.
     """
     family, shared = find_student(to), shared_options(teacher)
-    kinds, far_memory = attention_types(teacher), getattr(family.config, "far_memory", None)
+    kinds, far_memory = layer_types(teacher), getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None
     new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
     window = own_window(teacher) or WINDOW
@@ -112,7 +113,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
 
 def changed_layers(config: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
     """The layers of a student that are not as in its teacher."""
-    kinds = zip(config.layer_types or (), attention_types(teacher))
+    kinds = zip(config.layer_types or (), layer_types(teacher))
     return [i for i, (ours, theirs) in enumerate(kinds) if ours != theirs]
 
 

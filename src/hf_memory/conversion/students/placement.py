@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.recipe import Keep
-from hf_memory.conversion.teachers import attention_types
-from hf_memory.evaluation import agreement, recall_by_distance
+from hf_memory.evaluation import agreement, layer_types, recall_by_distance
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
@@ -116,7 +115,7 @@ def restored(student: MemoryForCausalLM, teacher: PreTrainedModel, layer: int) -
     block, config = student.model.layers[layer], student.config
     before = block.mixer, config.layer_types, config._attn_implementation
     kinds = list(config.layer_types or ())
-    kinds[layer] = attention_types(teacher.config)[layer]
+    kinds[layer] = layer_types(teacher.config)[layer]
     try:
         block.mixer, config.layer_types = teacher.model.layers[layer].self_attn, kinds
         config._attn_implementation = teacher.config._attn_implementation  # masks are made for it

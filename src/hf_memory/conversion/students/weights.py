@@ -30,11 +30,6 @@ class CarriedWeights(NamedTuple):
     new: list[str]
 
 
-def rename(name: str) -> str:
-    """The student's name of a teacher's tensor."""
-    return name.replace(".self_attn.", ".mixer.")
-
-
 @torch.no_grad()
 def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str, ...] = ()) -> CarriedWeights:
     """Copy every tensor of a teacher into the corresponding tensor of a student.
@@ -54,7 +49,11 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str,
     dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in patterns)]
     parts_of = partial(find_teacher(teacher.config).parts, teacher.config)  # a fused tensor has several
     kept = {name: x for name, x in source.items() if name not in dropped}
-    moves = [(name, rename(part), y) for name, x in kept.items() for part, y in parts_of(name, x).items()]
+    moves = [
+        (name, part.replace(".self_attn.", ".mixer."), y)
+        for name, x in kept.items()
+        for part, y in parts_of(name, x).items()
+    ]
     placed = {target_name for _, target_name, _ in moves}
     new = [name for name in target if name not in placed]
     faults = _misfits(moves, target)

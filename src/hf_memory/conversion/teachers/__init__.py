@@ -136,14 +136,6 @@ def find_teacher(config: PreTrainedConfig) -> Teacher:
     raise ValueError(f"teacher must be one of {supported}, got a model of type {config.model_type!r}")
 
 
-def attention_types(config: PreTrainedConfig) -> list[str]:
-    """`"full_attention"` or `"sliding_attention"` for each layer of a teacher."""
-    if getattr(config, "layer_types", None):
-        return list(config.layer_types)
-    has_window = getattr(config, "sliding_window", None) is not None
-    return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
-
-
 def shared_options(config: PreTrainedConfig) -> dict:
     """Arguments that give a MemoryConfig the sizes and options of a teacher, except its layer types."""
     teacher = find_teacher(config)
