@@ -1,8 +1,7 @@
 """Decoding of any causal language model of transformers with a datastore (kNN-LM, SPALM), or with early exit (CALM)."""
 
 from hf_memory.decoding.datastore import Datastore, Neighbours, build_datastore
-from hf_memory.decoding.early_exit import EarlyExit
-from hf_memory.decoding.learning_to_exit import calibrate, exit_loss, fit_classifier
+from hf_memory.decoding.early_exit import EarlyExit, calibrate, exit_loss, fit_classifier
 from hf_memory.decoding.nearest_neighbours import NearestNeighbours, RetrievalGate, Spalm, tune
 
 __all__ = [
