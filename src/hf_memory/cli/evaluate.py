@@ -1,6 +1,5 @@
 """hf-memory evaluate."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +100,9 @@ def evaluate(
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
-    chosen, sizes = _chosen(tasks), _numbers(lengths)
+    chosen, sizes = [name.strip() for name in tasks.split(",")], _numbers(lengths)
+    if unknown := [name for name in chosen if name not in TASKS]:
+        raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(unknown)}")
     if text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
         raise ValueError(f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}")
     how, new_tokens = questions.settings(), questions.max_new_tokens
@@ -128,7 +129,11 @@ def evaluate(
                 found = record.row_of(known, name, weights[name])
                 subject = Subject(loaded, tokens, tokenizer=tokenizer, **how)
                 carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
-                _ask_harness(lm_eval.split(",") if lm_eval else [], subject, found, keep)
+                for task in lm_eval.split(",") if lm_eval else ():
+                    asked = found.setdefault("lm-eval", {})
+                    if (title := harness.task_name(task)) not in asked:
+                        asked[title] = harness.lm_eval(loaded, tokenizer, task)
+                        keep()
                 how |= {"teacher": loaded, "theirs": found}
         if not found:
             wanted = "tasks must have one that can be measured at these lengths, agreement only with --against"
@@ -136,13 +141,6 @@ def evaluate(
         record.draw(output, known)
     _show(known)
     console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
-
-
-def _chosen(tasks: str) -> list[str]:
-    names = [name.strip() for name in tasks.split(",")]
-    if others := [name for name in names if name not in TASKS]:
-        raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(others)}")
-    return names
 
 
 def _weights(models: dict[str, tuple], store: Datastore | None) -> dict[str, str]:
@@ -167,14 +165,6 @@ def _numbers(lengths: str, name: str = "lengths") -> tuple[int, ...]:
     if sizes[0] < 2:
         raise ValueError(f"{name} must be at least 2 tokens, got {lengths!r}")
     return tuple(sizes)
-
-
-def _ask_harness(tasks: list[str], subject: Subject, found: dict, keep: Callable[[], None]) -> None:
-    for task in tasks:
-        known, name = found.setdefault("lm-eval", {}), harness.task_name(task)
-        if name not in known:
-            known[name] = harness.lm_eval(subject.model, subject.tokenizer, task)
-            keep()
 
 
 def _show(known: dict[str, Any]) -> None:

@@ -73,21 +73,16 @@ class Flags(NamedTuple):
         return file.read_text(encoding="utf-8") == self._content(recipe)
 
     def _content(self, recipe: Recipe) -> str:
-        values = {**self.values, **_of_recipe(recipe)}
+        option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
+        keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep or ())) or "none"
+        values = {**self.values, **vars(recipe), "keep": keep, "option": option or None}
+        values |= {name: x._asdict() for name, x in recipe.tuples.items()}
         described = {
             _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
             for x in self.parameters
             if x.name not in OF_ONE_CALL and values.get(x.name) not in (None, [], ())
         }
         return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
-
-
-def _of_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The values of the flags that make a recipe, by name."""
-    flags = {name: x._asdict() for name, x in recipe.tuples.items()}
-    option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
-    keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep or ())) or "none"
-    return {**vars(recipe), **flags, "keep": keep, "option": option or None}
 
 
 def read_schedule(stage: str, default: Fields, pairs: Sequence[str] | None) -> Fields:

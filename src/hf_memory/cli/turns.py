@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from io import TextIOWrapper
 
 MARK_PASTES, LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # a terminal begins and ceases to mark what is pasted
@@ -18,7 +18,10 @@ def turns() -> Generator[str, None, None]:
     line = _plain_line if is_terminal and not _has_readline() else input
     try:
         while True:
-            text = _turn(line)
+            text = line(PROMPT)
+            while text.count(BEGIN) > text.count(END):
+                text += "\n" + line("")
+            text = text.replace(BEGIN, "").replace(END, "").strip()
             if is_terminal:
                 print(MARK_PASTES, end="", flush=True)  # during the answer, too: readline has taken it back
             if text:
@@ -40,13 +43,6 @@ def _has_readline() -> bool:
         return False
     readline.parse_and_bind("set enable-bracketed-paste on")
     return True
-
-
-def _turn(line: Callable[[str], str]) -> str:
-    text = line(PROMPT)
-    while text.count(BEGIN) > text.count(END):
-        text += "\n" + line("")
-    return text.replace(BEGIN, "").replace(END, "").strip()
 
 
 def _plain_line(prompt: str) -> str:

@@ -171,11 +171,11 @@ def resolve(
     recipe.check()
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)
-    _check_teacher(recipe, teacher)
+    _check_models(recipe, teacher, scorer)
     positions = getattr(teacher, "max_position_embeddings", None) or len(tokens)
     recipe = recipe.fitting(HEADS if can_have_windows(recipe.to) else "none", min(positions, len(tokens)))
     if scorer is not None:
-        _check_scorer(recipe, teacher, tokens, scorer)
+        check_tokens(tokens, scorer, recipe.distillation.length)
     changed = changed_layers(_bare(recipe, teacher), teacher)
     ranked = share_count("auto", recipe.keep, len(changed))
     heads = share_count("heads", recipe.keep, len(changed) * teacher.num_key_value_heads)
@@ -275,20 +275,15 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
     check_room(needs)
 
 
-def _check_teacher(recipe: Recipe, teacher: PreTrainedConfig) -> None:
+def _check_models(recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedConfig | None) -> None:
     find_teacher(teacher)
+    size = teacher.vocab_size
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
-    if recipe.top_k is not None and not 1 <= recipe.top_k <= teacher.vocab_size:
-        raise ValueError(f"top_k must be from 1 to the teacher's {teacher.vocab_size} tokens, got {recipe.top_k}")
-
-
-def _check_scorer(recipe: Recipe, teacher: PreTrainedConfig, tokens: Text | Tensor, scorer: PreTrainedConfig) -> None:
-    if scorer.vocab_size != teacher.vocab_size:
-        raise ValueError(
-            f"scorer must have the teacher's vocabulary of {teacher.vocab_size} tokens, got {scorer.vocab_size}"
-        )
-    check_tokens(tokens, scorer, recipe.distillation.length)
+    if recipe.top_k is not None and not 1 <= recipe.top_k <= size:
+        raise ValueError(f"top_k must be from 1 to the teacher's {size} tokens, got {recipe.top_k}")
+    if scorer is not None and scorer.vocab_size != size:
+        raise ValueError(f"scorer must have the teacher's vocabulary of {size} tokens, got {scorer.vocab_size}")
 
 
 def _window(recipe: Recipe, teacher: PreTrainedConfig, student: PreTrainedConfig, tokens: Text | Tensor) -> int:

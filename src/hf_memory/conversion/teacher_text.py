@@ -77,7 +77,9 @@ def write_text(
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    rows = _whole_batches(partial)
+    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]  # of a stopped call, without an unfinished batch
+    rows = [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
     tokens = sum(_size(tokenizer, row) for row in rows)
     with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -98,13 +100,6 @@ def _size(tokenizer, row: Row) -> int:
     """The tokens of a text, or of messages without what a template adds."""
     texts = [row["text"]] if "text" in row else [x["content"] for x in row["messages"]]
     return sum(len(tokenizer(text)["input_ids"]) for text in texts)
-
-
-def _whole_batches(partial: Path) -> list[Row]:
-    """The texts that a stopped call has written, without an unfinished batch."""
-    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    return [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
 
 
 @torch.no_grad()

@@ -5,11 +5,10 @@ training text, is not changed, and its weights are in the student already, excep
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_seen
 from hf_memory.conversion.students import SINKS
@@ -69,7 +68,10 @@ def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows
     if not any(mixer.new_part for mixer in mixers.values()):
         return
     seen = attention_seen(teacher, windows)
-    begins = attention_seen(teacher, windows.new_full((1, 1), _beginning(teacher.config)))
+    config, eos = teacher.config, teacher.config.eos_token_id
+    beginning = (config.bos_token_id, eos[0] if isinstance(eos, list) else eos, config.pad_token_id, 0)
+    begin = next(token for token in beginning if token is not None)  # every first token gets attention
+    begins = attention_seen(teacher, windows.new_full((1, 1), begin))
     window = student.config.sliding_window or 0
     distances = torch.logspace(0, math.log10(FARTHEST), 256, device=student.device).mul(window).long()[None]
     for i, mixer in mixers.items():
@@ -80,13 +82,6 @@ def _start_windows(student: MemoryForCausalLM, teacher: PreTrainedModel, windows
         token = begins[i][0]["hidden_states"]
         mixer.start_virtual_token(token, Positions(*rotary(token, -windows.new_ones(1, 1))))
         mixer.start_near(hidden_states, Positions(*rotary(hidden_states, distances)))
-
-
-def _beginning(teacher: PreTrainedConfig) -> int:
-    """The token that begins texts; another one where there is none, since every first token gets attention."""
-    eos: Any = teacher.eos_token_id
-    given = (teacher.bos_token_id, eos[0] if isinstance(eos, list) else eos, teacher.pad_token_id, 0)
-    return next(token for token in given if token is not None)
 
 
 @torch.no_grad()
@@ -115,12 +110,19 @@ def match_scale(student: MemoryForCausalLM, teacher: PreTrainedModel, input_ids:
     Where a memory is combined with attention over a window, its gate is set instead.
     """
     transfer = AttentionTransfer(student, teacher)
-    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x}
+    mixers = transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.new_part is x}
     for mixer, output, target in transfer.outputs(input_ids) if transfer.mixers else ():
         bias: Tensor | None = mixer.get_submodule("o_proj").bias  # type: ignore[assignment]
         sizes = [(x if bias is None else x - bias).float().square().mean().sqrt() for x in (target, output)]
         mixer.scale_output(sizes[0] / sizes[1])  # type: ignore[operator]
-    _open_gates(transfer, input_ids)
+    transfer.mixers = {i: x for i, x in mixers.items() if x.gate_beside_attention is not None}
+    outputs = []  # with the memory, and without
+    for value in (1, 0) if transfer.mixers else ():
+        for mixer in transfer.mixers.values():
+            mixer.gate_beside_attention.fill_(value)
+        outputs.append(list(transfer.outputs(input_ids)))
+    for (mixer, output, target), (_, without, _) in zip(*outputs):
+        mixer.open_gate(output, without, target)
 
 
 @torch.no_grad()
@@ -186,15 +188,3 @@ class LeastSquares:
         penalty = ridge * squares.diagonal().mean()
         squares.diagonal().add_(penalty)
         return torch.linalg.solve(squares, self.products.double()).mT
-
-
-def _open_gates(transfer: AttentionTransfer, input_ids: Tensor) -> None:
-    """Set the gates of memories beside attention over a window, by comparing outputs with and without the memory."""
-    transfer.mixers = {i: x for i, x in transfer.mixers.items() if x.gate_beside_attention is not None}
-    outputs = []
-    for value in (1, 0) if transfer.mixers else ():
-        for mixer in transfer.mixers.values():
-            mixer.gate_beside_attention.fill_(value)
-        outputs.append(list(transfer.outputs(input_ids)))
-    for (mixer, output, target), (_, without, _) in zip(*outputs):
-        mixer.open_gate(output, without, target)
