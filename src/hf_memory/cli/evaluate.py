@@ -34,9 +34,30 @@ EXPLAINED = "; ".join(f"{name}: {task.says}" for name, task in TASKS.items())
 
 
 @dataclass(frozen=True)
-class QuestionFlags:
-    """Flags of what models are asked."""
+class MeasureFlags:
+    """Flags of what is measured, on which text, and of what models are asked."""
 
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
+        ),
+    ] = None
+    max_tokens: MaxTokens = None
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
+    ] = False
+    tasks: Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")] = ALL
+    lengths: Annotated[
+        str,
+        typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."),
+    ] = USUAL
+    measure_tokens: MeasureTokens = 2**16
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
+    ] = None
     samples: Annotated[
         int,
         typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2),
@@ -62,29 +83,8 @@ class QuestionFlags:
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            help=f"Text that the model was not trained on: {SOURCES}; may be repeated. Scores and answers need none.",
-        ),
-    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Model to compare with, such as its teacher; it must have the same tokenizer.")
-    ] = None,
-    tasks: Annotated[str, typer.Option(help=f"Tasks, separated by commas: {EXPLAINED}.")] = ALL,
-    lengths: Annotated[
-        str,
-        typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."),
-    ] = USUAL,
-    max_tokens: MaxTokens = None,
-    held_out: Annotated[
-        bool, typer.Option("--held-out", help="Use only the last tenth of the text, which convert holds out.")
-    ] = False,
-    measure_tokens: MeasureTokens = 2**16,
-    lm_eval: Annotated[
-        str | None,
-        typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
     ] = None,
     datastore: Annotated[
         Path | None, typer.Option(help="Datastore that the model looks up: folder that hf-memory datastore has built.")
@@ -93,43 +93,42 @@ def evaluate(
         Path, typer.Option(help="Folder for the table, pictures and JSON; results of several models can share it.")
     ] = Path("evaluation"),
     *,
-    questions: QuestionFlags,
+    flags: MeasureFlags,
     loading: LoadingFlags,
 ) -> None:
     """Measure a model, and compare it with its teacher. Each figure has a 95 % interval.
 
     A run that was stopped continues where it was. Other models with the same settings are added to the table in OUTPUT.
     """
-    chosen, sizes = [name.strip() for name in tasks.split(",")], _numbers(lengths)
+    chosen, sizes = [name.strip() for name in flags.tasks.split(",")], _numbers(flags.lengths)
     if unknown := [name for name in chosen if name not in TASKS]:
         raise ValueError(f"tasks must be from {', '.join(TASKS)}, got {', '.join(unknown)}")
-    if text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
+    if flags.text is None and (others := [name for name in chosen if name not in NEED_NO_TEXT]):
         raise ValueError(f"text must be given, except for {', '.join(NEED_NO_TEXT)}, got tasks {', '.join(others)}")
-    how, new_tokens = questions.settings(), questions.max_new_tokens
-    store = Datastore(datastore) if datastore else None
+    how, store = flags.settings(), Datastore(datastore) if datastore else None
     mine = f"{model} with {datastore.name}" if datastore else model
     with claimed(output), signs_of_life() as report:
         sources = ({against: against} if against else {}) | {mine: model}
         models = {name: loading.load(source) for name, source in sources.items()}
         weights = _weights(models, store)
         tokens = Text(torch.empty(0, dtype=torch.long))
-        if text:
-            tokens = conversion.read_tokens(text, models[mine][1], limit=max_tokens, report=report)
-            tokens = split(tokens)[1] if held_out else tokens
+        if flags.text:
+            tokens = conversion.read_tokens(flags.text, models[mine][1], limit=flags.max_tokens, report=report)
+            tokens = split(tokens)[1] if flags.held_out else tokens
             for loaded, _ in models.values():
                 check_tokens(tokens, loaded.config, min(sizes))
-        settings = how | {"lengths": lengths, "measure_tokens": measure_tokens, "max_new_tokens": new_tokens}
+        settings = how | {x: getattr(flags, x) for x in ("lengths", "measure_tokens", "max_new_tokens")}
         settings |= {"dtype": loading.dtype, "device": models[mine][0].device.type, "text": tokens_fingerprint(tokens)}
         known = record.open_record(output, settings | {"against": weights[against] if against else None})
         keep = partial(record.keep, output, known)
-        how |= {"lengths": sizes, "max_tokens": measure_tokens, "new_tokens": new_tokens}
-        how |= {"score_lengths": _numbers(questions.score_lengths, "score_lengths")}
+        how |= {"lengths": sizes, "max_tokens": flags.measure_tokens, "new_tokens": flags.max_new_tokens}
+        how |= {"score_lengths": _numbers(flags.score_lengths, "score_lengths")}
         with NearestNeighbours(models[mine][0], store) if store else nullcontext():
             for name, (loaded, tokenizer) in models.items():
                 found = record.row_of(known, name, weights[name])
                 subject = Subject(loaded, tokens, tokenizer=tokenizer, **how)
                 carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
-                for task in lm_eval.split(",") if lm_eval else ():
+                for task in flags.lm_eval.split(",") if flags.lm_eval else ():
                     asked = found.setdefault("lm-eval", {})
                     if (title := harness.task_name(task)) not in asked:
                         asked[title] = harness.lm_eval(loaded, tokenizer, task)
@@ -137,7 +136,7 @@ def evaluate(
                 how |= {"teacher": loaded, "theirs": found}
         if not found:
             wanted = "tasks must have one that can be measured at these lengths, agreement only with --against"
-            raise ValueError(f"{wanted}, got {tasks} at {lengths}")
+            raise ValueError(f"{wanted}, got {flags.tasks} at {flags.lengths}")
         record.draw(output, known)
     _show(known)
     console.print(f"Wrote {output}: {record.FILE}, and a picture of each task", soft_wrap=True)
