@@ -220,7 +220,6 @@ def test_a_weight_without_a_place_is_an_error():
     student = make_student(teacher, "linear")
     with pytest.raises(ValueError, match=r"teacher's model.layers.1.self_attn.sinks has no counterpart"):
         carry_over(student, teacher)
-    assert carry_over(student, teacher, drop=(r".*\.sinks",)).dropped == ["model.layers.1.self_attn.sinks"]
 
 
 def test_a_weight_of_another_shape_is_an_error():

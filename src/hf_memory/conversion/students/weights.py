@@ -31,22 +31,21 @@ class CarriedWeights(NamedTuple):
 
 
 @torch.no_grad()
-def carry_over(student: nn.Module, teacher: PreTrainedModel, *, drop: tuple[str, ...] = ()) -> CarriedWeights:
+def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
     """Copy every tensor of a teacher into the corresponding tensor of a student.
+
+    Norms of queries and keys are left out where the student's memories have none.
 
     Args:
         student: a student with the teacher's sizes. Tensors of mixers and memory layers that the teacher does not have
             are not changed.
         teacher: a causal language model of a type in TEACHERS.
-        drop: regular expressions that match the names of the teacher's tensors that are not copied. Norms of queries
-            and keys are left out as well where the student's memories have none.
 
     Raises:
         ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
     """
     source, target = teacher.state_dict(), student.state_dict()
-    patterns = (*drop, *_norms_without_place(student))
-    dropped = [name for name in source if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    dropped = [name for name in source if any(re.fullmatch(norms, name) for norms in _norms_without_place(student))]
     parts_of = partial(find_teacher(teacher.config).parts, teacher.config)  # a fused tensor has several
     kept = {name: x for name, x in source.items() if name not in dropped}
     moves = [
