@@ -63,7 +63,7 @@ def reading_and_writing(
     new_tokens = min(new_tokens, context - 1)
     prompt = context - new_tokens  # some models have positions for `context` tokens only
     input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
-    cache, past = _past(model)
+    cache, past = empty_cache(model)
     start = clock()
     token = model(input_ids, **past, logits_to_keep=1).logits.argmax(-1)
     token.cpu()  # wait for the device
@@ -77,12 +77,12 @@ def reading_and_writing(
 @torch.no_grad()
 def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes that a model's cache holds after a sequence of `num_tokens` tokens, found by reading one."""
-    cache, past = _past(model)
+    cache, past = empty_cache(model)
     model(torch.zeros(1, num_tokens, dtype=torch.long, device=model.device), **past)
     return state_bytes(cache)
 
 
-def _past(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
+def empty_cache(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
     """An empty cache, and the arguments that pass it to a model, which differ in Mamba models."""
     cache = DynamicCache(config=model.config)
     name = "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, cached_file
 
+from hf_memory.evaluation.efficiency import empty_cache
 from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.target import Target
@@ -90,7 +91,7 @@ def export_model(
             if gguf is not None:
                 padded = LAYOUTS[found.name].target
                 write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
-        error = compare(model, partial, found)
+        error = compare(model, partial)
         if gguf is not None:
             shutil.move(Path(work) / "gguf", gguf)
         partial.rename(folder)
@@ -158,7 +159,7 @@ def save(theirs: PreTrainedModel, folder: Path, target: Target, config: MemoryCo
 
 
 @torch.no_grad()
-def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
+def compare(model: MemoryForCausalLM, folder: Path) -> float:
     """Largest difference of the logits relative to the largest logit, in float32, in a prefill and token by token.
 
     Raises:
@@ -170,7 +171,7 @@ def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     largest = float(expected.abs().max())
     noise = float((repeated - expected).abs().max()) / largest
-    error = max(float((x - expected).abs().max()) for x in _logits(theirs, tokens, target.cache)) / largest
+    error = max(float((x - expected).abs().max()) for x in _logits(theirs, tokens)) / largest
     rounding = max(TOLERANCE if model.dtype == torch.float32 else IN_16_BITS, TIMES_ROUNDING * noise)
     if not error < rounding:
         expected = f"the model's logits up to {rounding:.0e} of the largest"
@@ -178,10 +179,10 @@ def compare(model: MemoryForCausalLM, folder: Path, target: Target) -> float:
     return error
 
 
-def _logits(model: PreTrainedModel, tokens: Tensor, cache: str = "past_key_values") -> tuple[Tensor, Tensor]:
+def _logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of a prefill of all tokens, and of a prefill of one half with the other half decoded token by token."""
     tokens = tokens.to(model.device)
     parts = (tokens[:, : TOKENS // 2], *tokens[:, TOKENS // 2 :].split(1, dim=1))
-    past = {cache: DynamicCache(config=model.config)}
-    steps = [model(part, use_cache=True, **past).logits for part in parts]
+    _, past = empty_cache(model)
+    steps = [model(part, **past).logits for part in parts]
     return model(tokens, use_cache=False).logits.cpu(), torch.cat(steps, 1).cpu()

@@ -114,7 +114,6 @@ class Mamba2(Granite):
         "model.layers.": "backbone.layers.",
         "model.norm.": "backbone.norm_f.",
     }
-    cache = "cache_params"
     needs_attention = has_our_attention = has_mlp = False
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:

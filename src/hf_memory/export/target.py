@@ -47,7 +47,6 @@ class Target(ABC):
         file_names: parts of names that differ in published checkpoints.
         files: further files that some engines need, and their text.
         unsaved: ending of the names of zeros that are left out.
-        cache: the name of the cache in its forward.
         layer_types: the names there of the layer types that fit.
         needs_attention: whether a model without attention layers gets one that adds zero.
         has_our_attention: whether its attention layers can be ours; if not, only models without attention fit.
@@ -62,7 +61,6 @@ class Target(ABC):
     file_names: ClassVar[Mapping[str, str]] = {}
     files: ClassVar[Mapping[str, str]] = {}
     unsaved = "-"
-    cache = "past_key_values"
     layer_types: ClassVar[Mapping[str, str]] = {"memory": "linear_attention", "full_attention": "full_attention"}
     needs_attention = True
     has_our_attention = False
