@@ -177,10 +177,6 @@ def _own_head_dim(config: dict) -> dict:
     }
 
 
-def _gated_deltanet(config: dict) -> dict:
-    return {**_own_head_dim(config), "gate": "scalar"}
-
-
 def _comba(config: dict) -> dict:
     _refuse(config, use_inner_decay=(True,), use_output_correction=(True,))
     gate = "sigmoid" if config.get("use_output_gate", True) else "none"
@@ -416,7 +412,7 @@ SOURCES = {
     "retnet": Source(GatedLinearAttentionConfig, _retnet),
     "gla": Source(GatedLinearAttentionConfig, _gla, change=_repeat_gate),
     "delta_net": Source(DeltaNetConfig, _delta_net),
-    "gated_deltanet": Source(DeltaNetConfig, _gated_deltanet),
+    "gated_deltanet": Source(DeltaNetConfig, lambda config: {**_own_head_dim(config), "gate": "scalar"}),
     "gated_deltanet2": Source(DeltaNetConfig, lambda config: {**_kda(config), "gate": "gdn2"}, change=_repeat_keys),
     "comba": Source(DeltaNetConfig, _comba),
     "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
@@ -488,8 +484,13 @@ def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
     fused = source.fused(theirs)
     parts = {n: y for name, x in weights.items() for n, y in _apart(fused, name, x).items()}
     parts = {n: y for name, x in parts.items() for n, y in source.change(theirs, name, x).items()}
-    named = {_rename(name, source.inside): x for name, x in parts.items()}
-    return {name: x.squeeze(1) if name.endswith("_conv1d.weight") else x for name, x in named.items()}
+    found = {}
+    for before, x in parts.items():
+        name = _replace_start(before, OUTSIDE)
+        if layer := re.fullmatch(r"(?:model\.layers|backbone\.layers|blocks)\.(\d+)\.(.+)", name):
+            name = f"model.layers.{layer[1]}.{_replace_start(layer[2], source.inside)}"
+        found[name] = x.squeeze(1) if name.endswith("_conv1d.weight") else x
+    return found
 
 
 def _apart(fused: Rows, name: str, x: Tensor) -> Weights:
@@ -498,12 +499,6 @@ def _apart(fused: Rows, name: str, x: Tensor) -> Weights:
             parts = x.unflatten(0, (groups, -1)).split([*rows.values()], dim=1)
             return {name.replace(projection, part): y.flatten(0, 1) for part, y in zip(rows, parts)}
     return {name: x}
-
-
-def _rename(name: str, inside: Mapping[str, str]) -> str:
-    outside = _replace_start(name, OUTSIDE)
-    layer = re.fullmatch(r"(?:model\.layers|backbone\.layers|blocks)\.(\d+)\.(.+)", outside)
-    return outside if layer is None else f"model.layers.{layer[1]}.{_replace_start(layer[2], inside)}"
 
 
 def _replace_start(name: str, starts: Mapping[str, str]) -> str:
