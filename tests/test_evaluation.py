@@ -32,7 +32,6 @@ from hf_memory.evaluation import (
     language,
     perplexity,
     perplexity_by_position,
-    plot_contexts,
     plot_conversion,
     recall_by_distance,
 )
@@ -354,9 +353,6 @@ def test_the_plot_is_a_picture(tmp_path):
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     plot_conversion(tmp_path / "plot.png", {"distillation": history}, {"teacher": 3.0, "student": 4.0})
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    panels = {"recall": {"teacher": {"16": described(1.0)}, "student": {"16": described(0.9)}}}
-    plot_contexts(tmp_path / "contexts.png", panels, {"recall": "distance"})
-    assert (tmp_path / "contexts.png").read_bytes().startswith(b"\x89PNG")
     one = described(Estimate([0.0, 1.0]))
     plot_task(
         tmp_path / "task.png", {"teacher": {"256": {RIGHT: one}, "512": {RIGHT: one}}, "student": {"512": {RIGHT: one}}}

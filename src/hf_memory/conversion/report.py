@@ -14,7 +14,7 @@ from hf_memory.conversion.describe import past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.conversion.students.heads import HeadScore
-from hf_memory.evaluation import longest_window, plot_contexts, plot_conversion, plot_heads
+from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, plot_task
 from hf_memory.evaluation.plots import plot_scores
 from hf_memory.evaluation.record import said, scores_of
 from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN
@@ -23,11 +23,11 @@ from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
 
 CARD = Path(__file__).with_name("model_card.md")
-PANELS = {  # of the picture by length: a task, its figure, and what the tokens are
-    "held-out perplexity": ("perplexity", "perplexity", "position"),
-    "KL from the teacher": ("agreement", "KL", "position"),
-    "recall (nats per token)": ("recall", "recall", "length of the text"),
-    "cache (bytes)": ("speed", BYTES, "length of the text"),
+PANELS = {  # of the picture by length: a task and its figure
+    "held-out perplexity, by position": ("perplexity", "perplexity"),
+    "KL from the teacher, by position": ("agreement", "KL"),
+    "recall in nats per token, by length": ("recall", "recall"),
+    "cache in bytes, by length": ("speed", BYTES),
 }
 
 
@@ -118,9 +118,7 @@ def add_results(path: Path, results: Results) -> None:
     with tempfile.TemporaryDirectory(dir=path) as name:
         folder = Path(name)
         plot_conversion(folder / "conversion.png", results.losses, last)
-        panels = {name: _curves(results, task, figure) for name, (task, figure, _) in PANELS.items()}
-        panels = {name: curves for name, curves in panels.items() if any(curves.values())}
-        plot_contexts(folder / "contexts.png", panels, {name: f"{x} (tokens)" for name, (*_, x) in PANELS.items()})
+        plot_task(folder / "contexts.png", {name: _by_length(found) for name, found in results.rows.items()})
         plot_scores(folder / "scores.png", {name: scores_of(found) for name, found in results.rows.items()})
         if results.heads:
             plot_heads(folder / "heads.png", results.heads, results.chosen)
@@ -202,6 +200,10 @@ def _figure(found: Found, task: str, figure: str, at: int, part: str = "value") 
     return found.get(task, {}).get(str(at), {}).get(figure, {}).get(part)
 
 
-def _curves(results: Results, task: str, figure: str) -> dict[str, dict[str, dict]]:
-    """{model: {tokens: figure}}."""
-    return {name: {at: row[figure] for at, row in found.get(task, {}).items()} for name, found in results.rows.items()}
+def _by_length(found: Found) -> dict[str, dict]:
+    """{tokens: {panel: figure}}."""
+    rows: dict[str, dict] = {}
+    for panel, (task, figure) in PANELS.items():
+        for at, row in found.get(task, {}).items():
+            rows.setdefault(at, {})[panel] = row[figure]
+    return rows

@@ -19,7 +19,7 @@ from hf_memory.evaluation.language import (
     perplexity_by_position,
     recall_by_distance,
 )
-from hf_memory.evaluation.plots import plot_contexts, plot_conversion, plot_heads
+from hf_memory.evaluation.plots import plot_conversion, plot_heads, plot_task
 from hf_memory.evaluation.tasks import (
     ITEMS,
     LENGTHS,
@@ -56,8 +56,8 @@ __all__ = [
     "longest_window",
     "perplexity",
     "perplexity_by_position",
-    "plot_contexts",
     "plot_conversion",
     "plot_heads",
+    "plot_task",
     "recall_by_distance",
 ]

@@ -12,7 +12,6 @@ from hf_memory.evaluation.writing import TEXTS
 from hf_memory.files.names import visible
 from hf_memory.progress import History
 
-Curve = Mapping[str, dict]  # figures of a record by position or context length, in tokens
 WIDTH = 40  # characters of a title in one line
 APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
@@ -51,27 +50,12 @@ def plot_heads(path: Path, scores: Iterable[tuple[int, int, float]], chosen: Ite
     _finish(figure, path)
 
 
-def plot_contexts(path: Path, panels: Mapping[str, Mapping[str, Curve]], xlabels: Mapping[str, str]) -> None:
-    """Write a PNG with a panel for each measure, in which each model is a curve over tokens.
-
-    Args:
-        path: where the picture is written.
-        panels: {measure: {model: {tokens: figure of a record}}}.
-        xlabels: {measure: what its tokens are}.
-    """
-    figure, axes = _panels(len(panels))
-    for panel, (measure, curves) in zip(axes, panels.items()):
-        _plot_models(panel, curves)
-        panel.set(title=measure, xlabel=xlabels[measure])
-    _finish(figure, path)
-
-
 def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]) -> None:
-    """Write a PNG of a task's results: a panel for each figure, with intervals; for needles, one for each model.
+    """Write a PNG with a panel for each figure, with intervals; for needles, there is one more for each model.
 
     Args:
-        path: the file to write; there is none for a task without figures.
-        models: {model: {tokens or the name of a task: {figure: described}}}.
+        path: the file to write; there is none without figures.
+        models: {model: {tokens or the name of a task: {figure: as in a record}}}.
     """
     rows = [figures for found in models.values() for figures in found.values()]
     labels = list(dict.fromkeys(label for row in rows for label in row if label != TEXTS))
@@ -118,7 +102,7 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
     _finish(figure, path)
 
 
-def _plot_models(panel, models: Mapping[str, Curve]) -> None:
+def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
     """Values with their intervals, over numbers of tokens or names of tasks; the models stand beside each other."""
     names = sorted(
         {at for curve in models.values() for at in curve}, key=lambda at: (int(at) if at.isdigit() else 0, at)

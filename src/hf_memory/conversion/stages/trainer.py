@@ -93,7 +93,7 @@ class StageTrainer(Trainer):
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Write a checkpoint under a temporary name first, so that it is complete or absent."""
+        """Write a checkpoint, or nothing if this fails."""
         folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
         otherwise = "the checkpoint before it stays, and the same run goes on from there"
         try:
