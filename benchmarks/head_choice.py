@@ -26,7 +26,7 @@ from examples import smollm2 as example  # noqa: E402
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens  # noqa: E402
 from hf_memory.conversion.stages.divergence import divergence  # noqa: E402
 from hf_memory.conversion.students import student_config  # noqa: E402
-from hf_memory.conversion.students.heads import attention_by, by_layer, passages, rank_heads, ranked  # noqa: E402
+from hf_memory.conversion.students.placement import attention_by, by_layer, passages, rank_heads, ranked  # noqa: E402
 from hf_memory.evaluation import agreement, cache_bytes, copy_gain  # noqa: E402
 from hf_memory.files.text import Text  # noqa: E402
 

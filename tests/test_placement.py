@@ -21,8 +21,7 @@ from hf_memory.conversion import (
 )
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
-from hf_memory.conversion.students.heads import passages, rank_heads
-from hf_memory.conversion.students.placement import placement_table, restored, share_count
+from hf_memory.conversion.students.placement import passages, placement_table, rank_heads, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same

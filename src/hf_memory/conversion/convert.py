@@ -16,8 +16,7 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import build, make_student
-from hf_memory.conversion.students.heads import rank_heads
-from hf_memory.conversion.students.placement import LayerScore, rank_layers
+from hf_memory.conversion.students.placement import LayerScore, rank_heads, rank_layers
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options

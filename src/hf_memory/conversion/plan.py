@@ -26,8 +26,7 @@ from hf_memory.conversion.students import (
     own_window,
     student_config,
 )
-from hf_memory.conversion.students.heads import HeadScore, by_layer, rank_by_retrieval
-from hf_memory.conversion.students.placement import kept_layers, share_count
+from hf_memory.conversion.students.placement import HeadScore, by_layer, kept_layers, rank_by_retrieval, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
