@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memory.conversion.claims import describe
+from hf_memory.evaluation.writing import continued
 from hf_memory.files.chat_template import apply_template
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.folders import written
@@ -122,11 +123,6 @@ def _rows(teacher: PreTrainedModel, tokenizer, prompts: Sequence[str], seed: int
 
 
 def _continued(teacher: PreTrainedModel, tokenizer, starts: list[str], length: int) -> list[str]:
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     read, start = tokenizer(starts, add_special_tokens=False)["input_ids"], start_of(tokenizer)
     begun = [ids if ids[: len(start)] == start else start + ids for ids in read]  # templates may write it themselves
-    read = tokenizer.pad({"input_ids": begun}, return_tensors="pt", padding_side="left")
-    inputs = {name: read[name].to(teacher.device) for name in ("input_ids", "attention_mask")}
-    made = teacher.generate(**inputs, do_sample=True, max_new_tokens=length)  # type: ignore[operator]
-    return tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return continued(teacher, tokenizer, begun, do_sample=True, max_new_tokens=length)

@@ -54,19 +54,24 @@ def greedy(
     new_tokens: int,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
-    """The texts that follow prompts, which are read in batches with padding on the left."""
-    padding = next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
+    """The texts that follow prompts, which are read in batches."""
     plain: dict = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": new_tokens}
     rows, texts = max(1, BATCH // max(map(len, prompts))), []
     for first in range(0, len(prompts), rows):
         batch = prompts[first : first + rows]
-        longest = max(map(len, batch))
-        read = torch.tensor([[padding] * (longest - len(x)) + x for x in batch], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in batch], device=model.device)
-        made = model.generate(read, attention_mask=mask, pad_token_id=padding, **plain)  # type: ignore[operator]
-        texts += tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
-        progress(read.numel())
+        texts += continued(model, tokenizer, batch, **plain)
+        progress(len(batch) * max(map(len, batch)))
     return texts
+
+
+def continued(model: PreTrainedModel, tokenizer, prompts: Sequence[list[int]], **how) -> list[str]:
+    """The texts that `generate` writes after prompts, which it reads with padding on the left."""
+    padding = next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
+    longest = max(map(len, prompts))
+    read = torch.tensor([[padding] * (longest - len(x)) + x for x in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts], device=model.device)
+    made = model.generate(read, attention_mask=mask, pad_token_id=padding, **how)  # type: ignore[operator]
+    return tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
 
 
 def words_alike(text: str, other: str) -> int:

@@ -1,7 +1,6 @@
 """Copies a teacher's weights into a student, by their names."""
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,7 +44,11 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
         ValueError: if a tensor has no counterpart or another shape, or the student has new tensors elsewhere.
     """
     source, target = teacher.state_dict(), student.state_dict()
-    dropped = [name for name in source if any(re.fullmatch(norms, name) for norms in _norms_without_place(student))]
+    config: Any = student.config
+    memories = [i for i, kind in enumerate(config.layer_types or ()) if kind == "memory"]
+    norms = tuple(f"model.layers.{i}.self_attn.{x}_norm." for i in memories for x in "qk")
+    has_norms = not config.use_qk_norm or config.has_memory_qk_norm
+    dropped = [] if has_norms else [name for name in source if name.startswith(norms)]
     parts_of = partial(find_teacher(teacher.config).parts, teacher.config)  # a fused tensor has several
     kept = {name: x for name, x in source.items() if name not in dropped}
     moves = [
@@ -65,14 +68,6 @@ def carry_over(student: nn.Module, teacher: PreTrainedModel) -> CarriedWeights:
         target[other].copy_(x)
         used[name] = (*used.get(name, ()), other)
     return CarriedWeights(used, dropped, new)
-
-
-def _norms_without_place(student: nn.Module) -> Iterator[str]:
-    config: Any = student.config
-    if config.use_qk_norm and not config.has_memory_qk_norm:
-        for i, kind in enumerate(config.layer_types):
-            if kind == "memory":
-                yield rf"model\.layers\.{i}\.self_attn\.[qk]_norm\..+"
 
 
 def _misfits(moves: list[tuple[str, str, Tensor]], target: dict[str, Tensor]) -> list[str]:
