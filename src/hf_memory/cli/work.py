@@ -1,7 +1,7 @@
 """What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -59,16 +59,8 @@ class Job(NamedTuple):
     held_out: Text
     known: record.Record  # what a stopped call has measured
 
-    def measure(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        teacher: PreTrainedModel | None = None,
-        *,
-        tasks: Sequence[str] = OF_CARD,
-        keep: Callable[[], object] = lambda: None,
-    ) -> Found:
-        """Measure a model, and compare it with a teacher if there is one; `keep` is called after each result."""
+    def measure(self, name: str, model: PreTrainedModel, teacher: PreTrainedModel | None = None, **how) -> Found:
+        """Measure a model, and compare it with a teacher if there is one; further arguments are those of `evaluate`."""
         found = record.row_of(self.known, name, f"{model_fingerprint(model)} {tokens_fingerprint(self.held_out)}")
         first, flags = next(iter(self.known["models"].values()))["found"], self.asked.training
         subject = Subject(
@@ -81,7 +73,8 @@ class Job(NamedTuple):
             items=flags.items,
             theirs={} if found is first else first,
         )
-        return evaluate(subject, tasks, found, keep=keep, name=name, report=self.asked.run.report)
+        how = {"tasks": OF_CARD, "name": name, "report": self.asked.run.report} | how
+        return evaluate(subject, found=found, **how)
 
     def keep(self) -> None:
         """Keep what was measured in the output, so that a stopped call need not measure it again."""

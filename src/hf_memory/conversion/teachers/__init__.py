@@ -8,26 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_memory.evaluation.efficiency import head_dim
+from hf_memory.export.parts import SAME
 
-SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "attention_dropout",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-)
+SHARED: tuple[str, ...] = (*SAME, "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHARED += ("hidden_act", "rope_parameters", "attention_dropout")
 
 
 def _phi3_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
