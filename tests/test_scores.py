@@ -77,19 +77,20 @@ def test_right_answers_score_1_and_wrong_ones_less(scorer, answers):
 def test_who_knows_the_answers_scores_1_and_who_answers_another_question_does_not(group, place):
     tokenizer, kind = Characters(), KINDS[group][place.kind]
     asked = [ask(tokenizer, kind, place, f"0 {i}") for i in range(4)]
-    again, other = ([ask(tokenizer, kind, place, f"{seed} {i}").prompt for i in range(4)] for seed in (0, 1))
-    assert [x.prompt for x in asked] == again != other
+    again, other = ([ask(tokenizer, kind, place, f"{seed} {i}")[0] for i in range(4)] for seed in (0, 1))
+    assert [prompt for prompt, _ in asked] == again != other
     if place.length:
-        assert all(0.75 * place.length < len(x.prompt) < 1.25 * place.length for x in asked)
+        assert all(0.75 * place.length < len(prompt) < 1.25 * place.length for prompt, _ in asked)
 
     def found(answers):
-        known = {tuple(x.prompt): answer + "\n\nQuestion: and?" for x, answer in zip(asked, answers)}
+        known = {tuple(prompt): answer + "\n\nQuestion: and?" for (prompt, _), answer in zip(asked, answers)}
         return scores.score(Knows(known), tokenizer, group, place, items=4)
 
-    assert found([x.question.answer for x in asked]) == found([f" {x.question.answer}" for x in asked]) == 1
+    right = [question.answer for _, question in asked]
+    assert found(right) == found([f" {answer}" for answer in right]) == 1
     assert found(["?"] * 4) == 0
     if place.kind != "items":  # any three things are right
-        assert found([x.question.answer for x in [*asked[1:], asked[0]]]) < 1
+        assert found([*right[1:], right[0]]) < 1
 
 
 def test_a_conversation_goes_through_the_chat_template():
@@ -148,7 +149,7 @@ def test_puzzles_of_reasoning_gym_are_scored_by_it_and_need_it(monkeypatch):
 
     place, tokenizer = places("reasoning", ())[0], Characters()
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Made))
-    question = ask(tokenizer, KINDS["reasoning"][place.kind], place, "0 0").question
+    _, question = ask(tokenizer, KINDS["reasoning"][place.kind], place, "0 0")
     assert question.asked == f"{place.kind} {question.answer}?"
     assert (question.score(f" {question.answer}\n"), question.score("?")) == (1, 0)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)

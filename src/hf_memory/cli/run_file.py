@@ -14,14 +14,7 @@ from hf_memory.files.folders import RESULTS
 
 RUN = "run.yaml"
 Fields = TypeVar("Fields", Schedule, OnPolicy)
-OF_ONE_CALL = {
-    "config",
-    "device",
-    "dry_run",
-    "goal",
-    "overwrite",
-    "help",
-}  # flags that do not change the result, so are not saved
+OF_ONE_CALL = {"config", "device", "dry_run", "goal", "overwrite", "help"}  # flags that do not change a result
 
 
 def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:

@@ -43,13 +43,6 @@ class Place(NamedTuple):
         return self.kind if self.length is None else f"{self.kind} at {self.length}"
 
 
-class Asked(NamedTuple):
-    """A question as a prompt in tokens."""
-
-    prompt: list[int]
-    question: Question
-
-
 def places(group: str, lengths: tuple[int, ...]) -> list[Place]:
     """The places of a group of questions."""
     found = [
@@ -58,18 +51,21 @@ def places(group: str, lengths: tuple[int, ...]) -> list[Place]:
     return list(chain.from_iterable(found))
 
 
-def ask(tokenizer, kind: Kind, place: Place, key: str) -> Asked:
-    """A question with its examples, the same for the same key; its prompt has about the place's length."""
+def ask(tokenizer, kind: Kind, place: Place, key: str) -> tuple[list[int], Question]:
+    """The prompt of a question with its examples in tokens, of about the place's length, and the question.
 
-    def made(room: int) -> Asked:
+    Both are the same for the same key.
+    """
+
+    def made(room: int) -> tuple[list[int], Question]:
         dice = Random(f"{place} {key}")
         examples = [kind.make(dice, FEW) for _ in range(kind.shots)]
         question = kind.make(dice, room)
-        return Asked(prompt_of(tokenizer, question, examples), question)
+        return prompt_of(tokenizer, question, examples), question
 
     if place.length is None:
         return made(0)
-    short, long = (len(made(room).prompt) for room in (FEW, 5 * FEW))
+    short, long = (len(made(room)[0]) for room in (FEW, 5 * FEW))
     return made(max(1, FEW + int(4 * FEW * (place.length - short) / (long - short))))
 
 
@@ -110,9 +106,9 @@ def score(
         tell: is called with the number of tokens of each batch.
     """
     kind = KINDS[group][place.kind]
-    asked = [ask(tokenizer, kind, place, f"{seed} {i}") for i in range(items)]
-    texts = greedy(model, tokenizer, [x.prompt for x in asked], kind.new_tokens, tell)
-    return Share([x.question.score(text.split("\nQuestion:")[0].rstrip()) for x, text in zip(asked, texts)])
+    prompts, questions = zip(*(ask(tokenizer, kind, place, f"{seed} {i}") for i in range(items)))
+    texts = greedy(model, tokenizer, prompts, kind.new_tokens, tell)
+    return Share([x.score(text.split("\nQuestion:")[0].rstrip()) for x, text in zip(questions, texts)])
 
 
 def compared(ours: Share, theirs: Mapping[str, Any], chance: float, tolerance: float) -> dict[str, Any]:
