@@ -73,8 +73,8 @@ class Job(NamedTuple):
             items=flags.items,
             theirs={} if found is first else first,
         )
-        how = {"tasks": OF_CARD, "name": name, "report": self.asked.run.report} | how
-        return evaluate(subject, found=found, **how)
+        given: dict = {"tasks": OF_CARD, "found": found, "name": name, "report": self.asked.run.report}
+        return evaluate(subject, **given | how)
 
     def keep(self) -> None:
         """Keep what was measured in the output, so that a stopped call need not measure it again."""

@@ -78,8 +78,8 @@ def write_text(
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]  # of a stopped call, without an unfinished batch
+    known = partial.read_text(encoding="utf-8").splitlines(keepends=True) if partial.exists() else []
+    whole = [line for line in known if line.endswith("\n")]  # of a stopped call, without an unfinished batch
     rows = [json.loads(line) for line in whole[: len(whole) // BATCH * BATCH]]
     tokens = sum(_size(tokenizer, row) for row in rows)
     with written(partial.name, folder, "its texts so far are kept"), partial.open("w") as lines:

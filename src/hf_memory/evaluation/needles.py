@@ -78,11 +78,7 @@ class Words(NamedTuple):
         return sum(map(len, (self.opening, *self.needles, self.question, self.answer)))
 
 
-class Sample(NamedTuple):
-    """A prompt with hidden needles, and its parts."""
-
-    prompt: list[int]
-    words: Words
+Sample = tuple[list[int], Words]  # a prompt with hidden needles, and its parts
 
 
 def samples_of(
@@ -124,19 +120,19 @@ def hunt(
         model may know the number, but generate something else first.
     """
     found = []
-    for sample in samples:
-        answer = sample.words.answer
-        read = torch.tensor([sample.prompt + answer], device=model.device)
+    for prompt, words in samples:
+        answer = words.answer
+        read = torch.tensor([prompt + answer], device=model.device)
         logits = model(read, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, -len(answer) - 1 : -1].float()
         expected = read[0, -len(answer) :]
         losses, right = F.cross_entropy(logits, expected, reduction="none"), logits.argmax(-1) == expected
         digits = [any(x.isdigit() for x in tokenizer.decode([token])) for token in answer]
         written = bool(right.all())  # then greedy decoding gives it
         if not written:
-            (after,) = greedy(model, tokenizer, [sample.prompt], len(answer) + ROOM)
-            written = sample.words.number in after
+            (after,) = greedy(model, tokenizer, [prompt], len(answer) + ROOM)
+            written = words.number in after
         found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
-        progress(len(sample.prompt))
+        progress(len(prompt))
     return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
 
 
@@ -162,7 +158,7 @@ def hide(tokenizer, tokens: Tensor, kind: Hunt, length: int, depth: float, dice:
     places = [round(depth * room), *(dice.randint(0, room) for _ in words.needles[1:])]
     for place, needle in sorted(zip(places, words.needles), reverse=True):
         hay[place:place] = needle
-    return Sample([*words.opening, *hay, *words.question], words)
+    return [*words.opening, *hay, *words.question], words
 
 
 def _words(tokenizer, kind: Hunt, dice: random.Random) -> Words:
