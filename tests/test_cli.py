@@ -80,7 +80,7 @@ def test_a_student_is_saved_before_it_is_measured_and_measuring_goes_on(run, tea
     asked = []
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST]
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "cost_by_context", no_time)
+        patch.setattr(tasks, "cost", no_time)
         assert run(*command)[0] == 2
     assert run("generate", tmp_path / "student", "--prompt", "the snake", "--max-new-tokens", 2)[0] == 0
     weights = (tmp_path / "student" / "model.safetensors").read_bytes()

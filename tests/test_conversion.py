@@ -44,7 +44,7 @@ from hf_memory.conversion.stages.transfer import AttentionTransfer, attention_se
 from hf_memory.conversion.students import SERVABLE, STUDENTS
 from hf_memory.conversion.students.starts import match_scale, start_near, start_open
 from hf_memory.decoding.parts import head
-from hf_memory.evaluation import OF_CARD, Cost, Subject, agreement, evaluate, lengths_beyond
+from hf_memory.evaluation import OF_CARD, Subject, agreement, evaluate, lengths_beyond
 from hf_memory.files.fingerprints import tokens_fingerprint
 from hf_memory.files.folders import check_output
 from hf_memory.files.text import start_of
@@ -723,7 +723,7 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
 
 def test_measuring_keeps_to_its_budget(monkeypatch):
     read, told, teacher = [], [], make_teacher()
-    monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
+    monkeypatch.setattr("hf_memory.evaluation.tasks.cost", lambda model, context: {})
     teacher.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
     evaluate(Subject(teacher, text(9000), lengths=(64, 512), max_tokens=8192), OF_CARD, report=told.append)
     assert 4096 < sum(read) <= 8192
@@ -787,7 +787,7 @@ def test_every_window_begins_as_the_tokenizer_begins_a_text(tmp_path, monkeypatc
     )
     convert(teacher, text, to="deltanet", keep="auto:1/2", transfer=schedule, distillation=schedule)
     convert(teacher, text, to="deltanet", keep="heads:1/2", transfer=schedule._replace(steps=0), distillation=schedule)
-    monkeypatch.setattr("hf_memory.evaluation.tasks.cost_by_context", lambda model, contexts: [Cost(1, 1, 1.0, 1.0)])
+    monkeypatch.setattr("hf_memory.evaluation.tasks.cost", lambda model, context: {})
     evaluate(Subject(teacher, text, lengths=(64, 256), max_tokens=2048), OF_CARD)
     assert {rows.shape[1] for rows in read} > {16, 256}
     assert all((rows[:, 0] == 1).all() and (rows[:, :-1][rows[:, 1:] == 1] == 2).all() for rows in read)

@@ -14,7 +14,7 @@ from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, 
 from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
-from hf_memory.evaluation.tasks import BYTES, READ, WRITTEN
+from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.progress import Progress
 from teachers import SCHEDULE, convert, make_teacher, text
 

@@ -97,7 +97,7 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
 
     chosen = ["--tasks", "perplexity,recall,speed"]
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "cost_by_context", fail)
+        patch.setattr(tasks, "cost", fail)
         code, *_, (stopped,) = evaluate(*chosen)
     assert (code, list(stopped)) == (2, ["perplexity", "recall"])
     counted = []

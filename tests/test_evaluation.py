@@ -27,7 +27,7 @@ from hf_memory.evaluation import (
     cache_bytes,
     cache_bytes_after,
     copy_gain,
-    cost_by_context,
+    cost,
     kv_cache_bytes,
     language,
     perplexity,
@@ -200,16 +200,15 @@ def test_models_of_transformers_with_states_of_one_size_are_measured_too():
     mamba = Mamba2ForCausalLM(Mamba2Config(**sizes, n_groups=1, chunk_size=16)).eval()
     states = 4 * 16 * 16 + (64 + 2 * 16) * mamba.config.conv_kernel
     assert cache_bytes_after(mamba, 20) == cache_bytes_after(mamba, 30) == 4 * states
-    (cost,) = cost_by_context(mamba, [20], new_tokens=2)
-    assert cost.cache_bytes == 4 * states
+    assert cost(mamba, 20, new_tokens=2)["cache bytes"] == 4 * states
 
 
 def test_costs_are_of_reading_at_once_and_writing_with_a_cache_within_the_positions_of_a_model():
     model, lengths = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64, n_positions=7)).eval(), []
     model.register_forward_pre_hook(lambda module, args, kwargs: lengths.append(args[0].shape[1]), with_kwargs=True)
-    (cost,) = cost_by_context(model, [7], new_tokens=3)
-    assert min(cost.reading, cost.writing) > 0
-    assert cost.cache_bytes == cache_bytes_after(model, 7)
+    found = cost(model, 7, new_tokens=3)
+    assert min(found["tokens/s read"], found["tokens/s written"]) > 0
+    assert found["cache bytes"] == cache_bytes_after(model, 7)
     assert lengths[:12] == 3 * [4, 1, 1, 1]
 
 

@@ -15,10 +15,11 @@ from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
 from hf_memory.conversion.students.placement import HeadScore
 from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, plot_task
+from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.evaluation.plots import plot_scores
 from hf_memory.evaluation.record import said, scores_of
 from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN
-from hf_memory.evaluation.tasks import BYTES, FACTOR, READ, WRITTEN, Found
+from hf_memory.evaluation.tasks import FACTOR, Found
 from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
 

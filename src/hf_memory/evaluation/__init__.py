@@ -1,11 +1,10 @@
 """Evaluation: plain functions of a model and tokens, for perplexity, agreement, recall and cost."""
 
 from hf_memory.evaluation.efficiency import (
-    Cost,
     bytes_per_token,
     cache_bytes,
     cache_bytes_after,
-    cost_by_context,
+    cost,
     kv_cache_bytes,
     layer_types,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "PROMPTS",
     "TASKS",
     "Agreement",
-    "Cost",
     "Estimate",
     "Subject",
     "agreement",
@@ -48,7 +46,7 @@ __all__ = [
     "cache_bytes",
     "cache_bytes_after",
     "copy_gain",
-    "cost_by_context",
+    "cost",
     "evaluate",
     "kv_cache_bytes",
     "layer_types",

@@ -1,8 +1,7 @@
 """The cost of a context: bytes of the cache, and tokens per second."""
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -15,37 +14,21 @@ from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
 LONG = 2048  # number of tokens beyond which speed is measured once
+BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
 FAR = 2**24  # number of tokens that is longer than any window
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one sequence of some length.
-
-    Attributes:
-        context: length of the sequence in tokens.
-        cache_bytes: size of the cache after all of them.
-        reading: tokens per second of a prefill with all tokens except the last ones.
-        writing: tokens per second of decoding the last ones.
-    """
-
-    context: int
-    cache_bytes: int
-    reading: float
-    writing: float
-
-
-def cost_by_context(model: PreTrainedModel, contexts: Iterable[int], *, new_tokens: int = 16) -> tuple[Cost, ...]:
-    """The costs of sequences of several lengths, of which the last `new_tokens` are decoded; the best of three runs.
+def cost(model: PreTrainedModel, context: int, *, new_tokens: int = 16) -> dict[str, Any]:
+    """The cost of one sequence of some length, of which the last `new_tokens` are decoded; the best of three runs.
 
     Contexts of more than 2,048 tokens are read once, which takes long enough to be measured well.
+
+    Returns:
+        Bytes of the cache after all tokens, and estimates of the tokens per second of a prefill, and of decoding.
     """
-    costs = []
-    for context in contexts:
-        runs = 3 if context <= LONG else 1
-        sizes, *speeds = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
-        costs.append(Cost(context, max(sizes), *(Estimate(x, of=best) for x in speeds)))
-    return tuple(costs)
+    runs = 3 if context <= LONG else 1
+    sizes, read, written = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
+    return {BYTES: max(sizes), READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memory.evaluation.efficiency import cost_by_context
+from hf_memory.evaluation.efficiency import cost
 from hf_memory.evaluation.estimates import Estimate, described
 from hf_memory.evaluation.language import (
     BUDGET,
@@ -30,7 +30,6 @@ ITEMS = 32
 TOLERANCE = 0.05
 SHORTEST = 64  # tokens in which recall is measured
 TRIALS = 16  # largest number of passages for recall
-BYTES, READ, WRITTEN = "cache bytes", "tokens/s read", "tokens/s written"
 QUALITY = ("agreement", "perplexity", "recall")
 OF_CARD = ("instructions", "retrieval", "long_answers", "turns", *QUALITY, "speed")  # tasks for a model card
 WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
@@ -133,11 +132,6 @@ def _recall(subject: Subject, length: int) -> dict[int, Figures]:
     return {length: {"recall": found}}
 
 
-def _speed(subject: Subject, context: int) -> dict[int, Figures]:
-    (cost,) = cost_by_context(subject.model, [context])
-    return {context: {BYTES: cost.cache_bytes, READ: cost.reading, WRITTEN: cost.writing}}
-
-
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
     texts = list(answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell))
     figures: Figures = {TEXTS: texts}
@@ -201,7 +195,11 @@ TASKS = {
     "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),
     "passkey": _search("a number hidden in a sentence that repeats", PASSKEY),
     "answers": Task("greedy answers to prompts, side by side", lambda x: [x.new_tokens], _answers),
-    "speed": Task("tokens per second and bytes of the cache, by context", lambda x: x.contexts, _speed),
+    "speed": Task(
+        "tokens per second and bytes of the cache, by context",
+        lambda x: x.contexts,
+        lambda subject, context: {context: cost(subject.model, context)},
+    ),
 }
 
 
