@@ -20,7 +20,7 @@ from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.costs import read_device
 from hf_memory.conversion.describe import device_rows
-from hf_memory.conversion.goal import GOAL_HEADER, goal_table
+from hf_memory.conversion.goal import CONTEXT
 from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
@@ -164,7 +164,12 @@ def _smallest(asked: Asked, kl: float, tokens: Text) -> Recipe:
     conversion.processes()
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
     tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
-    print_table(goal_table(tried), GOAL_HEADER, title=f"the smallest student with kl={kl:g}")
+    rows = [
+        (str(recipe.keep).partition(":")[2], str(recipe.options["sliding_window"]), f"{cache:.1%}", f"{found:.3f}")
+        for recipe, cache, found in tried
+    ]
+    header = "heads", "window", f"cache at {CONTEXT:,} / teacher's", "KL before training"
+    print_table(rows, header, title=f"the smallest student with kl={kl:g}")
     return tried[-1].recipe
 
 

@@ -1,6 +1,6 @@
 """How many heads must keep everything, so that a student is near enough to its teacher before it is trained."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from hf_memory.progress import Progress, silent
 
 SHARES, WINDOWS = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2"), (128, 256, 512)
 CONTEXT, ROWS = 8192, 6  # tokens after which caches are compared, windows of the text on which students are measured
-GOAL_HEADER = ("heads", "window", f"cache at {CONTEXT:,} / teacher's", "KL before training")
 
 
 class Tried(NamedTuple):
@@ -70,14 +69,6 @@ def smallest_student(
             return tried
     least = min((x.kl for x in tried), default=None)
     raise ValueError(f"goal must be a KL that half of the heads reach before training, got {kl:g}, where {least} is")
-
-
-def goal_table(tried: Iterable[Tried]) -> list[tuple[str, ...]]:
-    """The rows of students as text, with the columns of GOAL_HEADER."""
-    return [
-        (str(recipe.keep).partition(":")[2], str(recipe.options["sliding_window"]), f"{cache:.1%}", f"{kl:.3f}")
-        for recipe, cache, kl in tried
-    ]
 
 
 def _cache(plan: Plan) -> float:
