@@ -197,8 +197,8 @@ def _lengths(results: Results) -> list[int]:
 
 
 def _figure(found: Found, task: str, figure: str, at: int, part: str = "value") -> Any:
-    """A figure that was found, or another part of it; None if it was not measured."""
-    return found.get(task, {}).get(str(at), {}).get(figure, {}).get(part)
+    """A figure that was found, or another part of it; None if the task was not measured."""
+    return found[task][str(at)][figure][part] if task in found else None
 
 
 def _by_length(found: Found) -> dict[str, dict]:
