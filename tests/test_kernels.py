@@ -116,13 +116,14 @@ def test_kernel_in_16_bits_loses_what_rounding_loses(op, variant):
 
 
 @every_kernel
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_segments_walked_at_once_equal_reference(op, variant, is_packed, monkeypatch):
+@pytest.mark.parametrize("kind", ["equal", "unequal", "packed"])
+def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch):
     """With B = 2, or packed sequences of two heads, one empty and one of one token among them."""
     form = "diagonal_plus_rank_one" if "erase" in variant else op.name
-    monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: 32)
-    arguments, packed = make(op, variant, T=40, B=2, HV=1), {}
-    if is_packed:
+    T, length = (128, 64) if kind == "equal" else (40, 32)
+    monkeypatch.setattr(kernels_of(form), "segment_length", lambda *sizes: length)
+    arguments, packed = make(op, variant, T=T, B=2, HV=1), {}
+    if kind == "packed":
         packed = {"cu_seqlens": torch.tensor([0, 4, 4, 5, 40], dtype=torch.int32)}
         states = make(op, variant, B=4, T=1, seed=5)["initial_state"]
         arguments = {**make(op, variant, T=40), "initial_state": states}

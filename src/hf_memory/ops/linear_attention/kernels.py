@@ -19,7 +19,13 @@ from torch import Tensor
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 from hf_memory.ops.triton.gradients import query_and_key_gradients
 from hf_memory.ops.triton.launch import additive_constants, contiguous, decay_kind, launcher, or_empty
-from hf_memory.ops.triton.segments import boundary_states, cut, segment_length
+from hf_memory.ops.triton.segments import (
+    boundary_states,
+    cut,
+    number_of_segments,
+    segment_length,
+    tokens_of_sequences,
+)
 from hf_memory.ops.triton.tiles import (
     decays,
     load_rows,
@@ -185,18 +191,18 @@ def _forward(
     o, ST = torch.empty_like(v), torch.empty_like(S)
     den, zT = (None, None) if z is None else (S.new_empty(B, T, HV), torch.empty_like(z))
     launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-        q, k, v, g, S, z, o, den, ST, zT, cu_seqlens, scale, T,
+        q, k, v, g, S, z, o, den, ST, zT, cu_seqlens, scale, tokens_of_sequences(q, S),
         **constants, NORMALIZE=z is not None, EPS=EPS,
     )  # fmt: skip
     if segments is None:
         return or_empty(ST, o, ST, zT, den, None, None)
-    last = segments.first[1:] - 1
-    return or_empty(ST, o, ST[last], None if zT is None else zT[last], den, S, z)
+    last = segments.of_last
+    return or_empty(ST, o, last(ST), None if zT is None else last(zT), den, S, z)
 
 
 @_forward.register_fake
 def _(q, k, v, g, S, z, cu_seqlens, scale, segment):
-    M = q.shape[0] * q.shape[1] // segment + S.shape[0] if segment else 0
+    M = number_of_segments(q, cu_seqlens, S.shape[0], segment) if segment else 0
     den = None if z is None else S.new_empty(v.shape[:3])
     zT, normalizers = (None, None) if z is None else (z.new_empty(z.shape), z.new_empty(M, *z.shape[1:]))
     states, normalizers = (S.new_empty(M, *S.shape[1:]), normalizers) if segment else (None, None)
@@ -228,16 +234,16 @@ def _backward(
     constants = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
-        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
+        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST, dzT = boundary_states(segments, q, do, dd, g, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds
     dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale)
     dv, dS0 = torch.empty_like(v), torch.empty_like(S)
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-        q, k, g, do, dST, dv, dS0, cu_seqlens, scale, T, **constants
+        q, k, g, do, dST, dv, dS0, cu_seqlens, scale, tokens_of_sequences(q, S), **constants
     )
     if segments is not None:
-        dS0, dz0 = dS0[segments.first[:-1]], None if dz0 is None else dz0[segments.first[:-1]]
+        dS0, dz0 = segments.of_first(dS0), None if dz0 is None else segments.of_first(dz0)
     return or_empty(S, dq, dk, dv, dg, dS0, dz0)
 
 

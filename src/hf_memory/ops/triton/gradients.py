@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, additive_constants, decay_kind, launcher
+from hf_memory.ops.triton.segments import tokens_of_sequences
 from hf_memory.ops.triton.tiles import (
     decay_between,
     decay_of_level,
@@ -80,7 +81,7 @@ def dq_kernel(
     dq,  # [B, T, HV, K]
     dk,  # [B, T, HV, K] float32, of reads by k, or None
     db,  # [tiles of K, B, T, HV] float32, sums of q dq + k dk; None unless the decay is one for each head
-    states,  # [slots, HV, V, K] float32: the state after each block of CHUNK tokens; or None
+    states,  # [slots, HV, V, K]: the state after each block of CHUNK tokens; or None
     normalizers,  # [slots, HV, K] float32 or None
     cu_seqlens,  # [N + 1] or None
     scale,
@@ -177,7 +178,7 @@ def dk_kernel(
     dq,  # [B, T, HV, K] float32; None unless the decay is one for each channel
     dk_read,  # [B, T, HV, K] float32, of reads by k, or None
     db,  # [tiles of K, B, T, HV] float32, of reads; None unless the decay is one for each head
-    states,  # [slots, HV, V, K] float32 or None
+    states,  # [slots, HV, V, K] or None
     normalizers,  # [slots, HV, K] float32 or None
     dST,  # [N, HV, K, V]; None for zeros
     dzT,  # [N, HV, K] or None
@@ -323,7 +324,7 @@ def query_and_key_gradients(
     by_key = _constants(H, HV, K, V, decay, q.dtype, dr is not None)
     tiles = triton.cdiv(K, by_key["BK"])
     slots = (B * triton.cdiv(T, CHUNK) if cu_seqlens is None else B * T // CHUNK + N) if decay else 0
-    states = S.new_empty(slots, HV, V, K) if decay else None
+    states = q.new_empty(slots, HV, V, K) if decay else None
     normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
     out = q if H == HV else S  # the sum over a group is taken in float32
     dk, dz0 = out.new_empty(B, T, HV, K), None if z is None else torch.empty_like(z)
@@ -335,11 +336,11 @@ def query_and_key_gradients(
     launch, grid = {**by_key, "NORMALIZE": normalize}, (N * HV * tiles,)
     launcher(dq_kernel, grid)(
         q if decay == SCALAR else None, k, v, w, g, S, z, do, dd, dr, dq, dk_read, db, states, normalizers,
-        cu_seqlens, scale, T, B * T, **launch,
+        cu_seqlens, scale, tokens_of_sequences(q, S), B * T, **launch,
     )  # fmt: skip
     launcher(dk_kernel, grid)(
         q, None if dr is None and not decay else k, v, w, g, do, dd, dr, dq if decay == VECTOR else None, dk_read, db,
-        states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, T, B * T, **launch,
+        states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, tokens_of_sequences(q, S), B * T, **launch,
     )  # fmt: skip
     if H != HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))

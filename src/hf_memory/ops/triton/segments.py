@@ -29,10 +29,23 @@ PROGRAMS = 264  # fills a large GPU: two programs for each of 132 multiprocessor
 
 
 class Segments(NamedTuple):
-    """The boundaries of segments, sequence by sequence; unused segments at the end are empty."""
+    """Segments, sequence by sequence. Without tensors all have the same length, which takes no launches."""
 
-    bounds: Tensor  # [M + 1]: tokens
-    first: Tensor  # [N + 1]: the first segment of each sequence
+    count: int  # M
+    sequences: int  # N
+    bounds: Tensor | None = None  # [M + 1]: tokens; unused segments at the end are empty
+    first: Tensor | None = None  # [N + 1]: the first segment of each sequence
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """x [M, ...] of the last segment of each sequence, [N, ...]."""
+        return self._each(x)[:, -1].contiguous() if self.first is None else x[self.first[1:] - 1]
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """The same of the first segments."""
+        return self._each(x)[:, 0].contiguous() if self.first is None else x[self.first[:-1]]
+
+    def _each(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.sequences, -1))
 
 
 def segment_length(tokens: int, sequences: int, programs: int) -> int:
@@ -46,11 +59,26 @@ def segment_length(tokens: int, sequences: int, programs: int) -> int:
     if 2 * sequences * programs > PROGRAMS:
         return 0
     length = max(SHORTEST, triton.cdiv(tokens * programs, PROGRAMS * BLOCK) * BLOCK)
+    equal = range(length, length * 5 // 4, BLOCK)  # rows in equal parts take fewer launches
+    length = next((x for x in equal if tokens // sequences % x == 0), length)
     return length if length < tokens else 0
+
+
+def number_of_segments(q: Tensor, cu_seqlens: Tensor | None, N: int, length: int) -> int:
+    """How many segments `cut` makes, M; it depends on shapes only."""
+    B, T = q.shape[:2]
+    return B * T // length + (N if cu_seqlens is not None or T % length else 0)
+
+
+def tokens_of_sequences(q: Tensor, states: Tensor) -> int:
+    """Tokens of each sequence or segment, if all have the same number, and states are one for each."""
+    return q.shape[0] * q.shape[1] // states.shape[0]
 
 
 def cut(cu_seqlens: Tensor | None, B: int, T: int, length: int, like: Tensor) -> Segments:
     """Segments of `length` tokens; the last one of a sequence may be shorter. An empty sequence is one segment."""
+    if cu_seqlens is None and T % length == 0:
+        return Segments(B * T // length, B)
     if cu_seqlens is None:
         cu_seqlens = torch.arange(B + 1, device=like.device) * T
     ends = cu_seqlens[1:]
@@ -60,7 +88,7 @@ def cut(cu_seqlens: Tensor | None, B: int, T: int, length: int, like: Tensor) ->
     m = torch.arange(B * T // length + N, device=like.device)
     n = torch.searchsorted(first[1:], m, right=True).clamp(max=N - 1)
     starts = torch.minimum(cu_seqlens[n] + (m - first[n]) * length, ends[n])
-    return Segments(torch.cat([starts, ends[-1:]]), first)
+    return Segments(m.shape[0], N, torch.cat([starts, ends[-1:]]), first)
 
 
 @triton.jit
@@ -72,8 +100,9 @@ def sum_kernel(
     own,  # [M, HV, K, V]
     own_z,  # [M, HV, K] or None
     decay,  # [M, HV, K] or None
-    bounds,  # [M + 1]
+    bounds,  # [M + 1] or None
     scale,
+    T,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -91,7 +120,7 @@ def sum_kernel(
     h = hv // (HV // H)
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(bounds, m, 0)
+    start, end = sequence_bounds(bounds, m, T)
     S = tl.zeros([BK, BV], tl.float32)
     z = tl.zeros([BK], tl.float32)
     past = tl.full([1, BK if DECAY == 2 else 1], 1.0, tl.float32)  # the decay so far
@@ -131,7 +160,8 @@ def scan_kernel(
     decay,  # [M, HV, K] or None
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
-    first,  # [N + 1]
+    first,  # [N + 1] or None
+    segments,  # of each sequence, without `first`
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -144,7 +174,7 @@ def scan_kernel(
     i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
     in_k = i_k < K
     in_s, i_s = in_k[:, None] & (i_v < V)[None, :], i_k[:, None] * V + i_v[None, :]
-    start, end = sequence_bounds(first, n, 0)
+    start, end = sequence_bounds(first, n, segments)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
         m = tl.cast(step, tl.int64)
@@ -163,7 +193,8 @@ def matrix_scan_kernel(
     transition,  # [M, HV, K, K]
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
-    first,  # [N + 1]
+    first,  # [N + 1] or None
+    segments,  # of each sequence, without `first`
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -177,7 +208,7 @@ def matrix_scan_kernel(
     i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
-    start, end = sequence_bounds(first, n, 0)
+    start, end = sequence_bounds(first, n, segments)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
         m = tl.cast(step, tl.int64)
@@ -250,13 +281,13 @@ def boundary_states(
     Returns:
         [M, HV, K, V], and [M, HV, K] or None.
     """
-    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
+    M, (_, HV, K, V) = segments.count, S.shape
     own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
     kind = decay_kind(g)
     decay = S.new_empty(M, HV, K) if kind else None
     constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
     launcher(sum_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-        x, y, w, g, own, own_z, decay, segments.bounds, scale,
+        x, y, w, g, own, own_z, decay, segments.bounds, scale, tokens_of_sequences(x, own),
         **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
     )  # fmt: skip
     if z is not None and own_z is not None:
@@ -268,7 +299,7 @@ def _scan(own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, 
     N, HV, K, V = state.shape
     states, constants = torch.empty_like(own), scan_constants(HV, K, V)
     launcher(scan_kernel, (N * HV * triton.cdiv(K, constants["BK"]),))(
-        own, decay, state, states, segments.first, **constants, BACKWARDS=backwards
+        own, decay, state, states, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
     )
     return states
 
@@ -288,6 +319,6 @@ def boundary_states_of(
     N, HV, K, V = state.shape
     states, constants = torch.empty_like(own), matrix_scan_constants(HV, K, V)
     launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, constants["BV"]),))(
-        own, transition, state, states, segments.first, **constants, BACKWARDS=backwards
+        own, transition, state, states, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
     )
     return states

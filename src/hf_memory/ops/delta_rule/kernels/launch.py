@@ -25,7 +25,14 @@ from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
 from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
 from hf_memory.ops.triton.gradients import query_and_key_gradients
 from hf_memory.ops.triton.launch import contiguous, decay_kind, delta_constants, launcher, or_empty
-from hf_memory.ops.triton.segments import Segments, boundary_states_of, cut, segment_length
+from hf_memory.ops.triton.segments import (
+    Segments,
+    boundary_states_of,
+    cut,
+    number_of_segments,
+    segment_length,
+    tokens_of_sequences,
+)
 
 Walk = Callable[..., None]
 
@@ -76,23 +83,25 @@ def forward_by_segments(
     walk(v, S, o, e, ST, cu_seqlens)
     if segments is None:
         return or_empty(S, o, ST, e, None, None)
-    return or_empty(S, o, ST[segments.first[1:] - 1], e, S, transition)
+    return or_empty(S, o, segments.of_last(ST), e, S, transition)
 
 
 def _boundary_states(walk: Walk, segments: Segments, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each segment, and transitions of segments."""
-    M, (_, HV, K, V) = segments.bounds.shape[0] - 1, S.shape
+    M, (_, HV, K, V) = segments.count, S.shape
     own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
     for values, ST in ((v, own), (None, transition)):
         walk(values, None, None, None, ST, segments.bounds)
     return boundary_states_of(transition, own, S, segments), transition
 
 
-def fake_forward(q: Tensor, v: Tensor, S: Tensor, segment: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fake_forward(
+    q: Tensor, v: Tensor, S: Tensor, cu_seqlens: Tensor | None, segment: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty results of `forward_by_segments`."""
     (N, HV, K, V), states, transition = S.shape, None, None
     if segment:
-        M = q.shape[0] * q.shape[1] // segment + N
+        M = number_of_segments(q, cu_seqlens, N, segment)
         states, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
     return or_empty(S, v.new_empty(v.shape), S.new_empty(S.shape), v.new_empty(v.shape), states, transition)
 
@@ -117,7 +126,7 @@ def _forward(
         (M, HV, _, V), matrix = ST.shape, None if o is None else P
         _, constants = _constants_of(q, V, HV, g)
         launcher(forward_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, q.shape[1], **constants
+            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, tokens_of_sequences(q, ST), **constants
         )
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
@@ -125,7 +134,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, beta, g, S, cu_seqlens, scale, segment):
-    return fake_forward(q, v, S, segment)
+    return fake_forward(q, v, S, cu_seqlens, segment)
 
 
 @torch.library.custom_op("hf_memory::delta_rule_backward", mutates_args=())
@@ -154,18 +163,19 @@ def _backward(
     dv, dbeta, dS0 = torch.empty_like(e), S.new_empty(tiles, B, T, HV), torch.empty_like(S)
 
     def solve(dST, dv):
+        length = tokens_of_sequences(q, S)
         of_values = (None, dST, None, None) if dv is None else (e, dST, dv, dbeta)
         launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
-            q, k, beta, g, P, W, of_values[0], do, *of_values[1:], dS0, cu_seqlens, scale, T, B * T, **constants
+            q, k, beta, g, P, W, of_values[0], do, *of_values[1:], dS0, cu_seqlens, scale, length, B * T, **constants
         )
 
     if segments is not None and transition is not None:
         solve(None, None)
-        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
+        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     solve(dST, dv)
     dq, dk, dg, _ = query_and_key_gradients(q, k, e, g, S, None, do, None, dST, None, cu_seqlens, scale, w=beta, dr=dv)
-    dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
+    dS0 = dS0 if segments is None else segments.of_first(dS0)
     return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_memory.ops.delta_rule.kernels.rank_one import DECAY
 from hf_memory.ops.triton.gradients import SHUT, add_within, block_slot
 from hf_memory.ops.triton.launch import CHUNK, launcher, rank_one_constants
+from hf_memory.ops.triton.segments import tokens_of_sequences
 from hf_memory.ops.triton.tiles import (
     decay_over,
     load_gates,
@@ -61,7 +62,7 @@ def rank_one_reads_kernel(
     dq,  # [B, T, HV, K]
     da,  # [B, T, HV, K]
     db,  # [B, T, HV, K] float32, sums of q dq + a da
-    states,  # [slots, HV, V, K] float32: the state after each block of CHUNK tokens
+    states,  # [slots, HV, V, K]: the state after each block of CHUNK tokens
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -203,15 +204,15 @@ def gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dg, da and db; all tensors are contiguous, `S` are the states before sequences and `dST` those after."""
-    (B, T, HV, K), (N, _, _, V) = q.shape, S.shape
+    (B, T, HV, K), (N, _, _, V), length = q.shape, S.shape, tokens_of_sequences(q, S)
     _, constants = rank_one_constants(HV, K, V, q.dtype)
     slots = B * triton.cdiv(T, CHUNK) if cu_seqlens is None else B * T // CHUNK + N
-    states, grid = S.new_empty(slots, HV, V, K), (N * HV * triton.cdiv(K, constants["BK"]),)
+    states, grid = q.new_empty(slots, HV, V, K), (N * HV * triton.cdiv(K, constants["BK"]),)
     (dq, dk, da, db), (of_reads, dg) = (torch.empty_like(q) for _ in range(4)), (S.new_empty(q.shape) for _ in range(2))
     launcher(rank_one_reads_kernel, grid)(
-        q, k, v, g, a, b, e, do, de, S, dq, da, of_reads, states, cu_seqlens, scale, T, **constants
+        q, k, v, g, a, b, e, do, de, S, dq, da, of_reads, states, cu_seqlens, scale, length, **constants
     )
     launcher(rank_one_writes_kernel, grid)(
-        q, k, v, g, a, b, e, do, de, dST, da, of_reads, states, dk, db, dg, cu_seqlens, scale, T, **constants
+        q, k, v, g, a, b, e, do, de, dST, da, of_reads, states, dk, db, dg, cu_seqlens, scale, length, **constants
     )
     return dq, dk, dg, da, db

@@ -32,7 +32,7 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
 )
 from hf_memory.ops.delta_rule.kernels.rank_one_gradients import gradients
 from hf_memory.ops.triton.launch import VECTOR, contiguous, delta_constants, launcher, rank_one_constants
-from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length
+from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length, tokens_of_sequences
 
 
 def _walk_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
@@ -54,7 +54,7 @@ def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
 
 def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, scale: float) -> None:
     """Launch the kernel of one direction, which writes to `results`, for states of the shape of `state`."""
-    (M, HV, K, V), (_, T, *_) = state.shape, vectors[0].shape
+    (M, HV, K, V), T = state.shape, tokens_of_sequences(vectors[0], state)
     constants = _walk_constants(HV, K, V, vectors[0].dtype)
     launcher(kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
         *vectors, *matrices, *results, cu_seqlens, scale, T, **constants
@@ -86,7 +86,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, g, a, b, S, cu_seqlens, scale, segment):
-    return fake_forward(q, v, S, segment)
+    return fake_forward(q, v, S, cu_seqlens, segment)
 
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one_backward", mutates_args=())
@@ -119,11 +119,11 @@ def _backward(
 
     if segments is not None and transition is not None:
         walk(None, None, None)
-        dST = S.new_zeros(segments.first.shape[0] - 1, *S.shape[1:]) if dST is None else dST
+        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     walk(dST, de, dv)
     dq, dk, dg, da, db = gradients(q, k, v, g, a, b, S, e, do, de, dST, cu_seqlens, scale)
-    dS0 = dS0 if segments is None else dS0[segments.first[:-1]]
+    dS0 = dS0 if segments is None else segments.of_first(dS0)
     return dq, dk, dv, dg, da, db, dS0
 
 
