@@ -31,7 +31,7 @@ PROGRAMS = 264  # fills a large GPU: two programs for each of 132 multiprocessor
 class Segments(NamedTuple):
     """Segments, sequence by sequence. Without tensors all have the same length, which takes no launches."""
 
-    count: int  # M
+    number: int  # M
     sequences: int  # N
     bounds: Tensor | None = None  # [M + 1]: tokens; unused segments at the end are empty
     first: Tensor | None = None  # [N + 1]: the first segment of each sequence
@@ -281,7 +281,7 @@ def boundary_states(
     Returns:
         [M, HV, K, V], and [M, HV, K] or None.
     """
-    M, (_, HV, K, V) = segments.count, S.shape
+    M, (_, HV, K, V) = segments.number, S.shape
     own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
     kind = decay_kind(g)
     decay = S.new_empty(M, HV, K) if kind else None

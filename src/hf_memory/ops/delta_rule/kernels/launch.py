@@ -88,7 +88,7 @@ def forward_by_segments(
 
 def _boundary_states(walk: Walk, segments: Segments, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each segment, and transitions of segments."""
-    M, (_, HV, K, V) = segments.count, S.shape
+    M, (_, HV, K, V) = segments.number, S.shape
     own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
     for values, ST in ((v, own), (None, transition)):
         walk(values, None, None, None, ST, segments.bounds)
