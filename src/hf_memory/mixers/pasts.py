@@ -12,6 +12,9 @@ from hf_memory.mixers.base import Context
 from hf_memory.ops.contract import beside, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, older, window
 
+# Keys and values [B, S, H, D] that a token sees, and which of them exist, [B, 1, 1, S] bool; None: all.
+Seen = tuple[Tensor, Tensor, Tensor | None]
+
 
 class Past(NamedTuple):
     """The keys and values that queries can see, and the states after the new tokens."""
@@ -43,13 +46,25 @@ class Everything(NamedTuple):
         shapes |= {"positions": State((), torch.int32, "token", absent=-1)}
         return {f"{self.prefix}{name}": state for name, state in shapes.items()}
 
-    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
-        """Add the new tokens, keys and values [B, T, H, D]."""
+    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None) -> Past:
+        """Add the new tokens, keys and values [B, T, H, D]; the states have no entries that precede them."""
         new = {"keys": k, "values": v, "positions": tokens.position.expand(len(k), -1).int()}
         past, states = context.grown({f"{self.prefix}{name}": x for name, x in new.items()})
         keys, values, position = past.values()
         near = Columns(Tokens(position, tokens.sequence), keys, values)
         return Past(near, None, states, keys, values, context.is_step(k) and context.known is not None)
+
+    def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
+        """Add one token of each row to the states. `always` is an entry [1, 1, H, D] that precedes all in what is seen:
+        a state and what is seen are one tensor then, so that tokens are copied once."""
+        position = states["tokens_read"][:, None].int()
+        position = states[f"{self.prefix}positions"] = torch.cat([states[f"{self.prefix}positions"], position], 1)
+        seen, n = [], 0 if always is None else 1
+        for i, (name, x) in enumerate(((f"{self.prefix}keys", k), (f"{self.prefix}values", v))):
+            before = [] if always is None else [always[i].to(x.dtype).expand_as(x)]
+            seen.append(torch.cat([*before, states[name].to(x.dtype), x], 1))
+            states[name] = seen[i][:, n:]
+        return *seen, None if known is not None else F.pad(position >= 0, (n, 0), value=True)[:, None, None]
 
 
 class Window(NamedTuple):
@@ -117,29 +132,59 @@ class Window(NamedTuple):
 class Ring(NamedTuple):
     """A causal window and the first tokens of the sequence, in states in which a new token replaces the oldest one.
 
-    The states [B, first + size, ...] are the first tokens, and then the last `size` of the others, of which
-    the token at position p has the place first + (p - first) % size.
+    The states [B, lead + first + size, ...] are entries that precede every sequence, the first tokens, and then the
+    last `size` of the others, of which the token at position p has the place first + (p - first) % size after the lead.
     """
 
     size: int
     first: int = 0
     prefix: str = ""  # of the names of its states
     leaves: bool = True  # whether the tokens that leave the window are asked for
+    lead: int = 0  # number of entries, of keys and values alone, that are no tokens
 
     def spec(self, heads: int, D: int) -> Spec:
         """The states `keys` and `values`."""
-        return {f"{self.prefix}{name}": State((self.first + self.size, heads, D), None) for name in ("keys", "values")}
+        shape = self.lead + self.first + self.size, heads, D
+        return {f"{self.prefix}{name}": State(shape, None) for name in ("keys", "values")}
 
-    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context) -> Past:
-        """Add the new tokens, keys and values [B, T, H, D]."""
+    def read(self, k: Tensor, v: Tensor, tokens: Tokens, context: Context, always: Any = None) -> Past:
+        """Add the new tokens, keys and values [B, T, H, D], to states that begin with those of `always`
+        [1, lead, H, D]."""
         new = {f"{self.prefix}keys": k, f"{self.prefix}values": v}
+        if self.lead:
+            states = context.states | {name: context.states[name][:, self.lead :] for name in new if context.states}
+            past = self._read(new, tokens, context._replace(states=states))
+            lead = (x.to(k.dtype).expand(len(k), -1, -1, -1) for x in always)
+            return past._replace(states={n: torch.cat([x, y], 1) for x, (n, y) in zip(lead, past.states.items())})
         if context.is_step(k):
             (keys, values), new = self._step(new, context)
             return self._seen_by_one(new, keys, values, tokens, context.known)
-        (keys, values), new = self.extend(new, context)
+        return self._read(new, tokens, context)
+
+    def _read(self, new: States, tokens: Tokens, context: Context) -> Past:
+        (keys, values), states = self._extend(new, context)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
-        return Past(near, self._first_tokens(k, v, new, context) if self.first else None, new, keys, values)
+        return Past(
+            near, self._first_tokens(*new.values(), states, context) if self.first else None, states, keys, values
+        )
+
+    def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
+        """Add one token of each row in place; the states have the entries that precede it."""
+        keys, values = states[f"{self.prefix}keys"], states[f"{self.prefix}values"]
+        size, visible = keys.shape[1], None
+        if known is None:
+            position = states["tokens_read"][:, None]
+            place = self.lead + self._places(position)
+            for state, x in ((keys, k), (values, v)):
+                state.scatter_(1, beside(place, x).expand_as(x), x.to(state.dtype))
+            visible = (torch.arange(size, device=k.device) <= self.lead + position)[:, None, None]
+        else:
+            here = self.lead + self._place(known)
+            keys[:, here : here + 1], values[:, here : here + 1] = k, v
+            if (seen := self.lead + known + 1) < size:
+                keys, values = keys[:, :seen], values[:, :seen]
+        return keys.to(k.dtype), values.to(v.dtype), visible
 
     def _seen_by_one(self, states: States, keys, values, tokens: Tokens, known: int | None) -> Past:
         size = self.first + self.size
@@ -167,9 +212,11 @@ class Ring(NamedTuple):
             only the one that leaves the ring, [B, 1, ...], if `leaves`. And the states after the tokens; none for
             packed sequences.
         """
+        (x, *_) = new.values()
+        return (self._step if context.is_step(x) else self._extend)(new, context)
+
+    def _extend(self, new: States, context: Context) -> tuple[list[Any], States]:
         (x, *_), states = new.values(), context.states
-        if context.is_step(x):
-            return self._step(new, context)
         seen = {name: F.pad(x, (0, 0) * (x.ndim - 2) + (self.size, 0)) for name, x in new.items()}
         if context.cu_seqlens is not None:
             return list(seen.values()), {}

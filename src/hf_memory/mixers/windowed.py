@@ -5,19 +5,22 @@ learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax w
 heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 
-from hf_memory.cache import Spec, State, States
+from hf_memory.cache import Spec, State, States, memory_layer
 from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import (
     Attended,
     Blocks,
     Columns,
-    Scores,
     attended_rows,
     full_attention,
     joined_softmax,
@@ -50,14 +53,9 @@ class Sinks(nn.Module):
         init.zeros_(self.logits)
         init.zeros_(self.values)
 
-    def of_queries(self) -> Tensor:
-        """The values [1, 1, HQ, V], repeated for the queries of a group."""
-        return self.values.repeat_interleave(len(self.logits) // len(self.values), 0)[None, None]
-
-    def forward(self, attended: Attended) -> Attended:
-        """Add the sinks to the results [B, T, HQ, V] of a softmax over tokens, and to its mass."""
-        o, mass = attended
-        return joined_softmax(attended, (self.of_queries().to(o.dtype), self.logits.to(mass.dtype)))
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The values [1, 1, H, V], and the logits [HQ]."""
+        return self.values[None, None], self.logits
 
 
 class VirtualToken(nn.Module):
@@ -65,8 +63,7 @@ class VirtualToken(nn.Module):
 
         o = sum_i p_i v_i + p u,   with p and p_i the softmax of scaling q f and of the scores of the tokens
 
-    f has a constant place in the rotation, so it costs no cache, as a sink, whatever the length. Since a softmax stays
-    the same if all scores change alike, f is taken off the rotated keys of tokens, and the score is then zero.
+    f has a constant place in the rotation, so that a window needs one entry for it, whatever the length.
     """
 
     def __init__(self, heads: int, key_dim: int, value_dim: int):
@@ -78,10 +75,9 @@ class VirtualToken(nn.Module):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    def forward(self, k: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Rotated keys [B, T, H, D] of tokens less the token's, and its values [1, 1, H * groups, V], repeated for the
-        queries of a group."""
-        return k - self.keys.to(k.dtype), self.values.to(k.dtype).repeat_interleave(groups, 0)[None, None]
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The keys and the values, [1, 1, H, D] each."""
+        return self.keys[None, None], self.values[None, None]
 
 
 class WindowedMixer(MemoryMixer):
@@ -102,10 +98,16 @@ class WindowedMixer(MemoryMixer):
         self.sinks: Any = Sinks(near * groups, near, self.value_dim) if config.attention_sinks and near else None
         sizes = config.num_key_value_heads, self.head_dim, self.value_dim
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
-        self.window = _window(config, config.sliding_window)._replace(leaves=self.far is not None)
+        self.window = _window(config, layer_idx, config.sliding_window)._replace(leaves=self.far is not None)
         self.retention = _retention(config) if config.num_kept_tokens else None
         longer = config.full_attention_window
-        self.full = Everything("full_") if longer is None else _window(config, longer, "full_")._replace(leaves=False)
+        is_longer = longer is not None
+        self.full = (
+            _window(config, layer_idx, longer, "full_")._replace(leaves=False) if is_longer else Everything("full_")
+        )
+        parts = (self.window, self.near_heads), (self.full, self.full_heads)
+        self.parts = [(past, _slices(heads)) for past, heads in parts if heads]
+        self.reads_step = self.far is None and self.retention is None and self.softcap is None
 
     @property
     def heads(self) -> tuple[int, int, int, int, int]:
@@ -119,7 +121,7 @@ class WindowedMixer(MemoryMixer):
         heads, D = config.num_key_value_heads - full, cls.kept_channels(config)
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
-            near = _retention(config) if config.num_kept_tokens else _window(config, config.sliding_window)
+            near = _retention(config) if config.num_kept_tokens else _window(config, layer_idx, config.sliding_window)
             spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
@@ -127,7 +129,7 @@ class WindowedMixer(MemoryMixer):
                 spec["slot_gates"] = State((kept, heads, config.far_memory.num_gates))
                 spec["slot_angles"] = State((kept, config.rotating_channels(layer_idx)), None)
         if full and config.full_attention_window is not None:
-            spec |= _window(config, config.full_attention_window, "full_").spec(full, D)
+            spec |= _window(config, layer_idx, config.full_attention_window, "full_").spec(full, D)
         elif full:
             spec |= Everything("full_").spec(full, D, D)
         return spec
@@ -153,13 +155,62 @@ class WindowedMixer(MemoryMixer):
         """Whether queries and keys have an RMS norm, as in attention layers."""
         return self.config.use_qk_norm
 
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        step: int | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """See `MemoryMixer.forward`. One token after others goes straight to `step`: on a CPU the calls between cost
+        as much as attention."""
+        is_step = self.reads_step and hidden_states.shape[1] == 1 and not torch.is_grad_enabled()
+        if is_step and past_key_values is not None and attention_mask is None and cu_seqlens is None:
+            layer = memory_layer(past_key_values, self.layer_idx if step is None else step)
+            if layer.is_initialized and not layer.record_past and not layer.is_behind:
+                positions = None if position_embeddings is None else Positions(*position_embeddings)
+                output = self.step(hidden_states, positions, layer.states, layer.known)
+                layer.tokens_read += 1
+                return output, None
+        where = position_embeddings, attention_mask, past_key_values, cu_seqlens, step
+        return super().forward(hidden_states, *where, **kwargs)
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `tokens_read` [B]; `keys` and `values`, those of a `Ring`; those of the memory, with
         `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for the writes of
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
+        if self.reads_step and context.is_step(hidden_states) and not torch.is_grad_enabled():
+            return self.step(hidden_states, context.positions, context.states, context.known), context.states
         o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
+
+    def step(self, hidden_states: Tensor, positions: Positions | None, states: States, known: int | None) -> Tensor:
+        """Read one token of each row after others: the output [B, 1, hidden_size]; the states are changed in place."""
+        q, k, v = self.project_heads(hidden_states, positions)
+        q = q.unflatten(2, (k.shape[2], -1))  # the queries of a group are like several tokens
+        if len(self.parts) == 1:
+            o = self._attend_step(*self.parts[0], states, known, q, k, v)
+        else:
+            o = self._in_order(
+                self._attend_step(past, heads, states, known, *(_heads(x, heads) for x in (q, k, v)))
+                for past, heads in self.parts
+            )
+        states["tokens_read"].add_(1)
+        return self.o_proj(o.flatten(2))
+
+    def _attend_step(self, past: Ring | Everything, heads: list[slice], states: States, known: int | None, q, k, v):
+        always = None
+        if self.virtual_token is not None and past is not self.window:  # whose states have it
+            always = [_heads(x, heads) for x in self.virtual_token()]
+        keys, values, seen = past.step(states, k, v, known, always)
+        if self.sinks is not None and past is self.window:
+            seen = self._sink_mask(seen, keys)
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[:, None]
 
     def attend(self, hidden_states, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states of `mix`."""
@@ -167,27 +218,33 @@ class WindowedMixer(MemoryMixer):
             heads = self.config.full_attention_heads
             raise ValueError(f"full_attention_heads must be None with tensor parallelism, got {heads}")
         tokens = context.tokens(hidden_states)
-        (rotated, k), virtual, groups = self.rotate(q, k, context.positions), None, self.num_key_value_groups
-        if self.virtual_token is not None:
-            k, virtual = self.virtual_token(k, groups)
+        rotated, k = self.rotate(q, k, context.positions)
         outputs: list[Tensor] = []
         states: States = {}
-        if self.near_heads:
-            near = self._of(self.near_heads, None if self.far is None else q, rotated, k, v, virtual)
-            o, states = self._near(hidden_states, tokens, context, *near)
-            outputs += o.split(groups, 2) if self.full_heads else [o]
-        if self.full_heads:
-            o, new = self._full(tokens, context, *self._of(self.full_heads, rotated, k, v, virtual))
-            outputs += o.split(groups, 2) if self.near_heads else [o]
+        for past, heads in self.parts:
+            part = self._of(heads, None if self.far is None else q, rotated, k, v)
+            read = self._near if past is self.window else self._full
+            o, new = read(hidden_states, tokens, context, heads, *part)
+            outputs.append(o)
             states |= new
+        o = (
+            outputs[0]
+            if len(outputs) == 1
+            else self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
+        )
         states["tokens_read"] = context.tokens_read(hidden_states)
-        return outputs[0] if len(outputs) == 1 else torch.cat([outputs[i] for i in self.places], 2), states
+        return o, states
+
+    def _in_order(self, parts: Iterable[Tensor]) -> Tensor:
+        """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
+        outputs = [x for part in parts for x in part.unbind(2)]
+        return torch.cat([outputs[i] for i in self.places], 2)
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
         if self.far is None:
             return
-        q, k, _ = (x.flatten(0, 1) for x in self._of(self.near_heads, *self.project_heads(hidden_states, None)))
+        q, k, _ = (x.flatten(0, 1) for x in self._of(self.parts[0][1], *self.project_heads(hidden_states, None)))
         back = Positions(*(wide(x.mean(1, keepdim=True)) for x in (distances.cos, -distances.sin)))
         units = torch.eye(self.head_dim, dtype=back.cos.dtype, device=k.device)[None, :, None]  # unit vectors as keys
         self.far.start_near(q, k, self.rotate(units, units, back)[0][0, :, 0])
@@ -199,7 +256,7 @@ class WindowedMixer(MemoryMixer):
         """
         if self.sinks is None:
             return
-        q, k, v = self._of(self.near_heads, *self.project_heads(hidden_states, None))
+        q, k, v = self._of(self.parts[0][1], *self.project_heads(hidden_states, None))
         q, k = self.rotate(q, k, positions)
         W, tokens = self.config.sliding_window, all_tokens(q.shape[1], q)
         late = slice(min(W + first, q.shape[1] - 1), None)
@@ -218,29 +275,30 @@ class WindowedMixer(MemoryMixer):
         self.virtual_token.keys.copy_(self.rotate(q, k, position)[1][0, 0])
         self.virtual_token.values.copy_(v[0, 0])
 
-    def _of(self, heads: list[int], *rows: Tensor | None) -> tuple[Any, ...]:
+    def _of(self, heads: list[slice], *rows: Tensor | None) -> tuple[Any, ...]:
         """The parts [B, T, n, D] of queries, keys or values that some key-value heads have."""
-        if len(heads) == len(self.places):
+        if len(self.parts) == 1:
             return rows
-        return tuple(None if x is None else _heads(x, heads, x.shape[2] // len(self.places)) for x in rows)
+        H = len(self.places)
+        return tuple(None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3) for x in rows)
 
-    def _near(
-        self, hidden_states, tokens: Tokens, context: Context, q, rotated, k, v, virtual
-    ) -> tuple[Tensor, States]:
+    def _near(self, hidden_states, tokens: Tokens, context: Context, heads, q, rotated, k, v) -> tuple[Tensor, States]:
+        virtual = self._virtual(heads, len(k))
         if self.retention is not None:
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
-            attended = attended if self.sinks is None else self.sinks(attended)
-            return _with_virtual(attended, virtual)[0], states
-        past = self.window.read(k, v, tokens, context)
-        groups = past.blocks(rotated, tokens)
-        if self.far is None and self.sinks is None and virtual is None:
+            if virtual is not None:
+                attended = joined_softmax(attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual)))
+            return self._with_sinks(attended)[0], states
+        always = virtual and virtual[1:3]
+        if self.sinks is not None:
+            values, _ = self.sinks()
+            always = torch.zeros_like(values), values
+        past = self.window.read(k, v, tokens, context, always)
+        groups = (past if virtual is None else past._replace(first=virtual)).blocks(rotated, tokens)
+        if self.far is None and self.sinks is None:
             return rows_of(map(self.scores.attend, groups), rotated), past.states
-        if self.far is None and past.is_step and (self.sinks is None or virtual is None):
-            logits, values = (None, virtual) if self.sinks is None else (self.sinks.logits, self.sinks.of_queries())
-            (blocks,) = groups
-            return _attend_with(logits, values, self.scores, blocks), past.states
         attended = attended_rows(map(self.scores.attend_with_mass, groups), rotated)
-        o, logsumexp = _with_virtual(attended if self.sinks is None else self.sinks(attended), virtual)
+        o, logsumexp = self._with_sinks(attended)
         if self.far is None:
             return o, past.states
         leaving, waiting = self._leaving(self.far.gates(hidden_states), past, tokens, context)
@@ -248,18 +306,35 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, tokens: Tokens, context: Context, q, k, v, virtual) -> tuple[Tensor, States]:
-        past = self.full.read(k, v, tokens, context)
-        if past.is_step and virtual is not None:
-            return _attend_with(None, virtual, self.scores, *past.blocks(q, tokens)), past.states
+    def _full(self, _, tokens: Tokens, context: Context, heads, __, q, k, v) -> tuple[Tensor, States]:
+        virtual = self._virtual(heads, len(k))
+        past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
         if past.is_step:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
-        W, scores, first = self.config.full_attention_window, self.scores, past.first
-        if virtual is not None:
-            values = virtual[:, :, :: self.num_key_value_groups].expand(len(k), -1, -1, -1)
-            first = Columns(Tokens(tokens.position.new_zeros(1, 1)), torch.zeros_like(k[:, :1]), values, everything)
-        o = full_attention(q, tokens, past.near, scores, first=first, window=W, is_whole=context.is_whole)
+        first, W = past.first if virtual is None else virtual, self.config.full_attention_window
+        o = full_attention(q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole)
         return o, past.states
+
+    def _virtual(self, heads: list[slice], rows: int) -> Columns | None:
+        """The virtual token of some heads, as often as there are rows; None without one."""
+        if self.virtual_token is None:
+            return None
+        keys, values = (_heads(x, heads).expand(rows, -1, -1, -1) for x in self.virtual_token())
+        return Columns(Tokens(torch.zeros(1, 1, dtype=torch.long, device=keys.device)), keys, values, everything)
+
+    def _with_sinks(self, attended: Any) -> Attended:
+        """Results [B, T, HQ, V] of a softmax over tokens, and its mass, with sinks if there are any."""
+        if self.sinks is None:
+            return attended
+        (o, mass), (values, logits) = attended, self.sinks()
+        values = values.repeat_interleave(self.num_key_value_groups, 2)
+        return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
+
+    def _sink_mask(self, visible: Tensor | None, keys: Tensor) -> Tensor:
+        """Added to the scores of keys [B, S, H, D], the first of which is the sinks': [1 or B, H, groups, S]."""
+        S, H = keys.shape[1:3]
+        added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
+        return added if visible is None else added.masked_fill(~visible, -torch.inf)
 
     def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.
@@ -283,34 +358,21 @@ def _retention(config) -> Retention:
     return Retention(*sizes, needs_mass=needs_mass)
 
 
-def _window(config, tokens: int, prefix: str = "") -> Ring:
-    return Ring(tokens, config.num_sink_tokens, prefix)
+def _window(config, layer_idx: int, tokens: int, prefix: str = "") -> Ring:
+    learned = config.attention_sinks or config.virtual_token
+    lead = int(learned and config.layer_types[layer_idx] == "sliding_heads")
+    return Ring(tokens, config.num_sink_tokens, prefix, lead=lead)
 
 
-def _with_virtual(attended: Any, values: Tensor | None) -> Attended:
-    """The results of a softmax over tokens with a virtual token of these values, [1, 1, HQ, V], and of score zero."""
-    return attended if values is None else joined_softmax(attended, (values, torch.zeros_like(attended[1])))
+def _slices(heads: list[int]) -> list[slice]:
+    """Slices that have these heads in turn, and only one if they are equally far from each other."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    if heads == [*range(heads[0], heads[-1] + 1, step)]:
+        return [slice(heads[0], heads[-1] + 1, step)]
+    runs = [[h for _, h in run] for _, run in groupby(enumerate(heads), lambda x: x[1] - x[0])]
+    return [slice(run[0], run[-1] + 1) for run in runs]
 
 
-def _attend_with(logits: Tensor | None, values: Tensor, scores: Scores, blocks: Blocks) -> Tensor:
-    """Softmax attention of one query of each row to tokens and to one more, [B, 1, HQ, V].
-
-    This has logits [HQ], None: zero, and values [1, 1, HQ, V].
-    """
-    of_tokens, v = scores.of(blocks), blocks.values  # [B, H, groups, 1, S]
-    if blocks.visible is not None:
-        of_tokens = of_tokens.masked_fill(~blocks.visible[:, None], -torch.inf)
-    H, groups = of_tokens.shape[1:3]
-    more = of_tokens.new_zeros(()) if logits is None else logits.to(of_tokens.dtype).view(H, groups, 1, 1)
-    both = torch.cat([of_tokens, more.expand(len(v), H, groups, 1, 1)], -1).softmax(-1).to(v.dtype)[..., 0, :]
-    o = both[..., :-1] @ v.transpose(1, 2) + both[..., -1:] * values.view(H, groups, -1).to(v.dtype)
-    return o.flatten(1, 2)[:, None]
-
-
-def _heads(x: Tensor, heads: list[int], n: int) -> Tensor:
-    """Some heads of x [B, T, H * n, D]: a view if possible, and without an index tensor in any case."""
-    first, last = heads[0], heads[-1]
-    step = heads[1] - first if n == 1 and len(heads) > 1 else 1
-    if heads == [*range(first, last + 1, step)]:
-        return x[:, :, first * n : (last + 1) * n : step]
-    return torch.cat([x[:, :, h * n : (h + 1) * n] for h in heads], 2)
+def _heads(x: Tensor, heads: list[slice]) -> Tensor:
+    """Some heads of x [B, T, H, ...]: a view if possible, and without an index tensor in any case."""
+    return x[:, :, heads[0]] if len(heads) == 1 else torch.cat([x[:, :, here] for here in heads], 2)

@@ -67,7 +67,7 @@ class ForgettingHeads(WindowedMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.forget = ForgetGates(config, self.scaling)
+        self.forget, self.reads_step = ForgetGates(config, self.scaling), False
 
     @property
     def new_part(self) -> nn.Module | None:
