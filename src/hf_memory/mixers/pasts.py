@@ -55,16 +55,23 @@ class Everything(NamedTuple):
         return Past(near, None, states, keys, values, context.is_step(k) and context.known is not None)
 
     def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
-        """Add one token of each row to the states. `always` is an entry [1, 1, H, D] that precedes all in what is seen:
-        a state and what is seen are one tensor then, so that tokens are copied once."""
-        position = states["tokens_read"][:, None].int()
-        position = states[f"{self.prefix}positions"] = torch.cat([states[f"{self.prefix}positions"], position], 1)
-        seen, n = [], 0 if always is None else 1
-        for i, (name, x) in enumerate(((f"{self.prefix}keys", k), (f"{self.prefix}values", v))):
-            before = [] if always is None else [always[i].to(x.dtype).expand_as(x)]
-            seen.append(torch.cat([*before, states[name].to(x.dtype), x], 1))
-            states[name] = seen[i][:, n:]
-        return *seen, None if known is not None else F.pad(position >= 0, (n, 0), value=True)[:, None, None]
+        """Add one token of each row to the states. `always`: an entry [1, 1, H, D] that precedes all in what is seen."""
+        names = (f"{self.prefix}{name}" for name in ("keys", "values", "positions"))
+        token = (k, v, states["tokens_read"][:, None].int())
+        keys, values, position = (_appended(states, name, x) for name, x in zip(names, token))
+        visible = None if known is not None else (position >= 0)[:, None, None]
+        if always is None:
+            return keys, values, visible
+        keys, values = (
+            torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1) for x, y in zip(always, (keys, values))
+        )
+        return keys, values, None if visible is None else F.pad(visible, (1, 0), value=True)
+
+
+def _appended(states: States, name: str, x: Tensor) -> Tensor:
+    """A state with new tokens [B, T, ...], which it has from then on."""
+    states[name] = torch.cat([states[name].to(x.dtype), x], 1)
+    return states[name]
 
 
 class Window(NamedTuple):

@@ -191,7 +191,7 @@ class WindowedMixer(MemoryMixer):
     def step(self, hidden_states: Tensor, positions: Positions | None, states: States, known: int | None) -> Tensor:
         """Read one token of each row after others: the output [B, 1, hidden_size]; the states are changed in place."""
         q, k, v = self.project_heads(hidden_states, positions)
-        q = q.unflatten(2, (k.shape[2], -1))  # the queries of a group are like several tokens
+        q = q.view(len(q), 1, k.shape[2], -1, self.head_dim)  # the queries of a group are like several tokens
         if len(self.parts) == 1:
             o = self._attend_step(*self.parts[0], states, known, q, k, v)
         else:
