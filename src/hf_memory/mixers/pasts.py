@@ -55,7 +55,7 @@ class Everything(NamedTuple):
         return Past(near, None, states, keys, values, context.is_step(k) and context.known is not None)
 
     def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
-        """Add one token of each row to the states. `always`: an entry [1, 1, H, D] that precedes all in what is seen."""
+        """Add one token of each row to the states. What is seen begins with the entry `always` [1, 1, H, D]."""
         names = (f"{self.prefix}{name}" for name in ("keys", "values", "positions"))
         token = (k, v, states["tokens_read"][:, None].int())
         keys, values, position = (_appended(states, name, x) for name, x in zip(names, token))
@@ -172,9 +172,10 @@ class Ring(NamedTuple):
         (keys, values), states = self._extend(new, context)
         sees = causal & window(self.size)
         near = columns(tokens, context.states.get("tokens_read"), keys[:, 1:], values[:, 1:], sees)
-        return Past(
-            near, self._first_tokens(*new.values(), states, context) if self.first else None, states, keys, values
+        first = (
+            self._first_tokens(keys[:, self.size :], values[:, self.size :], states, context) if self.first else None
         )
+        return Past(near, first, states, keys, values)
 
     def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
         """Add one token of each row in place; the states have the entries that precede it."""

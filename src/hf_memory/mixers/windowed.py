@@ -105,8 +105,8 @@ class WindowedMixer(MemoryMixer):
         self.full = (
             _window(config, layer_idx, longer, "full_")._replace(leaves=False) if is_longer else Everything("full_")
         )
-        parts = (self.window, self.near_heads), (self.full, self.full_heads)
-        self.parts = [(past, _slices(heads)) for past, heads in parts if heads]
+        parts = (True, self.near_heads), (False, self.full_heads)
+        self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
         self.reads_step = self.far is None and self.retention is None and self.softcap is None
 
     @property
@@ -172,6 +172,7 @@ class WindowedMixer(MemoryMixer):
             layer = memory_layer(past_key_values, self.layer_idx if step is None else step)
             if layer.is_initialized and not layer.record_past and not layer.is_behind:
                 positions = None if position_embeddings is None else Positions(*position_embeddings)
+                layer.spec = self.spec
                 output = self.step(hidden_states, positions, layer.states, layer.known)
                 layer.tokens_read += 1
                 return output, None
@@ -196,18 +197,18 @@ class WindowedMixer(MemoryMixer):
             o = self._attend_step(*self.parts[0], states, known, q, k, v)
         else:
             o = self._in_order(
-                self._attend_step(past, heads, states, known, *(_heads(x, heads) for x in (q, k, v)))
-                for past, heads in self.parts
+                self._attend_step(is_near, heads, states, known, *(_heads(x, heads) for x in (q, k, v)))
+                for is_near, heads in self.parts
             )
         states["tokens_read"].add_(1)
         return self.o_proj(o.flatten(2))
 
-    def _attend_step(self, past: Ring | Everything, heads: list[slice], states: States, known: int | None, q, k, v):
-        always = None
-        if self.virtual_token is not None and past is not self.window:  # whose states have it
+    def _attend_step(self, is_near: bool, heads: list[slice], states: States, known: int | None, q, k, v) -> Tensor:
+        past, always = self.window if is_near else self.full, None
+        if self.virtual_token is not None and not is_near:
             always = [_heads(x, heads) for x in self.virtual_token()]
         keys, values, seen = past.step(states, k, v, known, always)
-        if self.sinks is not None and past is self.window:
+        if self.sinks is not None and is_near:
             seen = self._sink_mask(seen, keys)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[:, None]
@@ -221,9 +222,9 @@ class WindowedMixer(MemoryMixer):
         rotated, k = self.rotate(q, k, context.positions)
         outputs: list[Tensor] = []
         states: States = {}
-        for past, heads in self.parts:
+        for is_near, heads in self.parts:
             part = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = self._near if past is self.window else self._full
+            read = self._near if is_near else self._full
             o, new = read(hidden_states, tokens, context, heads, *part)
             outputs.append(o)
             states |= new
@@ -285,6 +286,7 @@ class WindowedMixer(MemoryMixer):
     def _near(self, hidden_states, tokens: Tokens, context: Context, heads, q, rotated, k, v) -> tuple[Tensor, States]:
         virtual = self._virtual(heads, len(k))
         if self.retention is not None:
+            attended: Any
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
             if virtual is not None:
                 attended = joined_softmax(attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual)))
@@ -309,7 +311,7 @@ class WindowedMixer(MemoryMixer):
     def _full(self, _, tokens: Tokens, context: Context, heads, __, q, k, v) -> tuple[Tensor, States]:
         virtual = self._virtual(heads, len(k))
         past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
-        if past.is_step:
+        if past.is_step and virtual is None:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
         first, W = past.first if virtual is None else virtual, self.config.full_attention_window
         o = full_attention(q, tokens, past.near, self.scores, first=first, window=W, is_whole=context.is_whole)
