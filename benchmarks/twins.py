@@ -3,7 +3,7 @@
     python benchmarks/twins.py "kept, 8 heads, 256 entries, seed 1"  # one row; goes on where it was stopped
     python benchmarks/twins.py                                       # all that are missing: many hours on one core
 
-Students of SmolLM2-135M-Instruct (benchmarks/smollm2.py) whose attention and memory layers learn from 16,384 tokens in
+Students of SmolLM2-135M-Instruct (benchmarks/smollm2.py) whose attention and memory layers learn from 40,960 tokens in
 rows of 2,048 in bfloat16; the seed gives the order of the text and new weights. Beside heads that keep all tokens, or
 2,560, the others hold as many bytes as 259 tokens of a window and four first ones, or half of it. KL is of 12 windows
 of 2,048 held-out tokens and two of 8,192, by position; recall as in smollm2.py; of needles the part of the digits that
@@ -75,8 +75,8 @@ def recipes() -> dict[str, Recipe]:
     best, _ = smollm2.recipe_of(smollm2.example.RECIPE)
     whole = replace(best, transfer=best.transfer._replace(steps=16))
     whole = replace(whole, distillation=best.distillation._replace(steps=22, repeats=0.25))
-    gently = best.distillation._replace(steps=4, learning_rate=5e-5, repeats=0.25)
-    best = replace(best, train="attention", transfer=best.transfer._replace(steps=8), distillation=gently)
+    shorter = best.distillation._replace(steps=16, repeats=0.4)
+    best = replace(best, train="attention", transfer=best.transfer._replace(steps=8), distillation=shorter)
     rows = {}
     for (heads, held), (size, kinds), seed in product(HEADS.items(), SIZES.items(), SEEDS):
         for kind, seen in kinds.items():
