@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 test faults processors sanitize check bench claims engines docs
+.PHONY: demo smollm2 gemma3 test faults processors sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -16,7 +16,10 @@ demo: $(INSTALLED)  ## train a small Llama, convert it, compare, generate; all o
 	$(BIN)/hf-memory demo --output demo_output
 
 smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on where it was stopped
-	$(BIN)/python examples/smollm2.py
+	$(BIN)/python examples/real_teacher.py
+
+gemma3: $(INSTALLED)  ## the same with Gemma 3 270M, whose terms are at ai.google.dev/gemma/terms
+	$(BIN)/python examples/real_teacher.py gemma3
 
 test: $(INSTALLED)  ## all tests but those of faults, without network
 	$(BIN)/pytest --numprocesses 2 -m "not planted"

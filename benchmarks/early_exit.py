@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for examples
 
-from examples import smollm2 as example  # noqa: E402
+from examples import real_teacher as example  # noqa: E402
 
 from hf_memory.conversion import load_teacher, load_tokenizer  # noqa: E402
 from hf_memory.decoding import EarlyExit, exit_loss, fit_classifier  # noqa: E402
@@ -126,7 +126,7 @@ def measure_small() -> dict:
 
 
 def measure_smollm2() -> dict:
-    """The teacher of examples/smollm2.py."""
+    """The teacher of examples/real_teacher.py."""
     teacher = str(example.fetch_teacher())
     model, tokenizer = load_teacher(teacher).eval(), load_tokenizer(teacher)
     tokens = tokenizer("".join(sections()), return_tensors="pt", verbose=False)["input_ids"][0]

@@ -2,7 +2,7 @@
 
     python benchmarks/head_choice.py
 
-Teacher and text are those of examples/smollm2.py. A student keeps as many key-value heads as 4, 8 and 12 % of the
+Teacher and text are those of examples/real_teacher.py. A student keeps as many key-value heads as 4, 8 and 12 % of the
 teacher's cache at 8,192 tokens allow; the others see 128 tokens and the first four. Nothing is trained. KL is that of
 6 held-out windows of 2,048 tokens; recall is the part of the teacher's gain
 on the second reading of 256 tokens after 512 others that is kept, on four held-out passages. Writes
@@ -21,7 +21,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for examples
 
-from examples import smollm2 as example  # noqa: E402
+from examples import real_teacher as example  # noqa: E402
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens  # noqa: E402
 from hf_memory.conversion.stages.divergence import divergence  # noqa: E402

@@ -4,7 +4,7 @@
     python benchmarks/smollm2.py "1/10 of heads"  # one row
     python benchmarks/smollm2.py --untimed        # without what a token costs, which needs a quiet machine
 
-Teacher and text are those of examples/smollm2.py, and the first row is its student (recipes/smollm2.yaml); a twin
+Teacher and text are those of examples/real_teacher.py, and the first row is its student (recipes/smollm2.yaml); a twin
 without memory spends the tokens of transfer on distillation. Students of other recipes are made by `hf-memory convert`,
 which also takes the time to measure them. Of the text a tenth is held out. Perplexity, KL and agreement are of 12
 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
@@ -33,7 +33,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for examples
 
-from examples import smollm2 as example  # noqa: E402
+from examples import real_teacher as example  # noqa: E402
 
 from decode import by_context  # noqa: E402
 from hf_memory.cli.run_file import read_schedule  # noqa: E402

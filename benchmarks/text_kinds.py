@@ -3,8 +3,8 @@
     python benchmarks/text_kinds.py  # half an hour on one core; goes on where it was stopped
 
 The student of the row "1/10 of heads, window 128, no memory" of smollm2.py, with a third of its tokens. Documents are
-the prose of examples/smollm2.py; the teacher's own text are its answers to questions that it asks itself; a mixture
-takes windows of each in turn. A quarter of each is held out, and every student is measured on all three. Writes
+the prose of examples/real_teacher.py; the teacher's own text are its answers to questions that it asks itself; a
+mixture takes windows of each in turn. A quarter of each is held out, and every student is measured on all three. Writes
 benchmarks/results/text_kinds.{json,png}.
 """
 

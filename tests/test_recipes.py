@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import hf_memory_cli
 from cases import WORDS, word_tokenizer
@@ -37,6 +37,16 @@ SMOLLM2 = LlamaConfig(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
+GEMMA3 = Gemma3TextConfig(
+    vocab_size=262144,
+    hidden_size=640,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    sliding_window=512,
+    layer_types=["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)],
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +54,7 @@ SMOLLM2 = LlamaConfig(
     [(name, teacher, (8_192_000,)) for name, teacher in TEACHERS.items()]
     + [("smollm2", SMOLLM2, (12_288, 40_960))]
     + [("smollm2-7-layers", SMOLLM2, (24_576, 122_880)), ("smollm2-4-layers", SMOLLM2, (24_576, 36_864))]
-    + [("smollm2-heads", SMOLLM2, (139_264,))],
+    + [("smollm2-heads", SMOLLM2, (139_264,)), ("gemma3", GEMMA3, (24_576,))],
 )
 def test_a_recipe_fits_its_teacher(name, teacher, stages, tokenizer, text, tmp_path, monkeypatch, capsys):
     for x in (teacher, tokenizer):
