@@ -714,6 +714,10 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     assert "perplexity" in card.text
     assert "sees the last" not in card.text
     assert "sees the last 33 tokens exactly" in report.model_card(replace(results, window=33)).text  # of 128
+    shares = {f"layer {i:02}": {"share": {"value": i / 8}} for i in (0, 2)}
+    remembering = replace(results, rows=rows | {"student": rows["student"] | {"memory": shares}})
+    assert "of its size. layer 00: 0 %, layer 02: 25 %." in report.model_card(remembering).text
+    assert "What the memory gives" not in card.text  # all layers are memory alone
     assert lengths_beyond(LlamaConfig())[-1] == 8192
     assert lengths_beyond(MistralConfig(sliding_window=4097))[-1] == 32768
     assert f"{rows['student']['perplexity']['128']['perplexity']['value']:.2f}" in card.text

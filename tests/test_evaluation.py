@@ -38,6 +38,7 @@ from hf_memory.evaluation import (
 from hf_memory.evaluation.estimates import described, exp_of_mean
 from hf_memory.evaluation.needles import RIGHT
 from hf_memory.evaluation.plots import plot_task
+from hf_memory.evaluation.shares import memory_shares
 
 VOCABULARY = 64
 
@@ -357,3 +358,20 @@ def test_the_plot_is_a_picture(tmp_path):
         tmp_path / "task.png", {"teacher": {"256": {RIGHT: one}, "512": {RIGHT: one}}, "student": {"512": {RIGHT: one}}}
     )
     assert (tmp_path / "task.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "alone"), [("gated-sinks", {}), ("attention-kept", {"num_kept_tokens": 0})])
+def test_the_share_of_a_memory_is_what_a_model_without_it_lacks(name, alone):
+    model, tokens = make_model(CASE[name]), torch.randint(VOCABULARY, (1, 40))
+    twin = make_model(CASE[name], **alone, layer_types=["sliding_heads"] * 2)
+    twin.load_state_dict(model.state_dict(), strict=False)
+    outputs: list = []
+    for x in (model, twin):
+        x.model.layers[0].mixer.register_forward_hook(lambda *given: outputs.append(given[-1][0][:, 20:]))
+        x(tokens, use_cache=False)
+    o, without = outputs
+    shares = memory_shares(model, tokens)
+    assert list(shares) == [0, 1]
+    assert shares[0] == pytest.approx(((o - without).norm() / o.norm()).item(), rel=1e-5)
+    assert shares[0] > 0.01
+    assert not memory_shares(twin, tokens)

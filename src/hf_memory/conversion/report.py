@@ -147,6 +147,7 @@ def model_card(results: Results) -> ModelCard:
         "items": max((len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0),
         "windows": len(_figure(results.last, "perplexity", "perplexity", results.longest, "samples")),
         "passages": len(_figure(results.last, "recall", "recall", results.longest, "samples")),
+        "shares": {layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()},
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
     return ModelCard.from_template(data, template_path=str(CARD), results=results, **fields)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,6 +21,7 @@ from hf_memory.evaluation.language import (
 )
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, samples_of, shortest
 from hf_memory.evaluation.scores import ALL, KINDS, SCORE, SUMMARY, Place, compared, places, score, summary
+from hf_memory.evaluation.shares import memory_shares, mixers_with_memory
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
@@ -29,9 +31,10 @@ SCORED_AT = (512, 2048)
 ITEMS = 32
 TOLERANCE = 0.05
 SHORTEST = 64  # tokens in which recall is measured
+SHARED_IN = 1024  # tokens in which the share of a memory is measured, or fewer
 TRIALS = 16  # largest number of passages for recall
 QUALITY = ("agreement", "perplexity", "recall")
-OF_CARD = ("instructions", "retrieval", "long_answers", "turns", *QUALITY, "speed")  # tasks for a model card
+OF_CARD = ("instructions", "retrieval", "long_answers", "turns", *QUALITY, "memory", "speed")  # tasks for a model card
 WINDOWS = ("full_attention_window", "sliding_window")  # fields of configs
 FACTOR = 4  # a model is measured on texts of so many windows, if the teacher's positions and the text allow it
 Figures = dict[str, Any]  # arguments of `described`, by name
@@ -132,6 +135,17 @@ def _recall(subject: Subject, length: int) -> dict[int, Figures]:
     return {length: {"recall": found}}
 
 
+def _memory(subject: Subject, _: str) -> dict[str, Figures]:
+    """The shares of all layers."""
+    length = min(SHARED_IN, max(subject.contexts))
+    rows = Text.of(subject.tokens).windows(torch.zeros(1, dtype=torch.long), length)
+    return {_layer(i): {"share": share} for i, share in memory_shares(subject.model, rows).items()}
+
+
+def _layer(index: int) -> str:
+    return f"layer {index:02}"
+
+
 def _answers(subject: Subject, new_tokens: int) -> dict[int, Figures]:
     texts = list(answers(subject.model, subject.tokenizer, subject.prompts, new_tokens, subject.tell))
     figures: Figures = {TEXTS: texts}
@@ -190,6 +204,11 @@ TASKS = {
         "by how many nats per token the loss on the last eighth of a text falls if it repeats the first, by length",
         lambda x: [length for length in x.contexts if length >= SHORTEST],
         _recall,
+    ),
+    "memory": Task(
+        "by what part the output of a layer's mixer would change without its memory, by layer",
+        lambda x: [_layer(mixer.layer_idx) for mixer in mixers_with_memory(x.model)[-1:] if x.contexts],
+        _memory,
     ),
     "niah_single": _search("a number hidden in the text, by length and depth", SINGLE),
     "niah_multikey": _search("four numbers with keys hidden in the text, of which one is asked for", MULTIKEY),

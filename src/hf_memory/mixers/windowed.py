@@ -5,7 +5,8 @@ learned sink in their place (https://arxiv.org/abs/2309.17453), in one softmax w
 heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), or those of a longer window.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -240,6 +241,16 @@ class WindowedMixer(MemoryMixer):
         """The queries' outputs [B, T, HQ, D] from those of parts of the heads [B, T, n, groups, D]."""
         outputs = [x for part in parts for x in part.unbind(2)]
         return torch.cat([outputs[i] for i in self.places], 2)
+
+    @contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Read without slots and kept tokens, to see what they give."""
+        memory = self.far, self.retention
+        self.far = self.retention = None
+        try:
+            yield
+        finally:
+            self.far, self.retention = memory
 
     def start_near(self, hidden_states: Tensor, distances: Positions) -> None:
         """Initialise the memory close to attention to hidden states [B, T, hidden_size] at these distances."""
