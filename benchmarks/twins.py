@@ -67,6 +67,7 @@ CONTEXT = smollm2.CONTEXT
 COLUMNS = ("by position to 2048", "recall", "by position to 8192", "needles")
 PAGE = smollm2.ROOT / "docs" / "windows.md"
 START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of PAGE
+STYLES = {"windows": "--", "kept": "-", "slots": ":"}  # of lines in the picture
 T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for so many seeds
 
 
@@ -212,7 +213,10 @@ def table(kinds: dict[str, list[dict]]) -> str:
 
 
 def draw(kinds: dict[str, list[dict]]) -> None:
-    """KL by position in texts of two lengths, and needles by length: a line for each kind, a mark for each seed."""
+    """KL by position in texts of two lengths, and needles by length: a line for each kind, a mark for each seed.
+
+    What students have beside their memory is told by the colour.
+    """
     plt.style.use("tableau-colorblind10")
     titles = {
         "by position to 2048": "KL from the teacher, texts of 2,048",
@@ -220,7 +224,10 @@ def draw(kinds: dict[str, list[dict]]) -> None:
         "needles": "digits of needles that are most likely",
     }
     titles = {x: title for x, title in titles.items() if any(x in row for rows in kinds.values() for row in rows)}
-    figure, axes = plt.subplots(1, len(titles), figsize=(4.7 * len(titles), 4), layout="constrained", squeeze=False)
+    size = 4.7 * len(titles), 4 + 0.1 * len(kinds)
+    figure, axes = plt.subplots(1, len(titles), figsize=size, layout="constrained", squeeze=False)
+    beside = {name: name.split(maxsplit=1)[1] for name in kinds}
+    colours = {x: f"C{i}" for i, x in enumerate(dict.fromkeys(beside.values()))}
     for axis, (column, title) in zip(axes[0], titles.items()):
         ticks: set[int] = set()
         for name, rows in kinds.items():
@@ -228,16 +235,18 @@ def draw(kinds: dict[str, list[dict]]) -> None:
             curves = [{n: x["kl"] if isinstance(x, dict) else x for n, x in curve.items()} for curve in found]
             ticks |= {n for curve in curves for n in curve if n >= 64}
             means = {n: statistics.mean(curve[n] for curve in curves) for n in sorted(ticks)} if curves else {}
-            (line,) = axis.plot(list(means), list(means.values()), label=f"{name} ({len(curves)})")
+            style, colour = STYLES[name.split()[0].strip(",")], colours[beside[name]]
+            axis.plot(list(means), list(means.values()), style, color=colour, label=f"{name} ({len(rows)})")
             for curve in curves:
-                axis.plot(list(means), [curve[n] for n in means], "o", color=line.get_color(), markersize=4)
+                axis.plot(list(means), [curve[n] for n in means], "o", color=colour, markersize=4)
         axis.set(title=title, xscale="log", xlabel="tokens")
         axis.set_xticks(sorted(ticks), [f"{n:,}" for n in sorted(ticks)], fontsize="small")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         if column == "needles":
             axis.yaxis.set_major_formatter(PercentFormatter(1))
-    axes[0, 0].legend(fontsize="small", title="students (seeds)")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", title="students (seeds)")
     figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
 
 
