@@ -19,7 +19,7 @@ from hf_memory.evaluation import Subject, evaluate, record
 from hf_memory.evaluation.scores import ALL, KINDS, RATIO, SCORE, SUMMARY, WIN
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
-from smollm2 import PAGE, ROOT, example, folder_of, recipe_of, recipes
+from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results" / "scores"
 START, END = "<!-- scores -->", "<!-- /scores -->"  # around the table of PAGE
@@ -33,7 +33,7 @@ def students() -> dict[str, Path]:
     """Students by the name of their row: those that are asked for, or all that benchmarks/smollm2.py has made."""
     if asked := sys.argv[1:]:
         return {name: Path(folder) for name, _, folder in (x.rpartition("=") for x in asked)}
-    made = {name: folder_of(name) / "student" for name in recipes(recipe_of(example.RECIPE)[0])}
+    made = {name: folder_of(name) / "student" for name in recipes(recipe_of(SLOTS)[0])}
     return {name: folder for name, folder in made.items() if folder.exists()}
 
 

