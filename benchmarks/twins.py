@@ -100,11 +100,7 @@ class Remembered(nn.Module):
         super().__init__()
         self.teacher, self.folder = teacher, folder
         folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def device(self) -> torch.device:
-        """Of the teacher."""
-        return self.teacher.device
+        self.config, self.device = teacher.config, teacher.device
 
     def forward(self, input_ids: Tensor, **kwargs) -> CausalLMOutput:
         """The logits of the teacher, up to a constant."""

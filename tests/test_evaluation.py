@@ -47,6 +47,7 @@ class Predictor(nn.Module):
     """A model made of a function from tokens [B, T] to the logits [B, T, V] of the next ones."""
 
     device = torch.device("cpu")
+    config = LlamaConfig(vocab_size=2000)
 
     def __init__(self, predict):
         super().__init__()
@@ -118,6 +119,23 @@ def test_perplexity_scores_every_token_once():
     losses = [math.log(1999 + math.exp(-t / 100)) + t / 100 for t in range(2, 97)]
     assert perplexity(Predictor(score), tokens, length=32) == pytest.approx(math.exp(sum(losses) / len(losses)))
     assert torch.cat(seen).shape == (5, 32)
+
+
+def test_a_model_that_would_return_too_many_logits_reads_again_and_gives_the_same(monkeypatch):
+    student, teacher, tokens = small_llama(), small_llama(), random_text(96)
+    kept = []
+    student.register_forward_pre_hook(lambda _, args, given: kept.append(given.get("logits_to_keep")), with_kwargs=True)
+    teacher.lm_head.weight.data *= 1.5
+
+    def measured():
+        return [perplexity(student, tokens, length=48), *agreement(student, teacher, tokens, length=48)]
+
+    whole = measured()
+    assert kept
+    assert not any(x is not None for x in kept)
+    monkeypatch.setattr(language, "WHOLE", 20 * student.config.vocab_size)
+    assert measured() == pytest.approx(whole, rel=1e-5)
+    assert all(x is not None and len(x) <= 20 for x in kept[-2:])
 
 
 def test_perplexity_leaves_the_mode_alone():

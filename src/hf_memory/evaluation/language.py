@@ -18,6 +18,7 @@ from hf_memory.files.text import Text, check_length
 BUDGET = 2**16  # number of tokens that a measure reads by default
 BATCH = 2**12  # number of tokens of a batch, unless a window has more
 SLICE = 2**24  # number of logits that are converted to float32 at once
+WHOLE = 2**29  # number of logits that a model returns at once; for more, it reads the text several times
 Tell = Callable[[int], object]
 
 
@@ -109,10 +110,9 @@ def _compared(student: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor, 
     """[N, 3, T - 1] for rows [N, T]: KL, top-1 agreement, and the student's loss minus the teacher's."""
     found = []
     for batch in _batches(rows, tell):
-        models = [_slices(_logits(model, batch)[:, :-1]) for model in (student, teacher)]
-        labels, parts = batch[:, 1:].split([x.shape[1] for x in models[0]], dim=1), []
-        for *logits, following in zip(*models, labels):
-            p_student, p_teacher = (x.float().log_softmax(-1) for x in logits)
+        parts = []
+        for (logits, following), (teachers, _) in zip(_logits(student, batch), _logits(teacher, batch), strict=True):
+            p_student, p_teacher = (x.float().log_softmax(-1) for x in (logits, teachers))
             kl = F.kl_div(p_student, p_teacher, log_target=True, reduction="none").sum(-1)
             losses = [F.nll_loss(x.mT, following.to(x.device), reduction="none") for x in (p_student, p_teacher)]
             same = p_student.argmax(-1) == p_teacher.argmax(-1)
@@ -229,9 +229,7 @@ def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The negative log-likelihood [B, T - 1] of all tokens [B, T] except the first, in float32."""
-    logits = _slices(_logits(model, input_ids)[:, :-1])
-    labels = input_ids[:, 1:].to(logits[0].device).split([x.shape[1] for x in logits], dim=1)
-    losses = [F.cross_entropy(x.float().mT, y, reduction="none") for x, y in zip(logits, labels)]
+    losses = [F.cross_entropy(x.float().mT, y.to(x.device), reduction="none") for x, y in _logits(model, input_ids)]
     return torch.cat(losses, dim=1).cpu()
 
 
@@ -246,17 +244,26 @@ def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
         progress(batch.numel())
 
 
-def _slices(logits: Tensor) -> tuple[Tensor, ...]:
-    """Views of [B, T, V] along T, of no more than SLICE numbers unless one place has more."""
-    B, _, V = logits.shape
-    return logits.split(max(1, SLICE // (B * V)), dim=1)
+def _logits(model: PreTrainedModel, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slices of the logits [B, n, V] of tokens [B, T], and the tokens [B, n] that follow.
+
+    They have no more than SLICE logits, unless one place has more, and are views of no more than WHOLE.
+    """
+    B, T = input_ids.shape
+    V = model.config.get_text_config().vocab_size
+    size = max(1, SLICE // (B * V))
+    for places in torch.arange(T - 1).split(max(1, WHOLE // (B * V))):
+        kept = {} if len(places) == T - 1 else {"logits_to_keep": places.to(model.device)}
+        logits = _read(model, input_ids, **kept)[:, : len(places)]
+        yield from zip(logits.split(size, dim=1), input_ids[:, places + 1].split(size, dim=1))
+        del logits  # before the next ones are made
 
 
-def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def _read(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
     was_training = model.training
     model.eval()
     try:
-        return model(input_ids.to(model.device), use_cache=False).logits
+        return model(input_ids.to(model.device), use_cache=False, **kwargs).logits
     finally:
         model.train(was_training)
 
