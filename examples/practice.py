@@ -59,16 +59,17 @@ def values(dice: Random, paragraphs: list[str]) -> Turns:
 
 
 def chains(dice: Random, paragraphs: list[str]) -> Turns:
-    """Numbers that have names, and names that have names."""
-    names, said, asked = words(dice, 6), [], []
-    for group in (names[:3], names[3:]):
+    """Numbers that have names, and names that have names; first a short example."""
+    names, said, asked = words(dice, 9), [], []
+    for group in (names[:3], names[3:6], names[6:]):
         number = dice.randint(100, 99999)
         said.append([f"Let {name} be {of}." for name, of in zip(group, [str(number), *group])])
         asked.append((f"What stands for {number}?", f"{number} is {', '.join(group[:-1])} and {group[-1]}."))
-    order = dice.sample([0, 0, 0, 1, 1, 1], 6)
-    text = spread(dice, [said[i].pop(0) for i in order], paragraphs)
-    (first, answer), *others = dice.sample(asked, 2)
-    return [(f"{text}\n\n{first}", answer), *others]
+    (question, shown), *others = asked
+    order = dice.sample([1, 1, 1, 2, 2, 2], 6)
+    example, text = " ".join(said[0]), spread(dice, [said[i].pop(0) for i in order], paragraphs)
+    (first, answer), *others = dice.sample(others, 2)
+    return [(f"{example}\n\n{question}", shown), (f"{text}\n\n{first}", answer), *others]
 
 
 def lists(dice: Random, paragraphs: list[str]) -> Turns:
