@@ -1,8 +1,6 @@
 """Which layers keep their attention: the words for it, and the ranking of layers."""
 
 import copy
-import importlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,16 @@ from hf_memory.conversion import (
 )
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
-from hf_memory.conversion.students.placement import passages, placement_table, rank_heads, restored, share_count
+from hf_memory.conversion.students.placement import (
+    passages,
+    placement_table,
+    rank_heads,
+    rank_heads_by_answers,
+    ranked,
+    restored,
+    share_count,
+    window_divergences,
+)
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
@@ -214,25 +221,53 @@ def test_transfer_leaves_all_but_a_memory_beside_a_window_alone():
     assert changed == {"far"}
 
 
-def test_heads_are_ranked_by_what_a_window_in_them_changes(monkeypatch):
+def test_heads_are_ranked_by_what_a_window_in_them_changes():
     """Scores add up to KL(teacher || windows in all heads), and a head without any say has none."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    benchmark = importlib.import_module("head_choice")
-    monkeypatch.setattr(benchmark, "WINDOW", 6)
-    monkeypatch.setattr(benchmark, "SINKS", 1)
     teacher, tokens = in_float64(make_teacher()), random_tokens(1, 400)[0]
     config, output = teacher.config, teacher.model.layers[0].self_attn.o_proj.weight
     with torch.no_grad():
         output[:, : output.shape[1] // config.num_key_value_heads] = 0
-    scores = {(x.layer, x.head): x.score for x in benchmark.rank_heads_by_loss(teacher, tokens)}
-    assert len(scores) == config.num_hidden_layers * config.num_key_value_heads
+    rows = [(x, torch.arange(20, x.shape[1])) for x in passages(Text.of(tokens))]
+    scores = window_divergences(teacher, rows, window=6, first=1)
+    assert scores.shape == (config.num_hidden_layers, config.num_key_value_heads)
     assert scores[0, 0] == 0
-    student = make_student(teacher, "attention", **benchmark.options_of(teacher, ()))
+    student = make_student(teacher, "attention", sliding_window=6, num_sink_tokens=1)
     carry_over(student.double(), teacher)
-    rows = list(passages(Text.of(tokens)))
     with torch.no_grad():
-        kl = [divergence(student(x).logits[0], teacher(x).logits[0]).item() / x.shape[1] for x in rows]
-    assert sum(scores.values()) == pytest.approx(sum(kl) / len(kl), rel=0.1)
+        kl = [divergence(student(x).logits[0, y], teacher(x).logits[0, y]).item() / len(y) for x, y in rows]
+    assert scores.sum().item() == pytest.approx(sum(kl) / len(kl), rel=0.1)
+
+
+def test_heads_that_answers_need_are_kept():
+    """The ranking reads the documents that have targets and are longer than the window, and no other."""
+    teacher, config = make_teacher(), make_teacher().config
+    tokens, documents = random_tokens(1, 400)[0], torch.tensor([0, 100, 110])
+    targets = torch.zeros(400, dtype=torch.bool)
+    targets[105:109] = True
+    how = {"window": 6, "first": 1}
+    with pytest.raises(ValueError, match=r"tokens must have conversations .* with answers after 7 tokens"):
+        rank_heads_by_answers(teacher, tokens, **how)
+    heads = rank_heads_by_answers(teacher, Text(tokens, targets=targets, documents=documents), **how)
+    assert len(heads) == config.num_hidden_layers * config.num_key_value_heads
+    alone = window_divergences(teacher, [(tokens[None, 100:110], torch.tensor([7]))], **how)
+    retrieval = torch.zeros_like(alone)
+    for layer, head, score in rank_heads(teacher, tokens):
+        retrieval[layer, head] = score
+    expected = ranked(alone / alone.max() + retrieval / retrieval.max())
+    assert [(x.layer, x.head) for x in heads] == [(x.layer, x.head) for x in expected]
+
+
+def test_a_student_keeps_the_heads_that_answers_need():
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    targets = torch.arange(400) % 40 > 30
+    text = Text(tokens, targets=targets, documents=torch.arange(0, 400, 40))
+    none = Schedule(steps=0, learning_rate=1e-3, length=16)
+    how = {"keep": "answers:1/2", "sliding_window": 6, "transfer": none, "distillation": none}
+    plan = convert(teacher, text, to="attention", **how).plan
+    heads = rank_heads_by_answers(teacher, text, window=6, first=plan.student.num_sink_tokens)
+    assert plan.heads == tuple(heads)
+    kept = [(i, head) for i, layer in enumerate(plan.student.full_attention_heads) for head in layer]
+    assert kept == sorted((x.layer, x.head) for x in heads[: len(heads) // 2])
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():

@@ -1,6 +1,6 @@
 """A whole conversion in one call."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
@@ -16,7 +16,13 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import build, make_student
-from hf_memory.conversion.students.placement import LayerScore, rank_heads, rank_layers
+from hf_memory.conversion.students.placement import (
+    HeadScore,
+    LayerScore,
+    rank_heads,
+    rank_heads_by_answers,
+    rank_layers,
+)
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
@@ -84,7 +90,7 @@ def convert(
         claim(run.checkpoints, plan.describe(run) | models)
     ranking: tuple[LayerScore, ...] = ()
     if plan.ranks_heads:
-        (heads,) = broadcast_object_list([rank_heads(observed, tokens)])
+        (heads,) = broadcast_object_list([_heads(observed, tokens, plan)])
         plan = plan.retrieving(heads)
     elif plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
@@ -113,6 +119,15 @@ def untrained_student(
     student = build(plan.student, teacher, plan.recipe.seed)
     student.to(observed.device)  # type: ignore[arg-type]
     return student, start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
+
+
+def _heads(observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan) -> list[HeadScore]:
+    """All heads, those that should keep everything first."""
+    if not plan.ranks_by_answers:
+        return rank_heads(observed, tokens)
+    config: Any = plan.student
+    window = config.sliding_window + (config.num_kept_tokens or 0)
+    return rank_heads_by_answers(observed, tokens, window=window, first=config.num_sink_tokens)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

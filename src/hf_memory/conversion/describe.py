@@ -176,7 +176,8 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", f"in {plan.ranked} layers, to be chosen by a ranking"
         yield "ranking", f"first, {TRANSFER} of a student without attention"
     elif plan.ranked_heads:
-        yield "attention kept", f"in {plan.ranked_heads} key-value heads, those that retrieve most in the teacher"
+        why = "that retrieve and that answers need" if plan.ranks_by_answers else "that retrieve"
+        yield "attention kept", f"in {plan.ranked_heads} key-value heads, those {why} most in the teacher"
     elif plan.recipe.to is not None:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:

@@ -107,6 +107,11 @@ class Plan:
         return whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
 
     @property
+    def ranks_by_answers(self) -> bool:
+        """Whether heads are ranked by what answers in conversations need, too."""
+        return bool(share_count("answers", self.recipe.keep, 1))
+
+    @property
     def ranks_heads(self) -> bool:
         """Whether the ranking is of heads, by their retrieval in the teacher, so that it needs no student."""
         return bool(self.ranked_heads) or (self.ranked > 0 and self.recipe.to == "attention")
@@ -177,7 +182,7 @@ def resolve(
         check_tokens(tokens, scorer, recipe.distillation.length)
     changed = changed_layers(_bare(recipe, teacher), teacher)
     ranked = share_count("auto", recipe.keep, len(changed))
-    heads = share_count("heads", recipe.keep, len(changed) * teacher.num_key_value_heads)
+    heads = _num_heads(recipe, len(changed) * teacher.num_key_value_heads)
     kept = () if ranked or heads else kept_layers(recipe.keep, teacher.num_hidden_layers)
     probable = tuple(changed[:ranked]) or kept  # sizes do not depend on which layers they are
     if heads:
@@ -213,9 +218,14 @@ def resolve(
     )
 
 
+def _num_heads(recipe: Recipe, count: int) -> int:
+    """How many of `count` heads keep everything."""
+    return max(share_count(word, recipe.keep, count) for word in ("heads", "answers"))
+
+
 def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
     """The config of a student that keeps no layer and no head."""
-    if share_count("heads", recipe.keep, 1):
+    if _num_heads(recipe, 1):
         return _with_heads(recipe, teacher, ())
     return student_config(teacher, str(recipe.to), (), recipe.options)
 

@@ -146,7 +146,8 @@ class Recipe:
             trained by attention transfer first to find them, see `rank_layers`. `"heads:1/10"` keeps
             no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
             most in the teacher. The other heads have a window of 256 tokens, or `sliding_window` of the options, and
-            the memory, if there is one, has what left it.
+            the memory, if there is one, has what left it. `"answers:1/10"` adds to their retrieval what the teacher's
+            answers in the text's conversations need of each head, see `rank_heads_by_answers`.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
             that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is

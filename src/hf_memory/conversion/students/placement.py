@@ -1,6 +1,7 @@
 """What of a teacher keeps its attention: layers, given or ranked by how much each helps recall, or key-value heads.
 
-Heads are ranked by how much they retrieve what the teacher has read before; these should keep all keys and values.
+Heads are ranked by how much they retrieve what the teacher has read before, and by how much its answers depend on what
+they see outside a window; these should keep all keys and values.
 """
 
 import re
@@ -8,27 +9,33 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hf_memory.conversion.recipe import Keep
+from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.evaluation import agreement, layer_types, recall_by_distance
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import Progress, silent
 
 KEEP_WORDS = (
-    "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, or heads:1/10"
+    "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, heads:1/10, or "
+    "answers:1/10"
 )
 SHARE = Fraction(1, 4)  # share of the layers that "auto" keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
 PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
+CONVERSATIONS, LONGEST = 24, 1280  # that heads are ranked on, and the tokens of the longest
+GATES = (1 / 6, 3 / 6, 5 / 6)  # at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
 
@@ -70,7 +77,7 @@ def share_count(word: str, keep: Keep, count: int) -> int:
     """How many of `count` layers or heads a word such as `"auto:1/8"` keeps, at least one; 0 for other words.
 
     Args:
-        word: `"auto"`, which without a fraction is a quarter, or `"heads"`.
+        word: `"auto"`, which without a fraction is a quarter, `"heads"` or `"answers"`.
         keep: what the user wants to keep.
         count: number of layers or heads.
 
@@ -199,6 +206,91 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor) -> list[HeadScor
             teacher(row.to(teacher.device), use_cache=False, logits_to_keep=1)
     of_layers = torch.stack(scores).unflatten(0, (PASSAGES, -1)).mean(0)  # [layers, HQ]
     return ranked(of_layers.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1))
+
+
+def rank_heads_by_answers(
+    teacher: PreTrainedModel, tokens: Text | Tensor, *, window: int, first: int = 0
+) -> list[HeadScore]:
+    """Rank all key-value heads of a teacher by what its answers in conversations depend on, and by what they retrieve.
+
+    A head's score is its part of the KL divergence (`window_divergences`) relative to the largest, plus its score of
+    `rank_heads` relative to the largest. Chains of names and similar questions need heads that retrieve little.
+
+    Args:
+        teacher: the teacher; it is not changed.
+        tokens: a text with documents whose targets are the answers, as `read_tokens(assistant_only=True)` reads it.
+        window: number of tokens that a head with a window sees.
+        first: number of first tokens that it sees as well.
+
+    Raises:
+        ValueError: if no conversation has targets outside the window.
+    """
+    text = Text.of(tokens)
+    rows = list(_conversations(text, window + first))
+    if not rows:
+        raise ValueError(
+            f"tokens must have conversations of up to {LONGEST} tokens, read with assistant_only, with answers after "
+            f"{window + first} tokens to keep the heads that answers need, got none"
+        )
+    chosen = [rows[i] for i in torch.linspace(0, len(rows) - 1, min(CONVERSATIONS, len(rows))).long().tolist()]
+    retrieval = {(x.layer, x.head): x.score for x in rank_heads(teacher, text.parts[0])}
+    answers = ranked(window_divergences(teacher, chosen, window=window, first=first))
+    most = answers[0].score, max(retrieval.values())
+    summed = [x._replace(score=x.score / most[0] + retrieval[x.layer, x.head] / most[1]) for x in answers]
+    return sorted(summed, key=lambda head: -head.score)
+
+
+def _conversations(text: Text, shortest: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Documents [1, T] with targets after so many tokens, and the places before these."""
+    begins = [] if text.documents is None or text.targets is None else text.documents.tolist()
+    for begin, end in pairwise([*begins, len(text)]):
+        row = text.row(begin, end - begin + len(text.start), whole=True)
+        places = shortest + (row["labels"][shortest + 1 :] >= 0).nonzero()[:, 0]
+        if len(row["labels"]) <= LONGEST and len(places):
+            yield row["input_ids"][None], places
+
+
+def window_divergences(
+    teacher: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], *, window: int, first: int
+) -> Tensor:
+    """The part of each head [layers, H] in KL(teacher || teacher with windows in all heads), in nats per prediction.
+
+    A gate g of each head mixes what it sees in a window with what it sees at all: o = near + g (full - near). At g = 1
+    the teacher predicts what it predicts, and at g = 0 all its heads have windows. The part of a head is minus the
+    gradient of the divergence by its gate, averaged over gates from 0 to 1 (integrated gradients,
+    https://arxiv.org/abs/1703.01365).
+
+    Args:
+        teacher: the teacher; it is not changed.
+        rows: texts [1, T], and the places [n] whose predictions are compared.
+        window: number of tokens that a head with a window sees.
+        first: number of first tokens that it sees as well.
+    """
+    gates = torch.zeros(teacher.config.num_hidden_layers, teacher.config.num_key_value_heads)
+
+    def mixed(module, query, key, value, attention_mask, **kwargs):
+        full, _ = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        place = torch.arange(query.shape[2], device=query.device)
+        is_far = (place[:, None] - place >= window) & (place >= first)
+        mask = attention_mask.masked_fill(is_far, torch.finfo(query.dtype).min)
+        near, _ = eager_attention_forward(module, query, key, value, mask, **kwargs)  # [B, T, HQ, D]
+        gate = gates[module.layer_idx].to(full).repeat_interleave(full.shape[2] // gates.shape[1])[:, None]
+        return near + gate * (full - near), None
+
+    def once(*args, **kwargs):
+        return checkpoint(mixed, *args, use_reentrant=False, **kwargs)
+
+    total, number = torch.zeros_like(gates), 0
+    for row, places in rows:
+        row, number = row.to(teacher.device), number + 1
+        with torch.no_grad():
+            target = teacher(row, use_cache=False).logits[0, places]
+        for point in GATES:
+            gates = torch.full_like(gates, point).requires_grad_()
+            with attention_by(teacher, once), torch.enable_grad():
+                logits = teacher(row, use_cache=False).logits[0, places]
+                total -= torch.autograd.grad(divergence(logits, target) / len(GATES) / len(places), gates)[0]
+    return total / number
 
 
 @contextmanager
