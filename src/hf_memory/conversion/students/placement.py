@@ -34,7 +34,7 @@ SHARE = Fraction(1, 4)  # share of the layers that "auto" keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
 PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
-CONVERSATIONS, LONGEST = 24, 1280  # that heads are ranked on, and the tokens of the longest
+CONVERSATIONS, LONGEST = 12, 1280  # that heads are ranked on, and the tokens of the longest
 GATES = (1 / 6, 3 / 6, 5 / 6)  # at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
