@@ -90,7 +90,7 @@ def convert(
         claim(run.checkpoints, plan.describe(run) | models)
     ranking: tuple[LayerScore, ...] = ()
     if plan.ranks_heads:
-        (heads,) = broadcast_object_list([_heads(observed, tokens, plan)])
+        (heads,) = broadcast_object_list([_heads(observed, tokens, plan, run)])
         plan = plan.retrieving(heads)
     elif plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
@@ -121,13 +121,14 @@ def untrained_student(
     return student, start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
 
 
-def _heads(observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan) -> list[HeadScore]:
+def _heads(observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run) -> list[HeadScore]:
     """All heads, those that should keep everything first."""
     if not plan.ranks_by_answers:
         return rank_heads(observed, tokens)
     config: Any = plan.student
     window = config.sliding_window + (config.num_kept_tokens or 0)
-    return rank_heads_by_answers(observed, tokens, window=window, first=config.num_sink_tokens)
+    how: dict = {"window": window, "first": config.num_sink_tokens, "report": run.report}
+    return rank_heads_by_answers(observed, tokens, **how)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

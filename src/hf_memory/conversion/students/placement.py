@@ -209,7 +209,12 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor) -> list[HeadScor
 
 
 def rank_heads_by_answers(
-    teacher: PreTrainedModel, tokens: Text | Tensor, *, window: int, first: int = 0
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    *,
+    window: int,
+    first: int = 0,
+    report: Callable[[Progress], None] = silent,
 ) -> list[HeadScore]:
     """Rank all key-value heads of a teacher by what its answers in conversations depend on, and by what they retrieve.
 
@@ -221,6 +226,7 @@ def rank_heads_by_answers(
         tokens: a text with documents whose targets are the answers, as `read_tokens(assistant_only=True)` reads it.
         window: number of tokens that a head with a window sees.
         first: number of first tokens that it sees as well.
+        report: is called with the progress.
 
     Raises:
         ValueError: if no conversation has targets outside the window.
@@ -232,9 +238,15 @@ def rank_heads_by_answers(
             f"tokens must have conversations of up to {LONGEST} tokens, read with assistant_only, with answers after "
             f"{window + first} tokens to keep the heads that answers need, got none"
         )
-    chosen = [rows[i] for i in torch.linspace(0, len(rows) - 1, min(CONVERSATIONS, len(rows))).long().tolist()]
+    chosen = torch.linspace(0, len(rows) - 1, min(CONVERSATIONS, len(rows))).long().tolist()
+
+    def read() -> Iterator[tuple[Tensor, Tensor]]:
+        for done, place in enumerate(chosen):
+            report(Progress("ranking heads", done, len(chosen)))
+            yield rows[place]
+
     retrieval = {(x.layer, x.head): x.score for x in rank_heads(teacher, text.parts[0])}
-    answers = ranked(window_divergences(teacher, chosen, window=window, first=first))
+    answers = ranked(window_divergences(teacher, read(), window=window, first=first))
     most = answers[0].score, max(retrieval.values())
     summed = [x._replace(score=x.score / most[0] + retrieval[x.layer, x.head] / most[1]) for x in answers]
     return sorted(summed, key=lambda head: -head.score)
