@@ -52,14 +52,15 @@ def tell(progress: Progress) -> None:
 
 
 def table(known: record.Record) -> str:
-    """A row for each kind of question: the teacher's score, and each student's with its win-and-tie rate."""
+    """A row for the teacher's scores, and one for each student's with their win-and-tie rates."""
     found = {name: row["found"] for name, row in known["models"].items()}
     scores = {name: record.scores_of(x) for name, x in found.items()}
-    lines = [["questions", *found], ["---"] * (len(found) + 1)]
-    lines += [[kind, *(_cell(x.get(kind)) for x in scores.values())] for kind in scores[TEACHER]]
+    columns = [["student", *found]]
+    columns += [[kind, *(_cell(x.get(kind)) for x in scores.values())] for kind in scores[TEACHER]]
     totals = [x.get(SUMMARY, {}).get(ALL) for x in found.values()]
-    lines.append(["all that the teacher can answer", *(_cell(total) for total in totals)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    columns.append(["all that the teacher can answer", *(_cell(total) for total in totals)])
+    header, *rows = zip(*columns)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(columns), *rows))
 
 
 def _cell(row: dict | None) -> str:

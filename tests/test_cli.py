@@ -237,8 +237,16 @@ def test_options_reach_the_config(run, teacher, text, tmp_path):
 
 
 def test_values_are_read_as_what_they_look_like():
-    pairs = ["bf16=False", "a=true", "lr=1e-3", "n=2", "gate=none", "past=[cache, xl]"]
-    assert read_pairs(pairs) == {"bf16": False, "a": True, "lr": 1e-3, "n": 2, "gate": "none", "past": ["cache", "xl"]}
+    pairs = ["bf16=False", "a=true", "lr=1e-3", "n=2", "gate=none", "past=[cache, xl]", "heads=[[1, 2], []]"]
+    assert read_pairs(pairs) == {
+        "bf16": False,
+        "a": True,
+        "lr": 1e-3,
+        "n": 2,
+        "gate": "none",
+        "past": ["cache", "xl"],
+        "heads": [[1, 2], []],
+    }
 
 
 def test_an_output_is_replaced_only_when_asked(run, teacher, text, tmp_path):

@@ -1,6 +1,8 @@
 """Flags that several commands have, and how their values are read."""
 
+import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -83,7 +85,7 @@ class TrainingFlags:
 
 
 def read_pairs(pairs: list[str] | None) -> dict:
-    """Parse name=value pairs; a value can be a number, true, false, a list [a, b], or otherwise a string."""
+    """Parse name=value pairs; a value is a number, true, false, a list such as [a, b] or [[1], []], or a string."""
     options = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -95,6 +97,8 @@ def read_pairs(pairs: list[str] | None) -> dict:
 
 def _value(text: str) -> bool | int | float | str | list:
     if text.startswith("[") and text.endswith("]"):
+        with suppress(ValueError):  # of words that are not quoted
+            return json.loads(text)
         return [_value(part.strip()) for part in text[1:-1].split(",")]
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
