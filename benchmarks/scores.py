@@ -2,12 +2,14 @@
 
     python benchmarks/scores.py                # all students of benchmarks/smollm2.py that are in runs/smollm2
     python benchmarks/scores.py NAME=FOLDER    # a student in a folder, in a row of this name
+    python benchmarks/scores.py --length 2048  # questions about texts of 2,048 tokens, in a table of their own
 
 Goes on where it was stopped. Models run in bfloat16 and answer 24 questions of each kind. Writes
-benchmarks/results/scores/{evaluation.json,scores.png} and the table in docs/results.md.
+benchmarks/results/scores/{evaluation.json,scores.png} (in scores_2048 for texts of 2,048 tokens) and the table in
+docs/results.md.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -21,29 +23,35 @@ from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
 from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, recipe_of, recipes
 
-RESULTS = ROOT / "benchmarks" / "results" / "scores"
-START, END = "<!-- scores -->", "<!-- /scores -->"  # around the table of PAGE
+RESULTS = ROOT / "benchmarks" / "results"
 TEACHER = "teacher"
+USUAL = 512  # tokens of a text that questions are about
 GROUPS = [group for group in KINDS if group != "reasoning"]
-LENGTHS = (512,)
+WITH_LENGTH = [group for group in GROUPS if any(kind.has_length for kind in KINDS[group].values())]
 HOW: dict = {"items": 24, "seed": 0, "tolerance": 0.05}
 
 
-def students() -> dict[str, Path]:
+def students(asked: list[str]) -> dict[str, Path]:
     """Students by the name of their row: those that are asked for, or all that benchmarks/smollm2.py has made."""
-    if asked := sys.argv[1:]:
+    if asked:
         return {name: Path(folder) for name, _, folder in (x.rpartition("=") for x in asked)}
     made = {name: folder_of(name) / "student" for name in recipes(recipe_of(SLOTS)[0])}
     return {name: folder for name, folder in made.items() if folder.exists()}
 
 
-def measure(name: str, model: PreTrainedModel, tokenizer, known: record.Record) -> None:
-    """Score a model, beside the teacher if it is measured."""
+def measure(name: str, model: PreTrainedModel, tokenizer, known: record.Record, length: int) -> None:
+    """Score a model, beside the teacher if it is measured, and keep what is found in the folder of this length."""
     found = record.row_of(known, name, model_fingerprint(model))
     theirs = known["models"][TEACHER]["found"] if name != TEACHER else {}
     nothing = torch.empty(0, dtype=torch.long)
-    subject = Subject(model, nothing, tokenizer=tokenizer, theirs=theirs, score_lengths=LENGTHS, **HOW)
-    evaluate(subject, GROUPS, found, keep=lambda: record.keep(RESULTS, known), name=name, report=tell)
+    subject = Subject(model, nothing, tokenizer=tokenizer, theirs=theirs, score_lengths=(length,), **HOW)
+    groups = GROUPS if length == USUAL else WITH_LENGTH
+    evaluate(subject, groups, found, keep=lambda: record.keep(place(length), known), name=name, report=tell)
+
+
+def place(length: int) -> Path:
+    """The folder of the figures for texts of this length."""
+    return RESULTS / ("scores" if length == USUAL else f"scores_{length}")
 
 
 def tell(progress: Progress) -> None:
@@ -69,18 +77,30 @@ def _cell(row: dict | None) -> str:
     return f"{row[SCORE]['value']:.2f}" + (f", {row[WIN]['value']:.0%}" if RATIO in row else "")
 
 
+def write(length: int, known: record.Record) -> None:
+    """Draw the figures, and put the table between its marks in PAGE."""
+    record.draw(place(length), known)
+    start, end = f"<!-- {place(length).name} -->", f"<!-- /{place(length).name} -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
+    PAGE.write_text(f"{before}{start}\n\n{table(known)}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def main() -> None:
     """Score the students, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("students", nargs="*", metavar="NAME=FOLDER", help="default: all that are in runs/smollm2")
+    parser.add_argument("--length", type=int, default=USUAL, help="tokens of a text that questions are about")
+    asked = parser.parse_args()
     logging.disable_progress_bar()
     file = example.fetch_teacher()
     tokenizer = load_tokenizer(str(file))
-    known = record.open_record(RESULTS, HOW | {"dtype": "bfloat16"})
-    measure(TEACHER, load_teacher(str(file)).eval().to(torch.bfloat16), tokenizer, known)
-    for name, folder in students().items():
-        measure(name, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), tokenizer, known)
-        record.draw(RESULTS, known)
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        PAGE.write_text(f"{before}{START}\n\n{table(known)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    known = record.open_record(place(asked.length), HOW | {"dtype": "bfloat16"})
+    teacher = load_teacher(str(file)).eval().to(torch.bfloat16)
+    measure(TEACHER, teacher, tokenizer, known, asked.length)
+    for name, folder in students(asked.students).items():
+        student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        measure(name, student, tokenizer, known, asked.length)
+        write(asked.length, known)
 
 
 if __name__ == "__main__":
