@@ -52,6 +52,16 @@ class TransformerMixer(MemoryMixer):
         heads, D = kept_heads(config)
         return counts(config) | Everything().spec(heads, D, D)
 
+    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs) -> Any:
+        """See `MemoryMixer.forward`; in training, `losses` are added to `own_losses`."""
+        if own_losses is not None and self.training:
+            own_losses += self.losses(hidden_states)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def losses(self, hidden_states: Tensor) -> list[Tensor]:
+        """What the mixer's own parts are trained by besides the prediction; nothing here."""
+        return []
+
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output and the states of `attend`; packed sequences have no states."""
         if context.cu_seqlens is None or self.takes_packed:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,16 +159,14 @@ class RoutingMixer(TransformerMixer):
         near = {} if share == 1 else _near(config).spec(config.num_key_value_heads // share, config.head_dim)
         return bucket_spec(config, share, 1) | near
 
-    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs) -> Any:
-        """See `MemoryMixer.forward`; in training, the loss of the centroids is added to the losses."""
-        if own_losses is not None and self.training:
-            with torch.no_grad():
-                q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-                if self.share > 1:
-                    q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
-                x = unit_length(q)
-            own_losses.append(1 - self._cosines(x).amax(-1).mean())
-        return super().forward(hidden_states, *args, **kwargs)
+    def losses(self, hidden_states: Tensor) -> list[Tensor]:
+        """The loss of the centroids."""
+        with torch.no_grad():
+            q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+            if self.share > 1:
+                q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
+            x = unit_length(q)
+        return [1 - self._cosines(x).amax(-1).mean()]
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `in_buckets`; and, of heads without buckets, of a `Window`."""

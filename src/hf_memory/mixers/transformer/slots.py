@@ -113,20 +113,14 @@ class CompressiveMixer(TransformerMixer):
             slots[0] = context.positions.gather(blocks.ends.clamp(0, T - 1)).turn(slots[0])
         return slots, blocks, states
 
-    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
-        """See `MemoryMixer.forward`; in training, the loss of a learned compression is added to the losses."""
-        if own_losses is not None and self.training and self.config.compression == "convolution":
-            own_losses += self._lost(hidden_states)
-        return super().forward(hidden_states, *args, **kwargs)
-
-    def _lost(self, hidden_states: Tensor) -> list[Tensor]:
-        """The squared difference between attention to tokens and attention to their slots, without positions.
+    def losses(self, hidden_states: Tensor) -> list[Tensor]:
+        """For a learned map, the squared difference between attention to tokens and to their slots, without positions.
 
         The queries are those of a segment, and the tokens those that leave its view. Only the maps get a gradient.
         """
         L, T = self.config.segment_length, hidden_states.shape[1]
         back, n = self.config.past_window // L + 1, -(-T // L)
-        if n <= back:
+        if self.config.compression != "convolution" or n <= back:
             return []
         with torch.no_grad():
             whole = F.pad(hidden_states, (0, 0, 0, n * L - T)).unflatten(1, (n, L))

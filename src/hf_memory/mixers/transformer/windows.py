@@ -54,11 +54,9 @@ class LocalMixer(TransformerMixer):
             return None
         return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
 
-    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs):
-        """See `MemoryMixer.forward`; in training, the mean of learned spans is added to the losses."""
-        if own_losses is not None and self.training and self.learns_spans:
-            own_losses.append(self.config.span_loss_weight * self.relation.spans.mean())
-        return super().forward(hidden_states, *args, **kwargs)
+    def losses(self, hidden_states: Tensor) -> list[Tensor]:
+        """The mean of learned spans."""
+        return [self.config.span_loss_weight * self.relation.spans.mean()] if self.learns_spans else []
 
 
 class InfiniteMixer(TransformerMixer):
