@@ -26,7 +26,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_memory.conversion import Schedule, load_teacher, load_tokenizer
+from hf_memory.conversion import Recipe, load_teacher, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, RECIPES = ROOT / "runs", ROOT / "recipes"
@@ -114,17 +114,23 @@ def prose(text: str) -> list[str]:
     return [x for x in paragraphs if len(x.split()) >= WORDS and x[-1:] in ".:?!"]
 
 
+def tokens_to_learn(recipe_file: Path) -> int:
+    """How many tokens the stages that a recipe names read; settings that it leaves out are those of `Recipe`."""
+    settings = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
+    stages = {stage.replace("_", "-"): schedule for stage, schedule in Recipe().schedules.items()}
+    schedules = [schedule._replace(**settings[stage]) for stage, schedule in stages.items() if stage in settings]
+    return sum(x.steps * x.batch_size * x.length for x in schedules)
+
+
 def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     """Time one forward and backward pass of the teacher, and say what the recipe will take."""
-    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
-    stages = {x: Schedule(**recipe[x]) for x in ("transfer", "distillation", "fine-tuning") if x in recipe}
     tokens = torch.randint(1000, (1, 256))
     teacher(tokens, labels=tokens).loss.backward()
     start = time.perf_counter()
     teacher(tokens, labels=tokens).loss.backward()
     second = 256 / (time.perf_counter() - start)  # tokens
     teacher.zero_grad()
-    read = sum(x.steps * x.batch_size * x.length for x in stages.values())
+    read = tokens_to_learn(recipe_file)
     minutes = 1.8 * read / second / 60 + 12  # the teacher reads too, and a memory costs more; measuring
     print(f"{read:,} tokens to learn on: about {minutes:.0f} minutes on this machine", flush=True)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PRACTICE = Path(__file__).parents[1] / "examples" / "practice.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PRACTICE = EXAMPLES / "practice.py"
 
 
 def test_answers_of_the_practice_stand_in_what_was_said_before(tmp_path):
@@ -32,3 +33,10 @@ def test_practice_refuses_a_text_that_is_too_short(tmp_path):
     text.write_text("One paragraph.\n\nAnother.", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"more than 12 paragraphs .* got 2"):
         runpy.run_path(str(PRACTICE))["main"](text, tmp_path / "practice.jsonl")
+
+
+@pytest.mark.parametrize(("teacher", "tokens"), [("smollm2", 20 * 2048), ("gemma3", 12 * 2048)])
+def test_tokens_that_a_real_teachers_student_learns_on_are_read_off_its_recipe(teacher, tokens):
+    """A stage that a recipe switches off names nothing but its steps."""
+    example = runpy.run_path(str(EXAMPLES / "real_teacher.py"))
+    assert example["tokens_to_learn"](example["RECIPES"] / f"{teacher}.yaml") == tokens
