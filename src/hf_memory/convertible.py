@@ -8,7 +8,8 @@ class Convertible:
 
     A conversion copies the weights that the teacher has; calls `start_open` of all modules, `start_steady` of gates,
     and `scale_output` or `open_gate` of mixers; and then trains each `new_part`. Whether a layer starts as attention is
-    told by `attends` of the config. `init_own_parameters` is for models that are trained from scratch.
+    told by `attends` of the config. `init_own_parameters`, and `starts` with initial values of parameters by name, are
+    for models that are trained from scratch.
     """
 
     can_be_steady = False  # whether this is a gate for `start_steady`

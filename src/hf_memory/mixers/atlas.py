@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import last_tokens, unit_length, wide
@@ -29,6 +28,7 @@ class AtlasMixer(NeuralMemoryMixer):
     """
 
     gates = {**NeuralMemoryMixer.gates, "token": 0.0}
+    starts = {"degrees": 1.0}  # as in the Taylor series
     clips_gradients = False
     unit_keys = False  # the features of unit keys do not have unit length
 
@@ -49,11 +49,6 @@ class AtlasMixer(NeuralMemoryMixer):
         """Create the gates of Titans with the rate gamma, and the factors of the features' degrees."""
         super().make_gates(width, heads)
         self.degrees = nn.Parameter(torch.empty(3))
-
-    def init_own_parameters(self) -> None:
-        """Factors start as in the Taylor series."""
-        super().init_own_parameters()
-        init.ones_(self.degrees)
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """See `MemoryMixer.project`; queries and keys become features of unit vectors."""

@@ -239,6 +239,11 @@ class MemoryMixer(Convertible, Projections):
         query_heads, _, value_heads, K, V = config.memory_heads
         return convolution_spec(config) | {"memory": State((max(query_heads, value_heads), K, V))}
 
+    def scale_output(self, factor: Tensor) -> None:
+        """Scale the norm before the gate of the output, if there is one."""
+        if "output_gate" in self._modules:
+            self.get_submodule("output_gate").scale_output(factor)  # type: ignore[operator]
+
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
         self.has_convolutions = kernel_size > 0

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, wide
@@ -38,10 +37,6 @@ class DeltaNetMixer(Levels, MemoryMixer):
             channels = self.head_dim if config.gate in BY_CHANNEL else None
             self.decay = SoftplusDecay(config.hidden_size, heads, channels)
         self.output_gate = OutputGate(heads, self.value_dim, config)
-
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm before the gate."""
-        self.output_gate.scale_output(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
@@ -141,17 +136,13 @@ class CombaMixer(DeltaNetMixer):
     """
 
     has_levels = False
+    starts = {"inner_decay": 1.0, "D": 1.0}  # as published
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         heads = self.q_proj.out_features // self.head_dim
         self.inner_decay = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-
-    def init_own_parameters(self) -> None:
-        """Both start at one, as published."""
-        init.ones_(self.inner_decay)
-        init.ones_(self.D)
 
     def start_open(self, half_life: int) -> None:
         """Start without correction of the queries."""
@@ -174,6 +165,7 @@ class PreconditionedMixer(DeltaNetMixer):
     """
 
     has_levels = False
+    starts = {"center": -0.2}  # as published
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -181,10 +173,6 @@ class PreconditionedMixer(DeltaNetMixer):
         self.key_decay = SoftplusDecay(config.hidden_size, heads)
         self.c_proj = nn.Linear(config.hidden_size, heads, bias=False)
         self.center = nn.Parameter(torch.empty(heads))
-
-    def init_own_parameters(self) -> None:
-        """As published."""
-        init.constant_(self.center, -0.2)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

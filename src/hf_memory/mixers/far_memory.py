@@ -171,6 +171,7 @@ class DeltaSlots(SlotMemory):
     """
 
     num_gates = 1
+    starts = {"b_proj.bias": -1.0}  # a write strength of about one quarter
 
     def __init__(self, config, heads: int):
         super().__init__(config, heads)
@@ -181,10 +182,6 @@ class DeltaSlots(SlotMemory):
         """The values of the slots, and the sum of assignments to each slot."""
         counts = State((heads, config.num_memory_slots))
         return {"slot_values": State((*counts.shape, config.head_dim)), "slot_counts": counts}
-
-    def init_own_parameters(self) -> None:
-        """The write strength starts at one quarter."""
-        init.constant_(self.b_proj.bias, -1.0)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The write strength, as a gate."""

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.layers import GroupRMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
@@ -26,10 +25,6 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
         self.decay: Any = FixedDecay(heads) if config.gate == "retention" else SigmoidDecay(*sizes)
         self.output_gate = OutputGate(heads, self.value_dim, config)
 
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm before the gate."""
-        self.output_gate.scale_output(factor)
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
@@ -44,6 +39,7 @@ class Mamba2Mixer(Levels, MemoryMixer):
     """
 
     can_be_steady = True
+    starts = {"D": 1.0}
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -55,10 +51,6 @@ class Mamba2Mixer(Levels, MemoryMixer):
         self.o_norm = GroupRMSNorm(
             heads * self.value_dim, self.q_proj.out_features // self.head_dim, eps=config.rms_norm_eps
         )
-
-    def init_own_parameters(self) -> None:
-        """D starts at one."""
-        init.ones_(self.D)
 
     def start_steady(self, direction: Tensor) -> None:
         """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""

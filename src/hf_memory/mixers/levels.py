@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import wide
@@ -22,15 +21,12 @@ ONE = math.log(math.e - 1)  # softplus(ONE) = 1
 class LevelWeights(nn.Module):
     """Weights of the blocks for each token: softplus(W x + b + log(e - 1)), which start at one."""
 
+    starts = {"proj.weight": 0.0, "proj.bias": 0.0}  # weights of one, which give the same outputs as a single memory
+
     def __init__(self, hidden_size: int, heads: int, levels: int):
         super().__init__()
         self.levels = levels
         self.proj = nn.Linear(hidden_size, heads * (levels + 1))
-
-    def init_own_parameters(self) -> None:
-        """Start with weights of one, which give the same outputs as a single memory."""
-        init.zeros_(self.proj.weight)
-        init.zeros_(self.proj.bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Weights [B, T, HV, L + 1] in float32 for hidden states [B, T, hidden_size]."""

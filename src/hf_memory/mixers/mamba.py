@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, States
 from hf_memory.layers import ShortConvolution
@@ -19,6 +18,8 @@ class MambaMixer(MemoryMixer):
     and steps are projections of the result.
     """
 
+    starts = {"D": 1.0}
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         channels, bias = self.value_dim, config.attention_bias
@@ -30,10 +31,6 @@ class MambaMixer(MemoryMixer):
         self.decay = ChannelDecay(channels, self.head_dim, config.gate_low_rank_dim)
         self.D = nn.Parameter(torch.empty(channels))
         self.g_proj = nn.Linear(config.hidden_size, channels, bias=False)
-
-    def init_own_parameters(self) -> None:
-        """D starts at one."""
-        init.ones_(self.D)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import wide
@@ -26,6 +25,7 @@ class Mamba3Mixer(MemoryMixer):
     """
 
     has_silu, padding_last = False, True
+    starts = {"q_bias": 1.0, "k_bias": 1.0, "D": 1.0}
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -38,11 +38,6 @@ class Mamba3Mixer(MemoryMixer):
         self.k_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(width, heads * self.value_dim, bias=False)
-
-    def init_own_parameters(self) -> None:
-        """All start at one."""
-        for x in (self.q_bias, self.k_bias, self.D):
-            init.ones_(x)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:

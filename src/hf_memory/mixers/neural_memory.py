@@ -21,11 +21,7 @@ class Gate(nn.Linear):
 
     def __init__(self, hidden_size: int, heads: int, start: float):
         super().__init__(hidden_size, heads)
-        self.start = start
-
-    def init_own_parameters(self) -> None:
-        """Set the bias; the weight is initialised like any other."""
-        init.constant_(self.bias, self.start)
+        self.starts = {"bias": start}  # the weight is initialised like any other
 
 
 class InitialWeights(nn.Module):
@@ -62,6 +58,8 @@ class InitialWeights(nn.Module):
 class InnerNorm(nn.Module):
     """Weight and bias [H, V] of the layer norm in each head's memory."""
 
+    starts = {"weight": 1.0, "bias": 0.0}
+
     def __init__(self, heads: int, value_dim: int):
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.empty(heads, value_dim)) for _ in range(2))
@@ -69,11 +67,6 @@ class InnerNorm(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Weight and bias in float32."""
         return wide(self.weight), wide(self.bias)
-
-    def init_own_parameters(self) -> None:
-        """Weights start at one, biases at zero."""
-        init.ones_(self.weight)
-        init.zeros_(self.bias)
 
 
 class NeuralMemoryMixer(MemoryMixer):
@@ -138,10 +131,6 @@ class NeuralMemoryMixer(MemoryMixer):
         if args and isinstance(args[0], Context):
             return self.mix(hidden_states, args[0])
         return super().forward(hidden_states, *args, **kwargs)
-
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm before the gate."""
-        self.output_gate.scale_output(factor)
 
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""

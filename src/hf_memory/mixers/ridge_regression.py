@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
 from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, wide
@@ -24,6 +23,7 @@ class MesaMixer(MemoryMixer):
     """
 
     convolved = "qk"
+    starts: dict[str, float] = {"ridge": math.log(math.expm1(1 - LEAST_RIDGE))}  # a regulariser of one
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -34,20 +34,12 @@ class MesaMixer(MemoryMixer):
         self.ridge = nn.Parameter(torch.empty(heads * self.head_dim))
         self.output_gate = OutputGate(heads, self.value_dim, config)
 
-    def init_own_parameters(self) -> None:
-        """The regulariser starts at one."""
-        init.constant_(self.ridge, math.log(math.expm1(1 - LEAST_RIDGE)))
-
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The sums of products of keys and values and of keys, and the last inputs of the convolutions."""
         query_heads, _, value_heads, K, _ = config.memory_heads
         spec = super().state_spec(config, layer_idx) | {"key_products": State((max(query_heads, value_heads), K, K))}
         return {name: state for name, state in spec.items() if not name.endswith("_conv") or name[0] in cls.convolved}
-
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm before the gate."""
-        self.output_gate.scale_output(factor)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""
@@ -70,6 +62,7 @@ class KalmanMixer(MesaMixer):
     """
 
     convolved = "qkv"
+    starts: dict[str, float] = {}  # there is no regulariser
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -77,9 +70,6 @@ class KalmanMixer(MesaMixer):
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.alpha_proj = nn.Linear(config.hidden_size, heads)
         del self.ridge
-
-    def init_own_parameters(self) -> None:
-        """There is no regulariser to start."""
 
     def gates(self, hidden_states: Tensor) -> dict[str, Any]:
         """See `MesaMixer`; with how much of the solution reads."""

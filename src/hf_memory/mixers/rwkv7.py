@@ -46,6 +46,8 @@ class Rwkv7Mixer(MemoryMixer):
     to be added to the hidden states. The first layer computes these values.
     """
 
+    starts = {"k_a": 1.02, "r_k": -0.04}  # as published
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         width, channels, layers = config.hidden_size, self.q_proj.out_features, config.num_hidden_layers
@@ -85,8 +87,6 @@ class Rwkv7Mixer(MemoryMixer):
         for name, power in MIXES.items():
             init.copy_(getattr(self, f"x_{name}"), 1 - place ** (power * (1 - self.depth)))
         init.copy_(self.k_k, Start(0.76, 0.66).of(len(self.k_k), self.head_dim))
-        init.constant_(self.k_a, 1.02)
-        init.constant_(self.r_k, -0.04)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, H, K, V], `time_shift` and `channel_shift` [B, 1, hidden_size]."""
@@ -173,14 +173,9 @@ class HeadNorm(nn.Module):
 
     def __init__(self, channels: int, eps: float, start: float):
         super().__init__()
-        self.eps, self.start = eps, start
+        self.eps, self.starts = eps, {"weight": start, "bias": 0.0}
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
-
-    def init_own_parameters(self) -> None:
-        """As published: weights are larger in late layers."""
-        init.constant_(self.weight, self.start)
-        init.zeros_(self.bias)
 
     def forward(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, H * V]."""

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from hf_memory.cache import States
 from hf_memory.layers import wide
@@ -30,6 +29,7 @@ class TTTMixer(NeuralMemoryMixer):
 
     has_silu = False
     gates = {"lr": 0.0}
+    starts = {"position_rate": 0.0}  # rates of 1 / i
     unit_keys = False
     has_bias = True
     has_norm = True
@@ -39,11 +39,6 @@ class TTTMixer(NeuralMemoryMixer):
         """The learning rates of tokens and of positions, and the norm."""
         super().make_gates(width, heads)
         self.position_rate = nn.Parameter(torch.empty(self.config.memory_chunk_size))
-
-    def init_own_parameters(self) -> None:
-        """Rates of positions start at 1 / i."""
-        super().init_own_parameters()
-        init.zeros_(self.position_rate)
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q, k, v and states as in `MemoryMixer.project`, rotated by positions in mini-batches."""

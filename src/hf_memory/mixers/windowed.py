@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, State, States, memory_layer
@@ -27,7 +26,7 @@ from hf_memory.mixers.attention_blocks import (
     joined_softmax,
     rows_of,
 )
-from hf_memory.mixers.base import Context, MemoryMixer
+from hf_memory.mixers.base import Context, MemoryMixer, Projections
 from hf_memory.mixers.far_memory import Leaving
 from hf_memory.mixers.pasts import Everything, Past, Ring
 from hf_memory.mixers.positions import Positions
@@ -44,15 +43,12 @@ class Sinks(nn.Module):
     all p add up to one, biases can have the value's effect: -u that of the values, W_o u that of the output.
     """
 
+    starts = {"logits": 0.0, "values": 0.0}  # as a token of score and value zero
+
     def __init__(self, query_heads: int, heads: int, value_dim: int):
         super().__init__()
         self.logits = nn.Parameter(torch.empty(query_heads))
         self.values = nn.Parameter(torch.empty(heads, value_dim))
-
-    def init_own_parameters(self) -> None:
-        """As a token of score and value zero."""
-        init.zeros_(self.logits)
-        init.zeros_(self.values)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The values [1, 1, H, V], and the logits [HQ]."""
@@ -67,14 +63,11 @@ class VirtualToken(nn.Module):
     f has a constant place in the rotation, so that a window needs one entry for it, whatever the length.
     """
 
+    starts = {"keys": 0.0, "values": 0.0}  # as a token of score and value zero
+
     def __init__(self, heads: int, key_dim: int, value_dim: int):
         super().__init__()
         self.keys, self.values = nn.Parameter(torch.empty(heads, key_dim)), nn.Parameter(torch.empty(heads, value_dim))
-
-    def init_own_parameters(self) -> None:
-        """As a token of score and value zero."""
-        for parameter in self.parameters():
-            init.zeros_(parameter)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The keys and the values, [1, 1, H, D] each."""
@@ -85,6 +78,8 @@ class WindowedMixer(MemoryMixer):
     """Attention over a window and the first tokens, a memory of the tokens between, and heads that keep everything."""
 
     padding_last = True
+    sees_positions = True  # as attention does, which also has these heads and norms
+    heads, normalizes = Projections.heads, Projections.normalizes
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -109,11 +104,6 @@ class WindowedMixer(MemoryMixer):
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
         self.reads_step = self.far is None and self.retention is None and self.softcap is None
-
-    @property
-    def heads(self) -> tuple[int, int, int, int, int]:
-        """The heads of attention."""
-        return self.config.attention_heads
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -141,20 +131,10 @@ class WindowedMixer(MemoryMixer):
         return config.head_dim
 
     @property
-    def sees_positions(self) -> bool:
-        """Always true, since attention sees positions."""
-        return True
-
-    @property
     def new_part(self) -> nn.Module | None:
         """Only the memory, sinks and virtual token; other weights have the same meaning as in the teacher."""
         parts = [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
         return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether queries and keys have an RMS norm, as in attention layers."""
-        return self.config.use_qk_norm
 
     def forward(
         self,

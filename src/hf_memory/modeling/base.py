@@ -149,6 +149,8 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
         if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
             for x in module.parameters():
                 init.normal_(x, std=self.config.initializer_range)
+        for name, value in getattr(module, "starts", {}).items():
+            init.constant_(module.get_parameter(name), value)
         if hasattr(module, "init_own_parameters"):
             module.init_own_parameters()
 

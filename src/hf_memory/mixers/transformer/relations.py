@@ -194,15 +194,13 @@ class AdaptiveSpan(Convertible, nn.Module):
     `max_span`. The gradient of attention ignores the clamp, so that a span at a bound can move back.
     """
 
+    starts = {"span": 0.0}  # as published: heads see the ramp only
+
     def __init__(self, config):
         super().__init__()
         self.inner: Any = RELATIONS[config.position](config) if config.position in RELATIONS else None
         self.longest, self.ramp = config.max_span, config.span_ramp
         self.span = nn.Parameter(torch.empty(config.num_attention_heads))  # relative to max_span
-
-    def init_own_parameters(self) -> None:
-        """As published: spans start at zero, so that heads see the ramp only."""
-        init.zeros_(self.span)
 
     def start_open(self, half_life: int) -> None:
         """Let all heads start with the longest span."""
