@@ -31,12 +31,8 @@ def _kernels_of_rank_one():
 
 
 FORMS = Forms(reference.delta_rule, chunk.delta_rule, one_token.delta_rule, _kernels, ("beta", "g"))
-RANK_ONE = Forms(  # with a and b
-    reference.diagonal_plus_rank_one,
-    chunk.diagonal_plus_rank_one,
-    one_token.diagonal_plus_rank_one,
-    _kernels_of_rank_one,
-    ("beta", "g", "a", "b"),
+RANK_ONE = FORMS._replace(  # with a and b
+    chunk=chunk.diagonal_plus_rank_one, kernels=_kernels_of_rank_one, names=("beta", "g", "a", "b")
 )
 
 

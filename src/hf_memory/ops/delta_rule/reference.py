@@ -10,44 +10,35 @@ from hf_memory.ops.contract import Sample, in_float32, repeat_heads
 
 @in_float32
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, initial_state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """S <- e^g S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q."""
-    S = initial_state  # [B, HV, K, V]
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
-    outputs = []
-    for t in range(q.shape[1]):
-        if g is not None:
-            decay = g[:, t].exp() if g.ndim == 4 else g[:, t, :, None].exp()  # [B, HV, K or 1]
-            S = decay[..., None] * S
-        recalled = torch.einsum("bhkv,bhk->bhv", S, k[:, t])
-        error = v[:, t] - recalled
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-    return scale * torch.stack(outputs, dim=1), S
-
-
-@in_float32
-def diagonal_plus_rank_one(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    g: Tensor,
-    a: Tensor,
-    b: Tensor,
+    g: Tensor | None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
     *,
     initial_state: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """S <- (diag(e^g) + b a^T) S + beta k v^T;   o = scale S^T q, with g [B, T, HV, K]."""
+    """S <- e^g S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q.
+
+    With a and b:   S <- (diag(e^g) + b a^T) S + beta k v^T.
+    """
     S = initial_state  # [B, HV, K, V]
     q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     outputs = []
     for t in range(q.shape[1]):
-        along_a = torch.einsum("bhkv,bhk->bhv", S, a[:, t])
-        S = g[:, t, ..., None].exp() * S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a)
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * v[:, t])
+        along_a = None if a is None else torch.einsum("bhkv,bhk->bhv", S, a[:, t])
+        if g is not None:
+            decay = g[:, t].exp() if g.ndim == 4 else g[:, t, :, None].exp()  # [B, HV, K or 1]
+            S = decay[..., None] * S
+        written = v[:, t]
+        if b is None:
+            written = written - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        else:
+            S = S + torch.einsum("bhk,bhv->bhkv", b[:, t], along_a)
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * written)
         outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
     return scale * torch.stack(outputs, dim=1), S
 
