@@ -56,9 +56,11 @@ class Everything(NamedTuple):
 
     def step(self, states: States, k: Tensor, v: Tensor, known: int | None, always: Any = None) -> Seen:
         """Add one token of each row to the states. What is seen begins with the entry `always` [1, 1, H, D]."""
-        names = (f"{self.prefix}{name}" for name in ("keys", "values", "positions"))
-        token = (k, v, states["tokens_read"][:, None].int())
-        keys, values, position = (_appended(states, name, x) for name, x in zip(names, token))
+        token = {"keys": k, "values": v, "positions": states["tokens_read"][:, None].int()}
+        grown = {f"{self.prefix}{name}": x for name, x in token.items()}
+        grown = {name: torch.cat([states[name].to(x.dtype), x], 1) for name, x in grown.items()}
+        states |= grown
+        keys, values, position = grown.values()
         visible = None if known is not None else (position >= 0)[:, None, None]
         if always is None:
             return keys, values, visible
@@ -66,12 +68,6 @@ class Everything(NamedTuple):
             torch.cat([x.to(y.dtype).expand(len(y), -1, -1, -1), y], 1) for x, y in zip(always, (keys, values))
         )
         return keys, values, None if visible is None else F.pad(visible, (1, 0), value=True)
-
-
-def _appended(states: States, name: str, x: Tensor) -> Tensor:
-    """A state with new tokens [B, T, ...], which it has from then on."""
-    states[name] = torch.cat([states[name].to(x.dtype), x], 1)
-    return states[name]
 
 
 class Window(NamedTuple):

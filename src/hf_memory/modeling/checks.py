@@ -33,6 +33,12 @@ def check(is_right: bool, name: str, expected: str, given: Any) -> None:
         raise ValueError(f"{name} must be {expected}, got {given!r}")
 
 
+def check_values(config, here: str, **values: Any) -> None:
+    """Raise ValueError unless fields of a config have these values, which they must have `here`."""
+    for name, value in values.items():
+        check(getattr(config, name) == value, name, f"{value} {here}", getattr(config, name))
+
+
 def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
     """Raise ValueError unless the value of an option is one of `words`."""
     check(word in words, name, f"one of {', '.join(map(repr, words))}", word)

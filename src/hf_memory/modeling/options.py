@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from hf_memory.feed_forward import FEED_FORWARDS
-from hf_memory.modeling.checks import check, check_each, check_word
+from hf_memory.modeling.checks import check, check_each, check_values, check_word
 
 NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -111,23 +111,20 @@ class AttentionWindow(PreTrainedConfig):
         check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
         has_sinks = not self.num_sink_tokens or {*self.sink_types} & {*self.layer_types}
         check(has_sinks, "num_sink_tokens", f"0 without a layer type of {self.sink_types}", self.num_sink_tokens)
-        has_windows, learned = {"sliding_heads", "sliding_memory"} & {*sliding}, self.attention_sinks
-        without = "without 'sliding_heads' or 'sliding_memory' layers"
-        check(has_windows or not heads, "full_attention_heads", f"None {without}", heads)
-        check(has_windows or not learned, "attention_sinks", f"False {without}", learned)
+        if not {"sliding_heads", "sliding_memory"} & {*sliding}:
+            without = "without 'sliding_heads' or 'sliding_memory' layers"
+            check(not heads, "full_attention_heads", f"None {without}", heads)
+            check_values(self, without, attention_sinks=False)
         can_keep = "sliding_heads" in sliding and "sliding_memory" not in sliding
         only = "0 unless layers with a window are 'sliding_heads'"
         check(can_keep or not self.num_kept_tokens, "num_kept_tokens", only, self.num_kept_tokens)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
-        check(not (longer and learned), "full_attention_window", "None with attention_sinks", longer)
+        check(not (longer and self.attention_sinks), "full_attention_window", "None with attention_sinks", longer)
         if self.virtual_token:
             here = "with virtual_token"
             check({*self.layer_types} == {"sliding_heads"}, "layer_types", f"all 'sliding_heads' {here}", sliding)
-            check(not self.num_sink_tokens, "num_sink_tokens", f"0 {here}", self.num_sink_tokens)
-            check(not learned, "attention_sinks", f"False {here}", learned)
-            cap = self.attn_logit_softcapping
-            check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
+            check_values(self, here, num_sink_tokens=0, attention_sinks=False, attn_logit_softcapping=None)
         if heads is not None:
             check_each(self, "full_attention_heads", heads)
             last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}

@@ -16,7 +16,7 @@ from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
 from hf_memory.mixers.transformer.store import JOINS, TopTokensMixer
 from hf_memory.mixers.transformer.windows import LocalMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
+from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
@@ -237,9 +237,8 @@ class MemoryTransformerConfig(MemoryConfig):
 
     def _check_forgetting(self) -> None:
         """Refuse what gates of single tokens have no meaning for."""
-        here, cap = "with position='forget'", self.attn_logit_softcapping
-        check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
-        check(not self.attention_sinks, "attention_sinks", f"False {here}", self.attention_sinks)
+        here = "with position='forget'"
+        check_values(self, here, attn_logit_softcapping=None, attention_sinks=False)
         own = {"linformer", *BUCKETS} & {*self.patterns}
         check(not own, "pattern", f"without {own} {here}", self.pattern)
         check({*self.pasts} <= {"cache", "xl", "infinite"}, "past", f"'cache', 'xl' or 'infinite' {here}", self.past)
@@ -247,9 +246,8 @@ class MemoryTransformerConfig(MemoryConfig):
     def _check_buckets(self) -> None:
         """Refuse options that attention in buckets does not support."""
         here = "with pattern reformer or routing, whose keys are the queries"
-        check(not self.use_qk_norm, "use_qk_norm", f"False {here}", self.use_qk_norm)
-        cap, heads = self.attn_logit_softcapping, self.num_key_value_heads
-        check(cap is None, "attn_logit_softcapping", f"None {here}", cap)
+        check_values(self, here, use_qk_norm=False, attn_logit_softcapping=None)
+        heads = self.num_key_value_heads
         known = "rope, none, sinusoidal or learned with pattern reformer or routing"
         check(self.position not in RELATIONS, "position", known, self.position)
         check(self.num_buckets % 2 == 0, "num_buckets", "even", self.num_buckets)

@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from hf_memory.modeling.checks import check
+from hf_memory.modeling.checks import check_values
 from hf_memory.modeling.configuration import MemoryConfig
 
 
@@ -33,4 +33,4 @@ class WholeLayersConfig(MemoryConfig):
     def validate_architecture(self):
         """Refuse options that memory layers do not support, too."""
         super().validate_architecture()
-        check(not self.memory_rope, "memory_rope", f"False for {self.model_type}", self.memory_rope)
+        check_values(self, f"for {self.model_type}", memory_rope=False)
