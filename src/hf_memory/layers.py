@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as RotaryEmbedding  # Llama's, and partial
 
 from hf_memory.convertible import Convertible
-from hf_memory.ops.contract import beside
+from hf_memory.ops.contract import beside, wide
 from hf_memory.ops.masks import packed
 from hf_memory.ops.short_convolution import convolution_step
 
@@ -26,11 +26,6 @@ __all__ = [
     "unit_length",
     "wide",
 ]
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in float64 if it is float64, else in float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def unit_length(x: Tensor) -> Tensor:

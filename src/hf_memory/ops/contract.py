@@ -282,6 +282,11 @@ def with_bfloat16_products(op: Callable) -> Callable:
     return _widened(op, lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0)
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float64 if it is float64, else in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
     """`op` without autocast, with all but the first `kept(q)` arguments in float32; its output o has the dtype of q."""
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.contract import wide
+
 FEATURE_MAPS = ("elu", "relu", "identity", "exp", "dpfp", "hedgehog", "taylor", "favor", "rfa")
 RANDOM_FEATURE_MAPS = ("favor", "rfa")  # these need a random projection, which is saved with the model
 NOTHING = -1e30  # the maximum over no token; finite, so that differences are finite
@@ -28,7 +30,7 @@ def identity(x: Tensor) -> Tensor:
 
 def exp(x: Tensor) -> Tensor:
     """e^x in each channel."""
-    return _wide(x).exp().to(x.dtype)
+    return wide(x).exp().to(x.dtype)
 
 
 def dpfp(x: Tensor, nu: int) -> Tensor:
@@ -56,7 +58,7 @@ def hedgehog(x: Tensor, weight: Tensor) -> Tensor:
         [B, T, H, 2 * F].
     """
     y = torch.bmm(x.flatten(0, 1).transpose(0, 1), weight.to(x.dtype))  # [H, B * T, F]
-    y = _wide(y).transpose(0, 1).unflatten(0, x.shape[:2])
+    y = wide(y).transpose(0, 1).unflatten(0, x.shape[:2])
     return torch.cat([y, -y], dim=-1).softmax(dim=-1).to(x.dtype)
 
 
@@ -86,7 +88,7 @@ def rfa(x: Tensor, projection: Tensor) -> Tensor:
     Returns:
         [..., 2 * F]; products may be negative.
     """
-    unit = F.normalize(_wide(x), dim=-1)
+    unit = F.normalize(wide(x), dim=-1)
     angle = unit @ projection.to(unit.dtype).mT
     return (torch.cat([angle.sin(), angle.cos()], dim=-1) * projection.shape[0] ** -0.5).to(x.dtype)
 
@@ -146,14 +148,9 @@ def favor_key(
     return exponents.exp().to(k.dtype), g, m[:, -1]
 
 
-def _wide(x: Tensor) -> Tensor:
-    """x in float64 if it is float64, else in float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _favor_exponents(x: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
     """W x [..., F] and |x|^2 / 2 [..., 1] in float32 or wider, with x scaled as in softmax attention."""
-    x = _wide(x) * x.shape[-1] ** -0.25
+    x = wide(x) * x.shape[-1] ** -0.25
     return x @ projection.to(x.dtype).mT, x.square().sum(-1, keepdim=True) / 2
 
 

@@ -9,7 +9,7 @@ matrices of all tokens of a chunk are
 The gradient of a solution is the solution of another system with the same matrix.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,10 +40,7 @@ def ridge_regression(
     """Same function as the reference, as far as the systems are solved."""
     HV = v.shape[2]
     q, k = repeat_heads(q, HV), repeat_heads(k, HV)
-
-    def segment(C: int, M: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        return _segment(C, M, q, *others, ridge=ridge, ratio=ratio, steps=steps)
-
+    segment = partial(_segment, ridge=ridge, ratio=ratio, steps=steps)
     M = torch.cat(initial_state, -1)  # [N, HV, K, K + V]
     o, M = in_segments(segment, chunk_size(v.shape[1], CHUNK), M, q, k, v, beta, g, alpha, scale=scale)
     return o, RidgeState(*(x.contiguous() for x in M.split([k.shape[-1], v.shape[-1]], -1)))
