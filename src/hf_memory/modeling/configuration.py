@@ -19,6 +19,11 @@ from hf_memory.modeling.registration import KnownToPeft
 from hf_memory.ops.contract import BACKENDS
 
 
+def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
+    """A plan of tensor parallelism: its style for each module and parameter of the mixers; "" is a mixer itself."""
+    return {f"layers.*.mixer.{x}".rstrip("."): style for style, own in names.items() for x in own}
+
+
 @strict
 class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfigMixin, HubClassMixin, KnownToPeft):
     """Options that all families share. Those that Llama has too have Llama's names and meanings.
@@ -49,21 +54,14 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     }
 
     base_model_tp_plan = {
-        "layers.*.mixer.q_proj": "colwise",
-        "layers.*.mixer.k_proj": "colwise",
-        "layers.*.mixer.v_proj": "colwise",
-        "layers.*.mixer.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.mixer.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.mixer.o_proj": "rowwise",
-        **{f"layers.*.mixer.far.{x}": "local_params" for x in ("k_slots", "q_slots", "decay")},
-        **{f"layers.*.mixer.far.{x}_slots.{name}": "colwise" for x in "kq" for name in ("weight", "bias")},
-        **{f"layers.*.mixer.far.{x}": "colwise" for x in ("b_proj", "decay.proj")},
-        "layers.*.mixer.sinks": "local_params",
-        "layers.*.mixer.sinks.logits": "colwise",
-        "layers.*.mixer.sinks.values": "colwise",
-        "layers.*.mixer.virtual_token": "local_params",
-        "layers.*.mixer.virtual_token.keys": "colwise",
-        "layers.*.mixer.virtual_token.values": "colwise",
+        **of_mixers(
+            colwise=("q_proj", "k_proj", "v_proj", "far.b_proj", "far.decay.proj"),
+            rowwise=("o_proj",),
+            replicated_with_grad_allreduce=("q_norm", "k_norm"),
+            local_params=("far.k_slots", "far.q_slots", "far.decay", "sinks", "virtual_token"),
+        ),
+        **of_mixers(colwise=("sinks.logits", "sinks.values", "virtual_token.keys", "virtual_token.values")),
+        **of_mixers(colwise=tuple(f"far.{x}_slots.{name}" for x in "kq" for name in ("weight", "bias"))),
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",

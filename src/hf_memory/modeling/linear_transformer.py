@@ -7,7 +7,7 @@ from hf_memory.mixers.linear_attention import LinearAttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_word
-from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 from hf_memory.ops.feature_maps import FEATURE_MAPS, RANDOM_FEATURE_MAPS
 
 
@@ -29,10 +29,8 @@ class LinearTransformerConfig(MemoryConfig):
     far_memory = SlotMemory
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
-        "layers.*.mixer.feature_map": "local_params",
-        "layers.*.mixer.feature_map.q_weight": "colwise",
-        "layers.*.mixer.feature_map.k_weight": "colwise",
-        "layers.*.mixer.o_norm": "replicated_with_grad_allreduce",
+        **of_mixers(local_params=("feature_map",), colwise=("feature_map.q_weight", "feature_map.k_weight")),
+        **of_mixers(replicated_with_grad_allreduce=("o_norm",)),
     }
 
     feature_map: str = "elu"

@@ -4,7 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from hf_memory.modeling.checks import check, check_word
-from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 
 
 @strict
@@ -31,15 +31,12 @@ class MemoryHeadsConfig(MemoryConfig):
 
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
-        **{f"layers.*.mixer.{x}_conv1d": "local_params" for x in "qkv"},
-        **{f"layers.*.mixer.{x}_conv1d.weight": "colwise" for x in "qkv"},
-        **{f"layers.*.mixer.{x}_proj": "colwise" for x in "bw"},
-        "layers.*.mixer.decay": "local_params",
-        "layers.*.mixer.decay.A_log": "colwise",
-        "layers.*.mixer.decay.dt_bias": "colwise",
-        "layers.*.mixer.decay.proj": "colwise",
-        "layers.*.mixer.output_gate.norm": "replicated_with_grad_allreduce",
-        "layers.*.mixer.output_gate.proj": "colwise",
+        **of_mixers(
+            local_params=("q_conv1d", "k_conv1d", "v_conv1d", "decay"),
+            colwise=("b_proj", "w_proj", "decay.A_log", "decay.dt_bias", "decay.proj", "output_gate.proj"),
+            replicated_with_grad_allreduce=("output_gate.norm",),
+        ),
+        **of_mixers(colwise=("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),
     }
 
     linear_num_key_heads: int | None = None
@@ -92,8 +89,7 @@ class Levels(PreTrainedConfig):
 
     base_model_tp_plan = {
         **MemoryHeadsConfig.base_model_tp_plan,
-        "layers.*.mixer.level_weights.proj": "colwise",
-        "layers.*.mixer.u_proj": "colwise",
+        **of_mixers(colwise=("level_weights.proj", "u_proj")),
     }
 
     levels: str = "one"

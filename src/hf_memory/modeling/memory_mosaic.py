@@ -5,6 +5,7 @@ from huggingface_hub.dataclasses import strict
 from hf_memory.mixers.memory_mosaic import MemoryMosaicMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check
+from hf_memory.modeling.configuration import of_mixers
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 
@@ -21,12 +22,13 @@ class MemoryMosaicConfig(WholeLayersConfig):
     mixers = {**WholeLayersConfig.mixers, "memory": MemoryMosaicMixer}
     base_model_tp_plan = {
         **WholeLayersConfig.base_model_tp_plan,
-        **{f"layers.*.mixer.{x}_average": "local_params" for x in ("key", "query", "value")},
-        **{f"layers.*.mixer.{x}_average.{name}": "colwise" for x in ("key", "query") for name in ("rate", "scale")},
-        **{f"layers.*.mixer.value_average.{name}": "colwise" for name in ("share", "scale")},
-        "layers.*.mixer.persistent": "local_params",
-        **{f"layers.*.mixer.persistent.{name}": "colwise" for name in ("keys", "values", "scale")},
-        "layers.*.mixer.persistent_o_proj": "rowwise",
+        **of_mixers(
+            local_params=("key_average", "query_average", "value_average", "persistent"),
+            colwise=("persistent.keys", "persistent.values", "persistent.scale"),
+            rowwise=("persistent_o_proj",),
+        ),
+        **of_mixers(colwise=tuple(f"{x}_average.{name}" for x in ("key", "query") for name in ("rate", "scale"))),
+        **of_mixers(colwise=("value_average.share", "value_average.scale")),
     }
 
     def validate_architecture(self):

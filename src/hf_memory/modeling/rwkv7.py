@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hf_memory.mixers.rwkv7 import Rwkv7Mixer
 from hf_memory.modeling import base
+from hf_memory.modeling.configuration import of_mixers
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 RANKS = {  # default ranks: this factor times the square root of hidden_size, rounded to a multiple of 32
@@ -41,15 +42,12 @@ class Rwkv7Config(WholeLayersConfig):
     base_model_pp_plan = None  # the values of the first layer do not travel from process to process
     base_model_tp_plan = {
         **WholeLayersConfig.base_model_tp_plan,
-        "layers.*.mixer": "local_params",
-        **{f"layers.*.mixer.{name}": "colwise" for name in ("k_k", "k_a", "r_k")},
-        **{f"layers.*.mixer.{x}_lora": "local_params" for x in "wavg"},
-        **{f"layers.*.mixer.{x}_lora.up_proj": "colwise" for x in "wavg"},
-        "layers.*.mixer.o_norm": "local_params",
-        "layers.*.mixer.o_norm.weight": "colwise",
-        "layers.*.mixer.o_norm.bias": "colwise",
-        "layers.*.mixer.mlp.up_proj": "colwise",
-        "layers.*.mixer.mlp.down_proj": "rowwise",
+        **of_mixers(
+            local_params=("", "w_lora", "a_lora", "v_lora", "g_lora", "o_norm"),
+            colwise=("k_k", "k_a", "r_k", "o_norm.weight", "o_norm.bias", "mlp.up_proj"),
+            rowwise=("mlp.down_proj",),
+        ),
+        **of_mixers(colwise=tuple(f"{x}_lora.up_proj" for x in "wavg")),
     }
 
     intermediate_size: int = 4096

@@ -17,7 +17,7 @@ from hf_memory.mixers.transformer.store import JOINS, TopTokensMixer
 from hf_memory.mixers.transformer.windows import LocalMixer
 from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
-from hf_memory.modeling.configuration import MemoryConfig
+from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
 
 OWN = ("memory", "sliding_heads")  # layer types that this family computes itself
@@ -92,18 +92,14 @@ class MemoryTransformerConfig(MemoryConfig):
     sink_types = OWN
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
-        "layers.*.mixer": "local_params",
-        "layers.*.mixer.relation": "local_params",
-        "layers.*.mixer.relation.inner": "local_params",
-        "layers.*.mixer.relation.span": "colwise",
-        "layers.*.mixer.forget.proj": "colwise",
-        **{f"layers.*.mixer.relation.{x}{name}": "colwise" for x in ("", "inner.") for name in BY_HEAD},
-        **{
-            f"layers.*.mixer.relation.{x}{name}": "replicated_with_grad_allreduce"
-            for x in ("", "inner.")
-            for name in ("keys", "values")
-        },
-        **{f"layers.*.mixer.{name}": "colwise" for name in ("memory_gate", "memory_scale", "centroids")},
+        **of_mixers(
+            local_params=("", "relation", "relation.inner"),
+            colwise=("relation.span", "forget.proj", "memory_gate", "memory_scale", "centroids"),
+        ),
+        **of_mixers(colwise=tuple(f"relation.{x}{name}" for x in ("", "inner.") for name in BY_HEAD)),
+        **of_mixers(
+            replicated_with_grad_allreduce=tuple(f"relation.{x}{y}" for x in ("", "inner.") for y in ("keys", "values"))
+        ),
     }
 
     embedding_multiplier: float | int | None = None  # type: ignore[assignment]
