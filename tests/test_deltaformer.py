@@ -1,5 +1,7 @@
 """What DeltaFormer is: attention, DeltaNet, or a machine that tracks swaps, by its kernels."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
@@ -173,11 +175,22 @@ def test_wrong_arguments_are_explained(wrong, message):
 @pytest.mark.parametrize("T", [1, 16, 33])
 @pytest.mark.parametrize("beta_mode", ["erase", "delta", "none"])
 def test_kernels_equal_the_reference(T, beta_mode):
-    q, k, v, beta = (x.float().requires_grad_() for x in inputs(T=T))
+    check_kernels(T, beta_mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_equal_the_reference_over_several_panels(dtype, monkeypatch):
+    """The last panel has part of a block, and what a panel reads of others is summed in other blocks than its own."""
+    monkeypatch.setattr(import_module("hf_memory.ops.deltaformer.kernels.launch"), "PANEL", 128)
+    check_kernels(T=300, beta_mode="erase", dtype=dtype)
+
+
+def check_kernels(T, beta_mode, dtype=torch.float32):
+    """Results and gradients, against what the reference loses in the same precision."""
+    q, k, v, beta = (x.to(dtype) for x in inputs(T=T))
     arguments = (q, k, v) if beta_mode == "none" else (q, k, v, beta)
     weight, results = random(2, T, 2, 8, seed=5), []
-    ways = (("triton", torch.float32), ("reference", torch.float64), ("reference", torch.float32))
-    for backend, dtype in ways:
+    for backend, dtype in (("triton", dtype), ("reference", torch.float64), ("reference", dtype)):
         wide = [x.detach().to(dtype).requires_grad_() for x in arguments]
         o, _ = deltaformer(*wide, beta_mode=beta_mode, backend=backend)
         gradients = torch.autograd.grad((o * weight.to(dtype)).sum(), wide)
