@@ -105,6 +105,7 @@ class Launch(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
+    grid: tuple[int, ...]
 
 
 @cache
@@ -113,7 +114,7 @@ def launches(only: tuple[str, ...]) -> list[Launch]:
     found: dict[str, Launch] = {}
     for name, call in calls():
         if any(part in name for part in only):
-            for launch in _recorded(call):
+            for launch in recorded(call):
                 kind = f"{launch.kernel} {specialisation(launch)}"
                 found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
     return list(found.values())
@@ -123,7 +124,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
     """Calls of all ops with kernels, with the names of op, variant and size."""
     packages = (*OPS_WITH_KERNELS, "rwkv7_gates", "short_convolution")
     for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
-        import_module(f"hf_memory.ops.{module}")  # before `_recorded` says that Triton interprets
+        import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
         for variant, (D, dtype), T in product((*op.variants, *VARIANTS.get(op.name, ())), SIZES, LENGTHS):
             about = " ".join(name if x is True else str(x) for name, x in variant.items() if x is not False)
@@ -151,7 +152,7 @@ def _call(op: Op, sizes: dict) -> None:
             sum(x.sum() for x in tree_flatten((o, state))[0] if x.requires_grad).backward()
 
 
-def _recorded(call: Callable) -> list[Launch]:
+def recorded(call: Callable) -> list[Launch]:
     """The launches of a call; none where the op has no kernel."""
     from triton import knobs
     from triton.runtime import JITFunction
@@ -161,7 +162,7 @@ def _recorded(call: Callable) -> list[Launch]:
     def record(kernel, *args, grid, warmup, **given) -> None:
         options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
         arguments = inspect.signature(kernel.fn).bind(*args, **given).arguments
-        found.append(Launch(kernel.__name__, kernel, arguments, options))
+        found.append(Launch(kernel.__name__, kernel, arguments, options, grid))
 
     with patch.object(JITFunction, "run", record), knobs.runtime.scope(), torch.set_grad_enabled(False):
         knobs.runtime.interpret = True  # then ops let tensors on the CPU pass
@@ -194,22 +195,27 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
     return types, constants, aligned
 
 
-def compile_launch(launch: Launch, architecture: str) -> Report:
-    """Compile for an architecture; raises what Triton or ptxas raise."""
+def compiled_launch(launch: Launch, number: int) -> Any:
+    """What Triton makes of a launch for an architecture, as 90 for sm_90; raises what Triton or ptxas raise."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(launch.kernel, *specialisation(launch))
+    return triton.compile(source, target=GPUTarget("cuda", number, 32), options=launch.options)
+
+
+def compile_launch(launch: Launch, architecture: str) -> Report:
+    """Compile for an architecture; raises what Triton or ptxas raise."""
     number = int(architecture.removeprefix("sm_"))
-    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=launch.options)
+    compiled = compiled_launch(launch, number)
     if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
         raise ValueError(f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
-    registers, spilled = _assemble(compiled.asm["ptx"], number)
+    registers, spilled = assemble(compiled.asm["ptx"], number)
     return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
 
 
-def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
+def assemble(ptx: str, architecture: int) -> tuple[int, int]:
     """Registers and spilled bytes, from ptxas -v, which comes with Triton."""
     from triton.backends.nvidia.compiler import get_ptxas
 

@@ -1,0 +1,45 @@
+"""How often the loops of a launch run, read from Triton's intermediate code with the arguments of the launch."""
+
+import re
+from collections.abc import Callable
+
+INTEGERS: dict[str, Callable[..., float]] = {
+    "addi": lambda a, b: a + b,
+    "subi": lambda a, b: a - b,
+    "muli": lambda a, b: a * b,
+    "divsi": lambda a, b: a // b,
+    "remsi": lambda a, b: a % b,
+    "minsi": min,
+    "maxsi": max,
+    "extsi": lambda a: a,
+    "trunci": lambda a: a,
+}
+
+
+def trips(ttir: str, arguments: dict) -> list[float]:
+    """Of each loop of the first program, in the order of the code; an inner loop's are those of one outer iteration.
+
+    A loop whose bounds depend on the place in an outer one counts as in the middle of it.
+
+    Raises:
+        ValueError: if a bound is not known from the arguments, as with bounds in memory.
+    """
+    known: dict[str, float] = {f"%{n}": x for n, x in arguments.items() if isinstance(x, int)}
+    found = []
+    for line in ttir.splitlines():
+        if constant := re.search(r"(%\S+) = arith\.constant (-?\d+) : i\d+", line):
+            known[constant[1]] = int(constant[2])
+        elif program := re.search(r"(%\S+) = tt\.get_program_id", line):
+            known[program[1]] = 0
+        elif loop := re.search(r"scf\.for (%\S+) = (%\S+) to (%\S+) step (%\S+) ", line):
+            unknown = [x for x in loop.groups()[1:] if x not in known]
+            if unknown:
+                raise ValueError(f"the bound {unknown[0]} of a loop is not known from the launch: {line.strip()[:120]}")
+            first, end, step = (known[x] for x in loop.groups()[1:])
+            found.append(max(0.0, -((first - end) // step)))
+            known[loop[1]] = (first + end) // 2
+        elif operation := re.search(r"(%\S+) = arith\.(\w+) ([^:]*) : (?!tensor)", line):
+            operands = re.findall(r"%[\w#]+", operation[3])
+            if operation[2] in INTEGERS and all(x in known for x in operands):
+                known[operation[1]] = INTEGERS[operation[2]](*(known[x] for x in operands))
+    return found
