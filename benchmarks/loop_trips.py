@@ -1,8 +1,10 @@
 """How often the loops of a launch run, read from Triton's intermediate code with the arguments of the launch."""
 
 import re
+import statistics
 from collections.abc import Callable
 
+SAMPLES = 64  # programs whose loops are counted; their distance is odd, so that they are of all blocks of a head
 INTEGERS: dict[str, Callable[..., float]] = {
     "addi": lambda a, b: a + b,
     "subi": lambda a, b: a - b,
@@ -16,21 +18,28 @@ INTEGERS: dict[str, Callable[..., float]] = {
 }
 
 
-def trips(ttir: str, arguments: dict) -> list[float]:
-    """Of each loop of the first program, in the order of the code; an inner loop's are those of one outer iteration.
+def trips(ttir: str, arguments: dict, programs: int) -> list[float]:
+    """Of each loop in the order of the code, the mean of programs spread over the grid's first dimension.
+
+    Those of an inner loop are of one outer iteration.
 
     A loop whose bounds depend on the place in an outer one counts as in the middle of it.
 
     Raises:
         ValueError: if a bound is not known from the arguments, as with bounds in memory.
     """
+    spread = range(0, programs, max(1, programs // SAMPLES) | 1)
+    return [statistics.mean(x) for x in zip(*(_trips(ttir, arguments, program) for program in spread))]
+
+
+def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
     known: dict[str, float] = {f"%{n}": x for n, x in arguments.items() if isinstance(x, int)}
     found = []
     for line in ttir.splitlines():
         if constant := re.search(r"(%\S+) = arith\.constant (-?\d+) : i\d+", line):
             known[constant[1]] = int(constant[2])
         elif program := re.search(r"(%\S+) = tt\.get_program_id", line):
-            known[program[1]] = 0
+            known[program[1]] = program_id if "get_program_id x" in line else 0
         elif loop := re.search(r"scf\.for (%\S+) = (%\S+) to (%\S+) step (%\S+) ", line):
             unknown = [x for x in loop.groups()[1:] if x not in known]
             if unknown:

@@ -190,10 +190,10 @@ def check_kernels(T, beta_mode, dtype=torch.float32):
     q, k, v, beta = (x.to(dtype) for x in inputs(T=T))
     arguments = (q, k, v) if beta_mode == "none" else (q, k, v, beta)
     weight, results = random(2, T, 2, 8, seed=5), []
-    for backend, dtype in (("triton", dtype), ("reference", torch.float64), ("reference", dtype)):
-        wide = [x.detach().to(dtype).requires_grad_() for x in arguments]
-        o, _ = deltaformer(*wide, beta_mode=beta_mode, backend=backend)
-        gradients = torch.autograd.grad((o * weight.to(dtype)).sum(), wide)
+    for backend, wide in (("triton", dtype), ("reference", torch.float64), ("reference", dtype)):
+        given = [x.detach().to(wide).requires_grad_() for x in arguments]
+        o, _ = deltaformer(*given, beta_mode=beta_mode, backend=backend)
+        gradients = torch.autograd.grad((o * weight.to(wide)).sum(), given)
         results.append([o, *gradients])
     assert_close(*results)
 

@@ -258,10 +258,10 @@ def scores(
 
 @triton.jit
 def unit_lower_inverse(A, C: tl.constexpr):
-    """(I + A)^-1 for strictly lower triangular A [C, C], where C is 16, 32 or 64.
+    """(I + A)^-1 for strictly lower triangular A [C, C], where C is 16 or 32.
 
-    The blocks of 16 rows on the diagonal are inverted row by row, all at once. With D their inverse and E what is below
-    them, the whole inverse is (I + D E)^-1 D, where (D E)^2 is zero for two blocks and (D E)^4 for four.
+    The blocks of 16 rows on the diagonal are inverted row by row, both at once; then [[D, 0], [E, F]]^-1 is
+    [[D^-1, 0], [-F^-1 E D^-1, F^-1]].
     """
     BLOCKS: tl.constexpr = C // 16
     rows, blocks = tl.arange(0, 16), tl.arange(0, BLOCKS)
@@ -277,9 +277,5 @@ def unit_lower_inverse(A, C: tl.constexpr):
     inverse = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [C, C])
     if C > 16:
         below = tl.reshape(tl.where(on_diagonal, 0.0, A), [C, C])
-        product = tl.dot(inverse, below, input_precision="tf32x3")
-        inverse -= tl.dot(product, inverse, input_precision="tf32x3")
-        if C > 32:
-            twice = tl.dot(product, inverse, input_precision="tf32x3")
-            inverse += tl.dot(product, twice, input_precision="tf32x3")
+        inverse -= tl.dot(tl.dot(inverse, below, input_precision="tf32x3"), inverse, input_precision="tf32x3")
     return inverse

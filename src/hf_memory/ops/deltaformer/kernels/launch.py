@@ -1,7 +1,7 @@
 """DeltaFormer's softmax write in Triton, for sequences without a past.
 
-The letters are those of chunk.py. The logarithm L of each row's sum comes first, so that P = exp(X - L) is known for any
-pair of tokens. Then (I + diag(beta) P) U = diag(a) V is solved panel by panel (substitution.py), and so is the
+The letters are those of chunk.py. The logarithm L of each row's sum comes first, so that P = exp(X - L) is known for
+any pair of tokens. Then (I + diag(beta) P) U = diag(a) V is solved panel by panel (substitution.py), and so is the
 transposed system for G, from the last panel to the first. All other gradients are sums over blocks (gradients.py).
 U and L are saved. Products read U and beta G in the dtype of the keys.
 """
@@ -30,17 +30,17 @@ def _constants(k: Tensor, V: int | None = None) -> dict:
     constants = {"H": H, "K": K, "BK": _width(K), "PRECISION": precision(k.dtype)}
     if V is not None:
         constants |= {"V": V, "BV": _width(V)}
-    return constants | {"C": 32 if k.dtype == torch.float32 else 64, "num_warps": 4}
+    return constants | {"C": 32 if k.dtype.itemsize == 2 else 16, "num_warps": 4}
 
 
 def _width(D: int) -> int:
     return max(16, triton.next_power_of_2(D))
 
 
-def _tall(constants: dict) -> dict:
-    """The constants of kernels whose blocks have more rows than columns, so that each column is read less often."""
-    rows, narrow = constants["C"], constants["C"] == 64
-    return {**constants, "ROWS": 2 * rows if narrow else rows, "num_warps": 8 if narrow else 4}
+def _tall(constants: dict, dtype: torch.dtype) -> dict:
+    """The constants of kernels that only sum: larger blocks, of more rows than columns, so that less is read twice."""
+    sizes = {"C": 64, "ROWS": 128} if dtype.itemsize == 2 else {"C": 16, "ROWS": 32}
+    return {**constants, **sizes, "num_warps": 8}
 
 
 def _programs(k: Tensor, tokens: int, rows: int) -> tuple[int]:
@@ -49,7 +49,7 @@ def _programs(k: Tensor, tokens: int, rows: int) -> tuple[int]:
 
 def _normalizers(k: Tensor, scale: float) -> Tensor:
     """L [B, T, H]."""
-    constants, T = _tall(_constants(k)), k.shape[1]
+    constants, T = _tall(_constants(k), k.dtype), k.shape[1]
     L = k.new_empty(k.shape[:3], dtype=torch.float32)
     launcher(normalizer_kernel, _programs(k, T, constants["ROWS"]))(k, L, scale, T, **constants, num_stages=3)
     return L
@@ -60,7 +60,7 @@ def _solve(
 ) -> tuple[Tensor, Tensor]:
     """U for the right side V; backward G for dU. Also what products read of them, in the dtype of k."""
     constants: dict[str, Any] = _constants(k, right.shape[-1]) | {"BACKWARD": backward}
-    T, tall = k.shape[1], _tall(constants)
+    T, tall = k.shape[1], _tall(constants, k.dtype)
     W = _inverses(k, beta, L, scale)
     out = torch.empty_like(right, dtype=torch.float32)
     x = torch.empty_like(right, dtype=k.dtype) if backward or k.dtype != torch.float32 else out
@@ -104,13 +104,14 @@ def _backward(
     g, z = _solve(k, du, a, beta, L, scale, backward=True)
     constants, T, u = _constants(k, v.shape[-1]), k.shape[1], u.to(k.dtype)
     dk, dv, da, dbeta = (torch.empty_like(x) for x in (k, v, a, beta))
-    tall, p = _tall(constants), torch.empty_like(L)
+    tall, p = _tall(constants, k.dtype), torch.empty_like(L)
     programs = _programs(k, T, tall["ROWS"])
     launcher(beta_gradient_kernel, programs)(
-        k, v, a, beta, u, L, g, dv, da, dbeta, p, scale, T, **tall, num_stages=2
+        k, v, a, beta, u, L, g, dv, da, dbeta, p, scale, T, **tall, num_stages=1
     )  # fmt: skip
-    programs = _programs(k, T, constants["C"])
-    launcher(key_gradient_kernel, programs)(k, u, z, L, p, dk, scale, T, **constants, num_stages=2)
+    square = {**constants, "C": tall["C"]}
+    programs = _programs(k, T, square["C"])
+    launcher(key_gradient_kernel, programs)(k, u, z, L, p, dk, scale, T, **square, num_stages=1)
     return dk, dv, da, dbeta
 
 
