@@ -21,9 +21,8 @@ INTEGERS: dict[str, Callable[..., float]] = {
 def trips(ttir: str, arguments: dict, programs: int) -> list[float]:
     """Of each loop in the order of the code, the mean of programs spread over the grid's first dimension.
 
-    Those of an inner loop are of one outer iteration.
-
-    A loop whose bounds depend on the place in an outer one counts as in the middle of it.
+    Those of an inner loop are of one outer iteration. A loop whose bounds depend on the place in an outer one counts as
+    in the middle of it.
 
     Raises:
         ValueError: if a bound is not known from the arguments, as with bounds in memory.
