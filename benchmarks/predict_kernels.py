@@ -23,7 +23,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_memory.ops import delta_rule, linear_attention
+from hf_memory.ops import delta_rule, linear_attention, neural_memory
 from kernel_report import Launch, Report, assemble, compiled_launch, recorded
 from loop_trips import trips
 from machine_code import Instruction, cycles, disassembled, tensor_cycles
@@ -48,6 +48,7 @@ OPS = {  # names in the table
     "kda": "delta rule, a decay for each channel (KDA)",
     "rwkv7": "RWKV-7",
     "deltaformer": "DeltaFormer's write",
+    "titans": "Titans",
 }
 
 
@@ -96,10 +97,20 @@ def call_of(op: str, B: int, T: int, H: int, D: int) -> Callable[[], torch.Tenso
     if op == "deltaformer":
         write = importlib.import_module("hf_memory.ops.deltaformer.kernels").corrected_values
         return lambda: write(k, v, scalar, beta, D**-0.5)
+    if op == "titans":
+        return _titans(*(rows(64, dtype=torch.bfloat16) for _ in range(3)), *(rows() for _ in range(3)))
     gates = {"gla_scalar": [scalar], "gla_vector": [vector], "gdn": [scalar], "kda": [vector], "rwkv7": [vector, a, b]}
     if op in ("linear", "gla_scalar", "gla_vector"):
         return lambda: linear_attention(q, k, v, *gates.get(op, []), backend="triton")[0]
     return lambda: delta_rule(q, k, v, beta, *gates.get(op, []), backend="triton")[0]
+
+
+def _titans(*rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A call of Titans' memory of two matrices."""
+    _, _, H, D = rows[0].shape
+    shapes = (H, D, 2 * D), (H, 2 * D, D)
+    weights = tuple(torch.empty(shape, device="meta", requires_grad=True) for shape in shapes)
+    return lambda: neural_memory(*rows, weights, chunk_size=16, residual=True, backend="triton")[0]
 
 
 def passes(call: Callable[[], torch.Tensor]) -> dict[str, tuple[list[Launch], Recorder]]:
@@ -214,7 +225,7 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="print a line for each launch")
     parser.add_argument("--write", action="store_true", help="write the figures of the usual shape to the results")
     arguments = parser.parse_args()
-    for module in ("linear_attention", "delta_rule", "deltaformer"):
+    for module in ("linear_attention", "delta_rule", "deltaformer", "neural_memory"):
         importlib.import_module(f"hf_memory.ops.{module}.kernels")  # before Triton seems to interpret
     shape = tuple(getattr(arguments, name) for name in sizes)
     is_usual = shape == tuple(sizes.values())

@@ -6,10 +6,11 @@ The letters are those of `dual`; rows K, X (written) and Q, Y (read) enter the t
     U = beta .* Q W_1 + c .* Q S_1 - (P .* Q K^T) D,   Y = s(U)
     O = beta .* Y W_2 + c .* Y S_2 - (P .* Y X^T) E
 
-Only writes depend on the previous chunk: one program for each row and head loops over the chunks, and stores all states
-in global memory. Then all chunks are read in parallel, with BR rows for each program. Backward, reads come first, in
-parallel, and then writes from the last chunk to the first; products over all chunks give the rest. As in `dual`, the
-state before each group of chunks is saved, and the group is recomputed.
+Only writes depend on the previous chunk: one program for each row and head loops over the chunks. If weights and
+momentum of a head fit into its registers, they stay there, and it reads each chunk before it writes (`_Held`). Else it
+stores all states in global memory, and all chunks are read in parallel, with BR rows for each program (`_Tiled`).
+Backward, reads come first, in parallel, and then writes from the last chunk to the first. As in `dual`, the state before
+each group of chunks is saved, and the group is recomputed.
 """
 
 from functools import partial
@@ -26,6 +27,7 @@ from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
+from hf_memory.ops.neural_memory.kernels.held import held_backward_kernel, held_kernel
 from hf_memory.ops.neural_memory.kernels.parts import Learned, Meta, Rows
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule, pack, unpack
 from hf_memory.ops.neural_memory.one_chunk import Memory
@@ -33,24 +35,28 @@ from hf_memory.ops.triton.launch import contiguous, launcher
 
 TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # rows that a program reads
+HELD = 128 << 10  # bytes in float32 of a state that registers hold: half of those of 8 warps
 LAUNCH = {"num_warps": 8, "num_stages": 1}
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TORCH_TYPES = {name: dtype for dtype, name in _TYPES.items()}
 
 
 def _meta(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> Meta:
     """What kernels are compiled for."""
     BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
+    most = HELD if dtype != torch.float32 else HELD // 4  # whose products need more registers
+    held = BC <= ROWS and not anchor and 4 * (1 + momentum) * width * (BK + BV) <= most
     return Meta(
         K=K, V=V, HIDDEN=hidden, SIZE=(K + V) * hidden, PARTS=1 + momentum + anchor,
-        BC=BC, BK=BK, BV=BV, BH=min(TILE, width), BR=min(ROWS, BC),
+        BC=BC, BK=BK, BV=BV, BH=width if held else min(TILE, width), BR=min(ROWS, BC),
         ACTIVATION=rule.activation, RESIDUAL=rule.residual,
-        DECAY=decay, MOMENTUM=momentum, RETURNS=decay and rule.forget_to == "initial", ANCHOR=anchor,
+        DECAY=decay, MOMENTUM=momentum, RETURNS=decay and rule.forget_to == "initial", ANCHOR=anchor, HELD=held,
         DTYPE=_TYPES[dtype],
     )  # fmt: skip
 
 
-class _Group(NamedTuple):
-    """Some chunks with the states before and after them."""
+class _Tiled(NamedTuple):
+    """Some chunks with the states before and after them, which programs process by tiles."""
 
     rows: Rows
     initial: Any  # [N, SIZE], or None
@@ -60,35 +66,26 @@ class _Group(NamedTuple):
     closed: Any  # [NC, N] int32, or None
 
     @classmethod
-    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Group":
+    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Tiled":
         """Write the chunks of `rows` after the state `start`."""
         (NC, N, C), states = rows.q.shape[:3], start.new_empty(len(rows.q) + 1, *start.shape)
-        states[0] = start
-        z, f = rows.q.new_empty(2, NC, N, C, meta.HIDDEN)
-        learned = Learned(z, f, torch.empty_like(rows.v))
+        states[0], learned = start, _learned(rows, meta)
         launcher(write_kernel, (N,))(rows, closed, initial, states, learned, NC, N, C, meta.compiled, **LAUNCH)
         return cls(rows, initial, states, learned, meta, closed)
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """The grid of kernels that read."""
-        NC, N, C = self.rows.q.shape[:3]
-        return N, NC, triton.cdiv(C, self.meta.BR)
-
-    def read(self, o: Tensor) -> None:
-        """Write the output [NC, N, C, V] to o."""
-        launcher(read_kernel, self.grid)(*self[:4], o, *o.shape[1:3], self.meta.compiled, **LAUNCH)
+    @classmethod
+    def forward(cls, o: Tensor, start: Tensor, *given) -> Tensor:
+        """Write the output [NC, N, C, V] to o, and return the state after the chunks."""
+        group = cls.after(start, *given)
+        launcher(read_kernel, _grid(o, group.meta))(*group[:4], o, *o.shape[1:3], group.meta.compiled, **LAUNCH)
+        return group.states[-1].clone()
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
         (NC, N, C), rows, meta = do.shape[:3], self.rows, self.meta
-        y, du, dz = do.new_empty(3, NC, N, C, meta.HIDDEN)
-        scores, G = do.new_empty(2, 2, NC, N, C, C)
-        d_states, grads = torch.empty_like(self.states), Rows(*map(_empty, rows))
+        d_states, dz = torch.empty_like(self.states), do.new_empty(NC, N, C, meta.HIDDEN)
         d_states[-1] = d_after
-        launcher(read_backward_kernel, self.grid)(
-            *self[:4], do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH
-        )
+        y, du, scores, G, grads = _read_backward(*self[:5], do)
         used, back, dw = rows.P * scores, rows.P * G, do.new_empty(NC, N, C)
         dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
         launcher(write_backward_kernel, (N,))(
@@ -139,6 +136,69 @@ class _Group(NamedTuple):
             grads.H[..., 0, 0] = (dS * S).sum(-1)
 
 
+class _Held(NamedTuple):
+    """Some chunks with the states before them, where a program holds the state of a head."""
+
+    rows: Rows
+    initial: Any  # [N, SIZE], or None
+    states: Tensor  # [NC, N, PARTS, SIZE], as products round them
+    learned: Learned
+    meta: Meta
+
+    @classmethod
+    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Held":
+        """Write the chunks of `rows` after the state `start`."""
+        (NC, N, C), learned = rows.q.shape[:3], _learned(rows, meta)
+        states = torch.empty(NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
+        given = rows, initial, start, torch.empty_like(start), states, learned, None
+        launcher(held_kernel, (N,))(*given, NC, N, C, meta.compiled, **LAUNCH)
+        return cls(rows, initial, states, learned, meta)
+
+    @classmethod
+    def forward(cls, o: Tensor, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> Tensor:
+        """Write the output [NC, N, C, V] to o, and return the state after the chunks."""
+        (NC, N, C), end = o.shape[:3], torch.empty_like(start)
+        launcher(held_kernel, (N,))(rows, initial, start, end, None, None, o, NC, N, C, meta.compiled, **LAUNCH)
+        return end
+
+    def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
+        """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
+        (NC, N, C), d_before = do.shape[:3], torch.empty_like(d_after)
+        d_initial = torch.zeros_like(self.initial) if self.meta.RETURNS else None
+        *read, grads = _read_backward(*self, do)
+        y, du, scores, G = read
+        launcher(held_backward_kernel, (N,))(
+            *(*self[:4], y, du, do, scores, G, grads, d_after.contiguous(), d_before, d_initial),
+            *(NC, N, C, self.meta.compiled),
+            **LAUNCH,
+        )
+        return grads, d_before, d_initial
+
+
+def _learned(rows: Rows, meta: Meta) -> Learned:
+    """Room for what writes compute."""
+    z, f = rows.q.new_empty(2, *rows.q.shape[:3], meta.HIDDEN)
+    return Learned(z, f, torch.empty_like(rows.v))
+
+
+def _grid(o: Tensor, meta: Meta) -> tuple[int, int, int]:
+    """The grid of kernels that read."""
+    NC, N, C = o.shape[:3]
+    return N, NC, triton.cdiv(C, meta.BR)
+
+
+def _read_backward(rows: Rows, initial, states: Tensor, learned: Learned, meta: Meta, do: Tensor):
+    """Y, dU, the scores and their gradients G, and `Rows` of gradients, of which those of q, beta and c are computed."""
+    NC, N, C = do.shape[:3]
+    y, du = do.new_empty(2, NC, N, C, meta.HIDDEN)
+    scores, G = do.new_empty(2, 2, NC, N, C, C)
+    grads = Rows(*map(_empty, rows))
+    launcher(read_backward_kernel, _grid(do, meta))(
+        rows, initial, states, learned, do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH
+    )
+    return y, du, scores, G, grads
+
+
 def _empty(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty_like(x)
 
@@ -153,9 +213,7 @@ class _Walk(torch.autograd.Function):
         for first in range(0, len(o), size):
             kept.append(start)
             part = slice(first, first + size)
-            group = _Group.after(start, *_part(part, given, closed), initial, meta)
-            group.read(o[part])
-            start = group.states[-1].clone()
+            start = _form(meta).forward(o[part], start, *_part(part, given, closed), initial, meta)
         ctx.save_for_backward(closed, initial, torch.stack(kept), *given)
         ctx.meta, ctx.size = meta, size
         return o, start
@@ -168,13 +226,18 @@ class _Walk(torch.autograd.Function):
         d_rows = Rows(*map(_empty, rows))
         for n in reversed(range(len(kept))):
             part = slice(n * ctx.size, (n + 1) * ctx.size)
-            group = _Group.after(kept[n], *_part(part, rows, closed), initial, ctx.meta)
+            group = _form(ctx.meta).after(kept[n], *_part(part, rows, closed), initial, ctx.meta)
             grads, d_start, added = group.backward(do[part], d_start)
             d_initial = added if d_initial is None else d_initial + added
             for whole, grad in zip(d_rows, grads):
                 if whole is not None:
                     whole[part] = grad
         return None, None, d_start, d_initial, *d_rows
+
+
+def _form(meta: Meta) -> type[_Held] | type[_Tiled]:
+    """How memories of this size are processed."""
+    return _Held if meta.HELD else _Tiled
 
 
 def _part(part: slice, rows: Rows, closed: Tensor | None) -> tuple[Rows, Tensor | None]:

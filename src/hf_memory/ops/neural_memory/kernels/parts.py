@@ -48,6 +48,7 @@ class Meta(NamedTuple):
     MOMENTUM: bool
     RETURNS: bool  # whether weights decay to initial weights
     ANCHOR: bool  # whether the anchor is not always the weights
+    HELD: bool  # whether a program holds the state of a head; then BH is the width of HIDDEN
     DTYPE: Any  # of operands of products
 
     @property

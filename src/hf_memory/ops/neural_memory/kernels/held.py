@@ -1,0 +1,257 @@
+"""Memories that fit into registers: weights, momentum and their gradients stay there while a program loops over chunks.
+
+Tiles of a layer are hidden channels by all others, [BH, BK] and [BH, BV], so that a warp has the same hidden channels
+in most products. Rows of hidden channels are turned as well, [BH, C]. The anchor is always the weights before a chunk.
+For letters see launch.py.
+"""
+
+import triton
+import triton.language as tl
+
+from hf_memory.ops.neural_memory.kernels.parts import activate, column, dot, load, load_tile, of_write, store_tile
+
+
+@triton.jit
+def _load_turned(x, i, R, j, D):
+    """x[i, j] of a matrix [R, D] as a tile [j, i], zero outside."""
+    return load(x + i[None, :] * D + j[:, None], (i[None, :] < R) & (j[:, None] < D))
+
+
+@triton.jit
+def _store_turned(x, value, i, R, j, D):
+    """The inverse of `_load_turned`."""
+    tl.store(x + i[None, :] * D + j[:, None], value, mask=(i[None, :] < R) & (j[:, None] < D))
+
+
+@triton.jit
+def _load_layers(x, i_k, j, i_v, meta: tl.constexpr):
+    """Both layers of weights, momentum or their gradients [SIZE]."""
+    first = _load_turned(x, i_k, meta.K, j, meta.HIDDEN)
+    return first, load_tile(x + meta.K * meta.HIDDEN, j, meta.HIDDEN, i_v, meta.V)
+
+
+@triton.jit
+def _store_layers(x, first, second, i_k, j, i_v, meta: tl.constexpr):
+    """The inverse of `_load_layers`."""
+    _store_turned(x, first, i_k, meta.K, j, meta.HIDDEN)
+    store_tile(x + meta.K * meta.HIDDEN, second, j, meta.HIDDEN, i_v, meta.V)
+
+
+@triton.jit
+def _load_state(x, i_k, j, i_v, meta: tl.constexpr):
+    """Both layers of the weights, and of the momentum."""
+    W_1, W_2 = _load_layers(x, i_k, j, i_v, meta)
+    S_1, S_2 = 0.0, 0.0
+    if meta.MOMENTUM:
+        S_1, S_2 = _load_layers(x + meta.SIZE, i_k, j, i_v, meta)
+    return W_1, W_2, S_1, S_2
+
+
+@triton.jit
+def _store_state(x, W_1, W_2, S_1, S_2, i_k, j, i_v, meta: tl.constexpr):
+    """The inverse of `_load_state`."""
+    _store_layers(x, W_1, W_2, i_k, j, i_v, meta)
+    if meta.MOMENTUM:
+        _store_layers(x + meta.SIZE, S_1, S_2, i_k, j, i_v, meta)
+
+
+@triton.jit
+def _write(W, S, I, x, y, w, m, beta, c, H, meta: tl.constexpr):
+    """A layer's weights and momentum after the chunk, whose gradient is x y; w and m are rows for x [BH, C]."""
+    W = beta * W - dot(w * x, y, meta.DTYPE)
+    if meta.RETURNS:
+        W += (1 - beta) * I
+    if meta.MOMENTUM:
+        W += c * S
+        S = H * S - dot(m * x, y, meta.DTYPE)
+    return W, S
+
+
+@triton.jit
+def held_kernel(
+    given,  # Rows
+    initial,  # [N, SIZE] or None
+    start,  # [N, PARTS, SIZE]
+    end,  # [N, PARTS, SIZE]
+    states,  # [NC, N, PARTS, SIZE], those before each chunk; or None
+    learned,  # Learned, or None
+    o,  # [NC, N, C, V], or None
+    chunks,
+    N,
+    C,
+    meta: tl.constexpr,
+):
+    """Program n writes all chunks of head n; it reads them if there is o, and keeps states and what is learned."""
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    DTYPE: tl.constexpr = meta.DTYPE
+    n = tl.cast(tl.program_id(0), tl.int64)
+    STATE = meta.PARTS * meta.SIZE
+    i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
+    W_1, W_2, S_1, S_2 = _load_state(start + n * STATE, i_k, j, i_v, meta)
+    for i in tl.range(chunks, disable_licm=True):
+        at = tl.cast(i, tl.int64) * N + n
+        if states is not None:
+            _store_state(states + at * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+        k_c = load_tile(given.k + at * C * K, rows, C, i_k, K)
+        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
+        w_r, m_r = tl.trans(w_c), 0.0
+        if meta.MOMENTUM:
+            m_r = tl.trans(m_c)
+        z = dot(W_1, tl.trans(k_c), DTYPE)
+        x, slope, _ = activate(z, meta.ACTIVATION)
+        e = dot(tl.trans(x), W_2, DTYPE) - load_tile(given.v + at * C * V, rows, C, i_v, V)
+        if meta.RESIDUAL:
+            e += k_c
+        f = dot(W_2, tl.trans(e), DTYPE)
+        d = slope * f
+        if learned is not None:
+            _store_turned(learned.z + at * C * HIDDEN, z, rows, C, j, HIDDEN)
+            _store_turned(learned.f + at * C * HIDDEN, f, rows, C, j, HIDDEN)
+            store_tile(learned.e + at * C * V, e, rows, C, i_v, V)
+        I_1, I_2 = 0.0, 0.0
+        if meta.RETURNS:
+            I_1 = _load_turned(initial + n * meta.SIZE, i_k, K, j, HIDDEN)
+            I_2 = load_tile(initial + n * meta.SIZE + K * HIDDEN, j, HIDDEN, i_v, V)
+        if o is not None:
+            q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
+            beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+            P_c = load_tile(given.P + at * C * C, rows, C, rows, C)
+            q_r = tl.trans(q_c)
+            u = tl.trans(beta_c) * dot(W_1, q_r, DTYPE) - dot(d, tl.trans(P_c) * dot(k_c, q_r, DTYPE), DTYPE)
+            if meta.RETURNS:
+                u += tl.trans(1 - beta_c) * dot(I_1, q_r, DTYPE)
+            if meta.MOMENTUM:
+                u += tl.trans(c_c) * dot(S_1, q_r, DTYPE)
+            y, _, _ = activate(u, meta.ACTIVATION)
+            y = tl.trans(y)
+            output = beta_c * dot(y, W_2, DTYPE) - dot(P_c * dot(y, x, DTYPE), e, DTYPE)
+            if meta.RETURNS:
+                output += (1 - beta_c) * dot(y, I_2, DTYPE)
+            if meta.MOMENTUM:
+                output += c_c * dot(y, S_2, DTYPE)
+            if meta.RESIDUAL:
+                output += q_c
+            store_tile(o + at * C * V, output, rows, C, i_v, V)
+        W_1, S_1 = _write(W_1, S_1, I_1, d, k_c, w_r, m_r, beta_n, c_n, H_n, meta)
+        W_2, S_2 = _write(W_2, S_2, I_2, x, e, w_r, m_r, beta_n, c_n, H_n, meta)
+    _store_state(end + n * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+
+
+@triton.jit
+def _back_through_write(dW_1, dW_2, k, d, x, e, w, DTYPE: tl.constexpr):
+    """Gradients of D and X [BH, C], and of w [1, C], from those of the weights, or momentum, that are left."""
+    out, back = dot(dW_1, tl.trans(k), DTYPE), dot(dW_2, tl.trans(e), DTYPE)
+    return -w * out, -w * back, -tl.sum(x * back + d * out, axis=0)
+
+
+@triton.jit
+def _add_to_initial(d_initial, at, inside, dW, beta, reads):
+    """Add what a chunk gives to the gradient of a layer's initial weights."""
+    tl.store(d_initial + at, load(d_initial + at, inside) + (1 - beta) * dW + reads, mask=inside)
+
+
+@triton.jit
+def held_backward_kernel(
+    given,  # Rows
+    initial,  # [N, SIZE] or None
+    states,  # [NC, N, PARTS, SIZE]
+    learned,  # Learned
+    y,  # [NC, N, C, HIDDEN]
+    du,  # [NC, N, C, HIDDEN]
+    do,  # [NC, N, C, V]
+    scores,  # [2, NC, N, C, C]: Q K^T and Y X^T
+    G,  # [2, NC, N, C, C]: dU D^T and dO E^T, minus the gradients of P .* scores
+    grads,  # Rows, of which those of k, v, P, m and H are computed here, and the last of beta and c
+    d_end,  # [N, PARTS, SIZE]
+    d_start,  # [N, PARTS, SIZE]
+    d_initial,  # [N, SIZE] or None; added to
+    chunks,
+    N,
+    C,
+    meta: tl.constexpr,
+):
+    """Program n loops over the chunks of head n backwards, and holds the gradients of weights and momentum."""
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    HIDDEN: tl.constexpr = meta.HIDDEN
+    DTYPE: tl.constexpr = meta.DTYPE
+    n = tl.cast(tl.program_id(0), tl.int64)
+    STATE, SECOND = meta.PARTS * meta.SIZE, tl.cast(chunks, tl.int64) * N * C * C
+    i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
+    in_1 = (i_k[None, :] < K) & (j[:, None] < HIDDEN)
+    in_2 = (j[:, None] < HIDDEN) & (i_v[None, :] < V)
+    at_1, at_2 = i_k[None, :] * HIDDEN + j[:, None], K * HIDDEN + j[:, None] * V + i_v[None, :]
+    dW_1, dW_2, dS_1, dS_2 = _load_state(d_end + n * STATE, i_k, j, i_v, meta)
+    for reverse in tl.range(chunks, disable_licm=True):
+        at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
+        state, row_h = states + at * STATE, at * C * HIDDEN
+        w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
+        w_r, m_r = tl.trans(w_c), 0.0
+        k_c, e_c = load_tile(given.k + at * C * K, rows, C, i_k, K), load_tile(learned.e + at * C * V, rows, C, i_v, V)
+        x, slope, bend = activate(_load_turned(learned.z + row_h, rows, C, j, HIDDEN), meta.ACTIVATION)
+        f = _load_turned(learned.f + row_h, rows, C, j, HIDDEN)
+        d, bend = slope * f, bend * f
+        # what the weights and the momentum that are left give
+        dd, dx, dw = _back_through_write(dW_1, dW_2, k_c, d, x, e_c, w_r, DTYPE)
+        de, dk = -dot(tl.trans(w_r * x), dW_2, DTYPE), -dot(tl.trans(w_r * d), dW_1, DTYPE)
+        if meta.MOMENTUM:
+            m_r = tl.trans(m_c)
+            dd_m, dx_m, dm = _back_through_write(dS_1, dS_2, k_c, d, x, e_c, m_r, DTYPE)
+            dd, dx = dd + dd_m, dx + dx_m
+            de -= dot(tl.trans(m_r * x), dS_2, DTYPE)
+            dk -= dot(tl.trans(m_r * d), dS_1, DTYPE)
+            tl.store(grads.m + at * C + rows, dm, mask=rows < C)
+        # what reads give
+        at_P = at * C * C
+        P_c = load_tile(given.P + at_P, rows, C, rows, C)
+        q_c, do_c = load_tile(given.q + at * C * K, rows, C, i_k, K), load_tile(do + at * C * V, rows, C, i_v, V)
+        y_r = _load_turned(y + row_h, rows, C, j, HIDDEN)
+        du_r = _load_turned(du + row_h, rows, C, j, HIDDEN)
+        scores_1, scores_2 = (
+            load_tile(scores + at_P, rows, C, rows, C),
+            load_tile(scores + SECOND + at_P, rows, C, rows, C),
+        )
+        G_1, G_2 = load_tile(G + at_P, rows, C, rows, C), load_tile(G + SECOND + at_P, rows, C, rows, C)
+        dP = -(scores_1 * G_1 + scores_2 * G_2) + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
+        store_tile(grads.P + at_P, dP, rows, C, rows, C)
+        dd -= dot(du_r, P_c * scores_1, DTYPE)
+        dx -= dot(y_r, P_c * G_2, DTYPE)
+        de -= dot(tl.trans(P_c * scores_2), do_c, DTYPE)
+        dk -= dot(tl.trans(P_c * G_1), q_c, DTYPE)
+        # through the gradients at the anchor
+        W_1, W_2 = load(state + at_1, in_1), load(state + at_2, in_2)
+        ds = slope * dd
+        de += dot(tl.trans(ds), W_2, DTYPE)
+        dz = slope * (dx + dot(W_2, tl.trans(de), DTYPE)) + bend * dd
+        dk += dot(tl.trans(dz), W_1, DTYPE)
+        if meta.RESIDUAL:
+            dk += de
+        store_tile(grads.k + at * C * K, dk, rows, C, i_k, K)
+        store_tile(grads.v + at * C * V, -de, rows, C, i_v, V)
+        # coefficients of the whole state
+        if meta.DECAY:
+            if meta.RETURNS:
+                W_1 -= load(initial + n * meta.SIZE + at_1, in_1)
+                W_2 -= load(initial + n * meta.SIZE + at_2, in_2)
+            last = grads.beta + at * C + C - 1
+            tl.store(last, tl.load(last) + tl.sum(dW_1 * W_1) + tl.sum(dW_2 * W_2))
+        if meta.MOMENTUM:
+            last = grads.c + at * C + C - 1
+            S_1, S_2 = load(state + meta.SIZE + at_1, in_1), load(state + meta.SIZE + at_2, in_2)
+            tl.store(last, tl.load(last) + tl.sum(dW_1 * S_1) + tl.sum(dW_2 * S_2))
+            tl.store(grads.H + at, tl.sum(dS_1 * S_1) + tl.sum(dS_2 * S_2))
+        # the gradients of the state before the chunk
+        beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+        if meta.RETURNS:
+            rest = 1 - beta_c
+            reads_1, reads_2 = dot(tl.trans(rest) * du_r, q_c, DTYPE), dot(y_r, rest * do_c, DTYPE)
+            _add_to_initial(d_initial + n * meta.SIZE, at_1, in_1, dW_1, beta_n, reads_1)
+            _add_to_initial(d_initial + n * meta.SIZE, at_2, in_2, dW_2, beta_n, reads_2)
+        if meta.MOMENTUM:
+            dS_1 = c_n * dW_1 + H_n * dS_1 + dot(tl.trans(c_c) * du_r, q_c, DTYPE)
+            dS_2 = c_n * dW_2 + H_n * dS_2 + dot(y_r, c_c * do_c, DTYPE)
+        dW_1 = beta_n * dW_1 + dot(tl.trans(beta_c) * du_r, q_c, DTYPE) + dot(dz, k_c, DTYPE)
+        dW_2 = beta_n * dW_2 + dot(y_r, beta_c * do_c, DTYPE) + dot(x, de, DTYPE) + dot(ds, e_c, DTYPE)
+    _store_state(d_start + n * STATE, dW_1, dW_2, dS_1, dS_2, i_k, j, i_v, meta)
