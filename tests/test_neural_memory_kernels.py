@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from comparing import assert_close, in_float64
 from forms import is_real, read_in_parts
 from hf_memory.ops.neural_memory import neural_memory
+from hf_memory.ops.neural_memory.kernels import launch
 from hf_memory.ops.neural_memory.reference import example
 
 FORMS = {
@@ -56,6 +57,31 @@ def test_kernels_equal_the_reference(form):
 def test_kernels_equal_the_reference_from_the_start_of_a_sequence(form, T):
     arguments = {**make(form, T), "initial_state": None, "mask": None}
     assert_close(run(arguments, "triton"), *reference(arguments))
+
+
+HELD = {name: {**form, "chunk_size": 8} for name, form in FORMS.items() if name.startswith("network")}
+
+
+def from_the_start(form, **sizes):
+    """Five chunks, of which the last is not full, in groups of two."""
+    return {**make(form, T=37, H=1, HV=1, **sizes), "initial_state": None, "mask": None}
+
+
+@pytest.mark.parametrize("form", HELD.values(), ids=HELD)
+def test_memories_that_registers_hold_equal_the_reference(form, monkeypatch):
+    monkeypatch.setattr(launch, "_Tiled", None)
+    arguments = from_the_start(form)
+    assert_close(run(arguments, "triton"), *reference(arguments))
+
+
+def test_memories_that_registers_hold_lose_in_16_bits_what_tiles_lose(monkeypatch):
+    """Outputs, states and gradients; a head as wide as those of Titans, in float16 for the interpreter."""
+    arguments = from_the_start(HELD["network"], K=64, expansion=2, dtype=torch.float16)
+    (o, _, d), (held_o, _, held_d) = run(in_float64(arguments), "reference"), run(arguments, "triton")
+    monkeypatch.setattr(launch, "HELD", 0)
+    tiled_o, _, tiled_d = run(arguments, "triton")
+    for x, y, exact in zip((*held_o, *held_d), (*tiled_o, *tiled_d), (*o, *d)):
+        assert (x.double() - exact).norm() <= 1.5 * (y.double() - exact).norm() + 1e-3 * exact.norm()
 
 
 @some_forms

@@ -47,8 +47,9 @@ def arrange(x: Tensor, layout: Layout) -> Tensor:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
         index = layout.source.view(*layout.source.shape, *(1 for _ in x.shape[2:]))
         x = x.gather(1, index.expand(-1, -1, *x.shape[2:]))
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % layout.C)).transpose(1, 2)  # [B, H, NC * C, ...]
-    return x.unflatten(2, (-1, layout.C)).flatten(0, 1).transpose(0, 1).contiguous()
+    if rest := -x.shape[1] % layout.C:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, rest))
+    return x.unflatten(1, (-1, layout.C)).movedim((1, 3), (0, 2)).flatten(1, 2).contiguous()
 
 
 def restore(o: Tensor, T: int, mask: Tensor | None, layout: Layout) -> Tensor:

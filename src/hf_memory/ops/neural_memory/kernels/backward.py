@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from hf_memory.ops.neural_memory.kernels.forward import read
+from hf_memory.ops.neural_memory.kernels.forward import decaying, read
 from hf_memory.ops.neural_memory.kernels.parts import (
     activate,
     anchor_of,
@@ -20,10 +20,7 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 @triton.jit
 def _back_through(x, g, state, initial, at, inside, beta, c, meta: tl.constexpr):
     """Gradients of x, beta and c from g, the gradient of one tile of `read(x)`."""
-    W = load(state + at, inside)
-    if meta.RETURNS:
-        W -= load(initial + at, inside)
-    back = dot(g, tl.trans(W), meta.DTYPE)
+    back = dot(g, tl.trans(decaying(state, initial, at, inside, meta)), meta.DTYPE)
     dx, dbeta = beta * back, tl.sum(x * back, axis=1)
     dc = tl.zeros_like(dbeta)
     if meta.RETURNS:

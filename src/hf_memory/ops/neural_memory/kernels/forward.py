@@ -17,14 +17,20 @@ from hf_memory.ops.neural_memory.kernels.parts import (
 
 
 @triton.jit
+def decaying(state, initial, at, inside, meta: tl.constexpr):
+    """What decays of the weights before the chunk; states that a program has held leave out initial weights."""
+    W = load(state + at, inside)
+    if meta.RETURNS and not meta.HELD:
+        W -= load(initial + at, inside)
+    return W
+
+
+@triton.jit
 def read(x, state, initial, at, inside, beta, c, meta: tl.constexpr):
     """x times the weights before the chunk, decayed, and times the momentum."""
-    W = load(state + at, inside)
+    y = beta * dot(x, decaying(state, initial, at, inside, meta), meta.DTYPE)
     if meta.RETURNS:
-        I = load(initial + at, inside)
-        y = beta * dot(x, W - I, meta.DTYPE) + dot(x, I, meta.DTYPE)
-    else:
-        y = beta * dot(x, W, meta.DTYPE)
+        y += dot(x, load(initial + at, inside), meta.DTYPE)
     if meta.MOMENTUM:
         y += c * dot(x, load(state + meta.SIZE + at, inside), meta.DTYPE)
     return y

@@ -73,7 +73,7 @@ def held_kernel(
     initial,  # [N, SIZE] or None
     start,  # [N, PARTS, SIZE]
     end,  # [N, PARTS, SIZE]
-    states,  # [NC, N, PARTS, SIZE], those before each chunk; or None
+    states,  # [NC, N, PARTS, SIZE], those before each chunk, of which initial weights are subtracted; or None
     learned,  # Learned, or None
     o,  # [NC, N, C, V], or None
     chunks,
@@ -92,8 +92,11 @@ def held_kernel(
     W_1, W_2, S_1, S_2 = _load_state(start + n * STATE, i_k, j, i_v, meta)
     for i in tl.range(chunks, disable_licm=True):
         at = tl.cast(i, tl.int64) * N + n
+        I_1, I_2 = 0.0, 0.0
+        if meta.RETURNS:
+            I_1, I_2 = _load_layers(initial + n * meta.SIZE, i_k, j, i_v, meta)
         if states is not None:
-            _store_state(states + at * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+            _store_state(states + at * STATE, W_1 - I_1, W_2 - I_2, S_1, S_2, i_k, j, i_v, meta)
         k_c = load_tile(given.k + at * C * K, rows, C, i_k, K)
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
         w_r, m_r = tl.trans(w_c), 0.0
@@ -110,10 +113,6 @@ def held_kernel(
             _store_turned(learned.z + at * C * HIDDEN, z, rows, C, j, HIDDEN)
             _store_turned(learned.f + at * C * HIDDEN, f, rows, C, j, HIDDEN)
             store_tile(learned.e + at * C * V, e, rows, C, i_v, V)
-        I_1, I_2 = 0.0, 0.0
-        if meta.RETURNS:
-            I_1 = _load_turned(initial + n * meta.SIZE, i_k, K, j, HIDDEN)
-            I_2 = load_tile(initial + n * meta.SIZE + K * HIDDEN, j, HIDDEN, i_v, V)
         if o is not None:
             q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
             beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
@@ -156,7 +155,7 @@ def _add_to_initial(d_initial, at, inside, dW, beta, reads):
 def held_backward_kernel(
     given,  # Rows
     initial,  # [N, SIZE] or None
-    states,  # [NC, N, PARTS, SIZE]
+    states,  # [NC, N, PARTS, SIZE], of which initial weights are subtracted
     learned,  # Learned
     y,  # [NC, N, C, HIDDEN]
     du,  # [NC, N, C, HIDDEN]
@@ -221,7 +220,11 @@ def held_backward_kernel(
         de -= dot(tl.trans(P_c * scores_2), do_c, DTYPE)
         dk -= dot(tl.trans(P_c * G_1), q_c, DTYPE)
         # through the gradients at the anchor
-        W_1, W_2 = load(state + at_1, in_1), load(state + at_2, in_2)
+        D_1, D_2 = load(state + at_1, in_1), load(state + at_2, in_2)
+        W_1, W_2 = D_1, D_2
+        if meta.RETURNS:
+            W_1 += load(initial + n * meta.SIZE + at_1, in_1)
+            W_2 += load(initial + n * meta.SIZE + at_2, in_2)
         ds = slope * dd
         de += dot(tl.trans(ds), W_2, DTYPE)
         dz = slope * (dx + dot(W_2, tl.trans(de), DTYPE)) + bend * dd
@@ -232,11 +235,8 @@ def held_backward_kernel(
         store_tile(grads.v + at * C * V, -de, rows, C, i_v, V)
         # coefficients of the whole state
         if meta.DECAY:
-            if meta.RETURNS:
-                W_1 -= load(initial + n * meta.SIZE + at_1, in_1)
-                W_2 -= load(initial + n * meta.SIZE + at_2, in_2)
             last = grads.beta + at * C + C - 1
-            tl.store(last, tl.load(last) + tl.sum(dW_1 * W_1) + tl.sum(dW_2 * W_2))
+            tl.store(last, tl.load(last) + tl.sum(dW_1 * D_1) + tl.sum(dW_2 * D_2))
         if meta.MOMENTUM:
             last = grads.c + at * C + C - 1
             S_1, S_2 = load(state + meta.SIZE + at_1, in_1), load(state + meta.SIZE + at_2, in_2)

@@ -9,11 +9,12 @@ The letters are those of `dual`; rows K, X (written) and Q, Y (read) enter the t
 Only writes depend on the previous chunk: one program for each row and head loops over the chunks. If weights and
 momentum of a head fit into its registers, they stay there, and it reads each chunk before it writes (`_Held`). Else it
 stores all states in global memory, and all chunks are read in parallel, with BR rows for each program (`_Tiled`).
-Backward, reads come first, in parallel, and then writes from the last chunk to the first. As in `dual`, the state before
-each group of chunks is saved, and the group is recomputed.
+Backward, reads come first, in parallel, and then writes from the last chunk to the first. As in `dual`, the state
+before each group of chunks is saved, and the group is recomputed.
 """
 
 from functools import partial
+from itertools import pairwise
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory import chunk, exact
+from hf_memory.ops.neural_memory.dual import pick
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
 from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
@@ -74,11 +76,11 @@ class _Tiled(NamedTuple):
         return cls(rows, initial, states, learned, meta, closed)
 
     @classmethod
-    def forward(cls, o: Tensor, start: Tensor, *given) -> Tensor:
-        """Write the output [NC, N, C, V] to o, and return the state after the chunks."""
-        group = cls.after(start, *given)
+    def forward(cls, o: Tensor, end: Tensor, *given) -> None:
+        """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
+        group = cls.after(*given)
         launcher(read_kernel, _grid(o, group.meta))(*group[:4], o, *o.shape[1:3], group.meta.compiled, **LAUNCH)
-        return group.states[-1].clone()
+        end.copy_(group.states[-1])
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
@@ -155,11 +157,10 @@ class _Held(NamedTuple):
         return cls(rows, initial, states, learned, meta)
 
     @classmethod
-    def forward(cls, o: Tensor, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> Tensor:
-        """Write the output [NC, N, C, V] to o, and return the state after the chunks."""
-        (NC, N, C), end = o.shape[:3], torch.empty_like(start)
-        launcher(held_kernel, (N,))(rows, initial, start, end, None, None, o, NC, N, C, meta.compiled, **LAUNCH)
-        return end
+    def forward(cls, o: Tensor, end: Tensor, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> None:
+        """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
+        sizes = *o.shape[:3], meta.compiled
+        launcher(held_kernel, sizes[1:2])(rows, initial, start, end, None, None, o, *sizes, **LAUNCH)
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
@@ -188,7 +189,7 @@ def _grid(o: Tensor, meta: Meta) -> tuple[int, int, int]:
 
 
 def _read_backward(rows: Rows, initial, states: Tensor, learned: Learned, meta: Meta, do: Tensor):
-    """Y, dU, the scores and their gradients G, and `Rows` of gradients, of which those of q, beta and c are computed."""
+    """Y, dU, the scores and their gradients G, and `Rows` of gradients, in which those of q, beta and c are."""
     NC, N, C = do.shape[:3]
     y, du = do.new_empty(2, NC, N, C, meta.HIDDEN)
     scores, G = do.new_empty(2, 2, NC, N, C, C)
@@ -209,14 +210,15 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, meta: Meta, closed, start, initial, *rows):
         given = Rows(*contiguous(*rows))
-        o, size, kept = torch.empty_like(given.v), max(1, isqrt(len(given.q))), []
-        for first in range(0, len(o), size):
-            kept.append(start)
-            part = slice(first, first + size)
-            start = _form(meta).forward(o[part], start, *_part(part, given, closed), initial, meta)
-        ctx.save_for_backward(closed, initial, torch.stack(kept), *given)
+        o, size = torch.empty_like(given.v), max(1, isqrt(len(given.q)))
+        kept = start.new_empty(1 + triton.cdiv(len(o), size), *start.shape)
+        kept[0] = start
+        for n, (before, after) in enumerate(pairwise(kept)):
+            part = slice(n * size, (n + 1) * size)
+            _form(meta).forward(o[part], after, before, *_part(part, given, closed), initial, meta)
+        ctx.save_for_backward(closed, initial, kept[:-1], *given)
         ctx.meta, ctx.size = meta, size
-        return o, start
+        return o, kept[-1].clone()
 
     @staticmethod
     @first_derivatives_only
@@ -257,20 +259,21 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     W, S, A, initial, _, closed, rule = memory
     q, k, v = inputs[:3]
     closed = closed if A else [True] * len(closed)
-    anchor, C, (K, hidden) = any(x is not True for x in closed), q.shape[2], W[0].shape[1:]
-    start = torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)
+    anchor, (NC, _, C), (K, hidden) = any(x is not True for x in closed[:-1]), q.shape[:3], W[0].shape[1:]
+    states = [torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)]
     decay, momentum = coefficients.beta is not None, bool(S)
     meta = _meta(C, K, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
     table = torch.stack([_row(x, q) for x in closed[:-1]]) if anchor else None
-    o, final = _Walk.apply(meta, table, start, pack(initial) if meta.RETURNS else None, q, k, v, *coefficients)
-    after = [unpack(x, W) for x in final.unbind(1)]
-    W, S = after[0], after[1] if S else ()
-    if anchor:
-        is_closed = _row(closed[-1], q).bool()[:, None, None]
-        A = tuple(torch.where(is_closed, w, a) for w, a in zip(W, after[-1]))
-    elif A:
-        A = tuple(w.clone() for w in W)
-    return o, (W, S, A)
+    outputs, last = [], NC if anchor or closed[-1] is True else NC - 1  # the next anchor is then known before the last
+    for first, end in pairwise(dict.fromkeys((0, last, NC))):
+        rows = (None if x is None else x[first:end] for x in (q, k, v, *coefficients))
+        o, state = _Walk.apply(meta, table, states[-1], pack(initial) if meta.RETURNS else None, *rows)
+        outputs.append(o)
+        states.append(state)
+    after = [unpack(x, W) for x in states[-1].unbind(1)]
+    old = after[-1] if anchor else unpack(states[-2][:, 0], W)
+    A = tuple(w.clone() for w in pick(closed[-1], after[0], old)) if A else ()
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), (after[0], after[1] if S else (), A)
 
 
 def _row(closed: bool | Tensor, like: Tensor) -> Tensor:
