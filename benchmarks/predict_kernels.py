@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_memory.ops import delta_rule, linear_attention, neural_memory
-from kernel_report import Launch, Report, assemble, compiled_launch, recorded
+from kernel_report import Launch, Report, assemble, compiled_launch, recorded, specialisation
 from loop_trips import trips
 from machine_code import Instruction, cycles, disassembled, tensor_cycles
 
@@ -35,6 +36,7 @@ BANDWIDTH = 2.85e12  # bytes a second, 85 % of 3.35 TB/s
 ISSUE = 1.15  # cycles of an instruction, where warps share a scheduler
 LAUNCH = 3e-6  # seconds to a further launch, when the host is ahead
 SMALLEST = 2e-6  # seconds of the smallest operation of PyTorch
+LAUNCHES: dict[str, Launch] = {}  # the first one of those that are compiled to the same code
 FREE = "view _unsafe_view t transpose permute expand unsqueeze squeeze select slice as_strided detach alias unbind "
 FREE += "split split_with_sizes unflatten flatten _reshape_alias diagonal empty empty_like new_empty empty_strided "
 FREE += "new_empty_strided reshape copy_ promote_types"
@@ -84,6 +86,22 @@ def _bytes(tree: Any) -> int:
     tensors = {id(x): x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)}.values()
     sizes = ([n for n, stride in zip(x.shape, x.stride()) if stride] for x in tensors)
     return sum(math.prod(size) * x.element_size() for size, x in zip(sizes, tensors))
+
+
+def moved(launch: Launch) -> float:
+    """Bytes of the tensors of a launch; of a panel of DeltaFormer's tokens, those of it and of panels solved before."""
+    given = launch.arguments
+    if "panel" not in given:
+        return _bytes(list(given.values()))
+    first, end, T = (given[name] for name in ("panel", "end", "T"))
+    solved = T - end if given["BACKWARD"] else first
+
+    def tokens(name: str) -> int:
+        if launch.name != "gather_kernel" or name not in ("k", "beta", "L", "x"):
+            return end - first
+        return solved if name == "x" else solved + end - first
+
+    return sum(_bytes(x) * tokens(name) / T for name, x in given.items())
 
 
 def call_of(op: str, B: int, T: int, H: int, D: int) -> Callable[[], torch.Tensor]:
@@ -138,13 +156,22 @@ def _with(recorder: Recorder, call: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def time_of(launch: Launch) -> Time:
-    """Seconds of a launch: of its slowest resource."""
+@cache
+def _compiled(key: str) -> tuple[Report, list[Instruction], list[tuple[int, int]], str]:
+    """What the compilers make of the launch that `LAUNCHES` has under a key."""
+    launch = LAUNCHES[key]
     compiled = compiled_launch(launch, 90)
     registers, spilled = assemble(compiled.asm["ptx"], 90)
     report = Report(launch.name, "sm_90", registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
-    program, loops = disassembled(compiled.asm["cubin"])
-    numbers = trips(compiled.asm["ttir"], launch.arguments, launch.grid[0])
+    return report, *disassembled(compiled.asm["cubin"]), compiled.asm["ttir"]
+
+
+def time_of(launch: Launch) -> Time:
+    """Seconds of a launch: of its slowest resource."""
+    key = f"{launch.kernel} {specialisation(launch)} {launch.options}"
+    LAUNCHES.setdefault(key, launch)
+    report, program, loops, code = _compiled(key)
+    numbers = trips(code, launch.arguments, launch.grid[0])
     if len(numbers) != len(loops):
         raise ValueError(f"{launch.name} has {len(numbers)} loops in Triton, and {len(loops)} in machine code")
     chain, issued, partition, whole = totals(program, dict(zip(loops, numbers)), (0, len(program) - 1))
@@ -154,7 +181,7 @@ def time_of(launch: Launch) -> Time:
         return {"chain": chain, "issue": share * issued * ISSUE, "tensor": max(share * partition, blocks * whole)}
 
     computing = waves(math.prod(launch.grid), report.blocks, lambda blocks: max(wave(blocks).values())) / CLOCK
-    moving = _bytes(list(launch.arguments.values())) / BANDWIDTH
+    moving = moved(launch) / BANDWIDTH
     full = wave(min(report.blocks, math.ceil(math.prod(launch.grid) / MULTIPROCESSORS)))
     return Time(max(moving, computing), "memory" if moving > computing else max(full, key=full.__getitem__))
 

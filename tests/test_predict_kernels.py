@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 LOOPS = """
     %c32 = arith.constant 32 : i64 loc(#loc)
@@ -55,3 +56,13 @@ def test_a_last_wave_takes_as_long_as_a_full_one(part):
     waves = part("predict_kernels", "waves")
     assert waves(264, 2, lambda blocks: 10.0) == 10
     assert waves(265, 2, lambda blocks: 10.0) == 20
+
+
+def test_a_panel_moves_its_own_tokens_and_those_that_it_sums_over(part):
+    """Float32 of 4,096 tokens with one head of one channel: 512 tokens of `out`, and 3 x 512 of `k`."""
+    moved, Launch = part("predict_kernels", "moved"), part("kernel_report", "Launch")
+    given = {"k": torch.empty(1, 4096, 1, 1), "out": torch.empty(1, 4096, 1, 1), "T": 4096}
+    assert moved(Launch("normalizer_kernel", None, given, {}, (1,))) == 4 * 2 * 4096
+    panel = {**given, "panel": 1024, "end": 1536, "BACKWARD": False}
+    assert moved(Launch("gather_kernel", None, panel, {}, (1,))) == 4 * (512 + 3 * 512)
+    assert moved(Launch("substitute_kernel", None, panel, {}, (1,))) == 4 * 2 * 512
