@@ -50,7 +50,7 @@ QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Explain in one sentence what a computer program is.",
 )
-CARD = ("README.md", "conversion.png", "contexts.png", "results.json", "answers.json")
+CARD = ("README.md", "conversion.png", "contexts.png", "heads.png", "results.json", "answers.json")
 WORDS = 12  # of a paragraph of prose, at least
 
 
@@ -131,8 +131,8 @@ def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     second = 256 / (time.perf_counter() - start)  # tokens
     teacher.zero_grad()
     read = tokens_to_learn(recipe_file)
-    minutes = 1.8 * read / second / 60 + 12  # the teacher reads too, and a memory costs more; measuring
-    print(f"{read:,} tokens to learn on: about {minutes:.0f} minutes on this machine", flush=True)
+    minutes = 1.8 * read / second / 60  # the teacher reads too, and a memory costs more
+    print(f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured", flush=True)
 
 
 def convert(teacher: Path, text: Path, recipe_file: Path, work: Path) -> Path:
@@ -183,8 +183,8 @@ def main() -> None:
     (student / "answers.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     card = ROOT / "model_cards" / f"{name}_{model.config.model_type.removeprefix('hf_memory_')}"
     card.mkdir(exist_ok=True)
-    for page in CARD:
-        shutil.copy(student / page, card)
+    for page in filter(Path.exists, (student / name for name in CARD)):  # heads.png only where heads were chosen
+        shutil.copy(page, card)
     print(f"\nThe student is in {student.relative_to(ROOT)}, its card in {card.relative_to(ROOT)}")
 
 
