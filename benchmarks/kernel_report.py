@@ -34,6 +34,8 @@ OPS_WITH_KERNELS = {op.name: op for op in OPS if op.has_kernels}
 VARIANTS = {  # further arguments of `example`
     "neural_memory": (
         {"depth": 2, "chunk_size": 16, "expansion": 4, "residual": True},
+        {"depth": 2, "chunk_size": 16},
+        {"depth": 2, "chunk_size": 16, "K": 32, "V": 32},
         {"depth": 2, "chunk_size": 64},
         {"depth": 2, "chunk_size": 32, "K": 16, "V": 16},
     ),

@@ -146,9 +146,24 @@ def _back_through_write(dW_1, dW_2, k, d, x, e, w, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_to_initial(d_initial, at, inside, dW, beta, reads):
-    """Add what a chunk gives to the gradient of a layer's initial weights."""
-    tl.store(d_initial + at, load(d_initial + at, inside) + (1 - beta) * dW + reads, mask=inside)
+def _sums(dW, dS, D, state, at, inside, meta: tl.constexpr):
+    """What a layer gives to the gradients of a chunk's last beta and c, and of H."""
+    dbeta, dc, dH = tl.sum(dW * D), 0.0, 0.0
+    if meta.MOMENTUM:
+        S = load(state + meta.SIZE + at, inside)
+        dc, dH = tl.sum(dW * S), tl.sum(dS * S)
+    return dbeta, dc, dH
+
+
+@triton.jit
+def _put_back(dW, dS, x, g, d_initial, at, inside, beta, c, beta_n, c_n, H, meta: tl.constexpr):
+    """Gradients of a layer's weights and momentum before the chunk, with what reads of x^T with a gradient g give."""
+    if meta.RETURNS:
+        rest = load(d_initial + at, inside) + (1 - beta_n) * dW + dot(x, (1 - beta) * g, meta.DTYPE)
+        tl.store(d_initial + at, rest, mask=inside)
+    if meta.MOMENTUM:
+        dS = c_n * dW + H * dS + dot(x, c * g, meta.DTYPE)
+    return beta_n * dW + dot(x, beta * g, meta.DTYPE), dS
 
 
 @triton.jit
@@ -182,6 +197,8 @@ def held_backward_kernel(
     in_1 = (i_k[None, :] < K) & (j[:, None] < HIDDEN)
     in_2 = (j[:, None] < HIDDEN) & (i_v[None, :] < V)
     at_1, at_2 = i_k[None, :] * HIDDEN + j[:, None], K * HIDDEN + j[:, None] * V + i_v[None, :]
+    if meta.RETURNS:
+        initial, d_initial = initial + n * meta.SIZE, d_initial + n * meta.SIZE
     dW_1, dW_2, dS_1, dS_2 = _load_state(d_end + n * STATE, i_k, j, i_v, meta)
     for reverse in tl.range(chunks, disable_licm=True):
         at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
@@ -219,39 +236,37 @@ def held_backward_kernel(
         dx -= dot(y_r, P_c * G_2, DTYPE)
         de -= dot(tl.trans(P_c * scores_2), do_c, DTYPE)
         dk -= dot(tl.trans(P_c * G_1), q_c, DTYPE)
-        # through the gradients at the anchor
-        D_1, D_2 = load(state + at_1, in_1), load(state + at_2, in_2)
-        W_1, W_2 = D_1, D_2
-        if meta.RETURNS:
-            W_1 += load(initial + n * meta.SIZE + at_1, in_1)
-            W_2 += load(initial + n * meta.SIZE + at_2, in_2)
+        # through the gradients at the anchor, and to the state before the chunk
+        beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
         ds = slope * dd
-        de += dot(tl.trans(ds), W_2, DTYPE)
-        dz = slope * (dx + dot(W_2, tl.trans(de), DTYPE)) + bend * dd
-        dk += dot(tl.trans(dz), W_1, DTYPE)
+        D = load(state + at_2, in_2)
+        dbeta, dc, dH = _sums(dW_2, dS_2, D, state, at_2, in_2, meta)
+        W = D
+        if meta.RETURNS:
+            W += load(initial + at_2, in_2)
+        de += dot(tl.trans(ds), W, DTYPE)
+        dz = slope * (dx + dot(W, tl.trans(de), DTYPE)) + bend * dd
+        dW_2, dS_2 = _put_back(dW_2, dS_2, y_r, do_c, d_initial, at_2, in_2, beta_c, c_c, beta_n, c_n, H_n, meta)
+        dW_2 += dot(x, de, DTYPE) + dot(ds, e_c, DTYPE)
+        tl.debug_barrier()  # frees the registers of the second layer
+        D = load(state + at_1, in_1)
+        dbeta_1, dc_1, dH_1 = _sums(dW_1, dS_1, D, state, at_1, in_1, meta)
+        W = D
+        if meta.RETURNS:
+            W += load(initial + at_1, in_1)
+        dk += dot(tl.trans(dz), W, DTYPE)
+        dW_1, dS_1 = _put_back(dW_1, dS_1, du_r, q_c, d_initial, at_1, in_1, beta_c, c_c, beta_n, c_n, H_n, meta)
+        dW_1 += dot(dz, k_c, DTYPE)
         if meta.RESIDUAL:
             dk += de
         store_tile(grads.k + at * C * K, dk, rows, C, i_k, K)
         store_tile(grads.v + at * C * V, -de, rows, C, i_v, V)
-        # coefficients of the whole state
         if meta.DECAY:
             last = grads.beta + at * C + C - 1
-            tl.store(last, tl.load(last) + tl.sum(dW_1 * D_1) + tl.sum(dW_2 * D_2))
+            tl.store(last, tl.load(last) + dbeta + dbeta_1)
         if meta.MOMENTUM:
             last = grads.c + at * C + C - 1
-            S_1, S_2 = load(state + meta.SIZE + at_1, in_1), load(state + meta.SIZE + at_2, in_2)
-            tl.store(last, tl.load(last) + tl.sum(dW_1 * S_1) + tl.sum(dW_2 * S_2))
-            tl.store(grads.H + at, tl.sum(dS_1 * S_1) + tl.sum(dS_2 * S_2))
-        # the gradients of the state before the chunk
-        beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
-        if meta.RETURNS:
-            rest = 1 - beta_c
-            reads_1, reads_2 = dot(tl.trans(rest) * du_r, q_c, DTYPE), dot(y_r, rest * do_c, DTYPE)
-            _add_to_initial(d_initial + n * meta.SIZE, at_1, in_1, dW_1, beta_n, reads_1)
-            _add_to_initial(d_initial + n * meta.SIZE, at_2, in_2, dW_2, beta_n, reads_2)
-        if meta.MOMENTUM:
-            dS_1 = c_n * dW_1 + H_n * dS_1 + dot(tl.trans(c_c) * du_r, q_c, DTYPE)
-            dS_2 = c_n * dW_2 + H_n * dS_2 + dot(y_r, c_c * do_c, DTYPE)
-        dW_1 = beta_n * dW_1 + dot(tl.trans(beta_c) * du_r, q_c, DTYPE) + dot(dz, k_c, DTYPE)
-        dW_2 = beta_n * dW_2 + dot(y_r, beta_c * do_c, DTYPE) + dot(x, de, DTYPE) + dot(ds, e_c, DTYPE)
+            tl.store(last, tl.load(last) + dc + dc_1)
+            tl.store(grads.H + at, dH + dH_1)
+        tl.debug_barrier()  # all have read the gradient of the initial weights before one adds to it again
     _store_state(d_start + n * STATE, dW_1, dW_2, dS_1, dS_2, i_k, j, i_v, meta)
