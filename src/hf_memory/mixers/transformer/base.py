@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_memory.cache import Spec, States
 from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.pasts import Everything
+from hf_memory.mixers.pasts import Everything, Past, Window
 from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
@@ -76,11 +76,15 @@ class TransformerMixer(MemoryMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states: those of `Everything`, and `tokens_read` [B]."""
+        q, tokens, past = self.read(Everything(), hidden_states, context)
+        return full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole), past.states
+
+    def read(self, kept: Everything | Window, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tokens, Past]:
+        """Queries [B, T, HQ, D], their places, and what is kept with their keys and values; also `tokens_read` [B]."""
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
-        past = Everything().read(k, v, tokens, context)
-        o = full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole)
-        return o, past.states | {"tokens_read": tokens_read}
+        past = kept.read(k, v, tokens, context)
+        return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""

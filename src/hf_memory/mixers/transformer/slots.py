@@ -180,22 +180,18 @@ class MostUsedMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, of blocks that no token
         sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = segment_window(self.config).read(k, v, tokens, context)
+        q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
         near = attend_segment(self, hidden_states, q, tokens, past, context)
-        slots, blocks, used = self._slots(q, tokens, tokens_read, past, context.states)
+        slots, blocks, used = self._slots(q, tokens, past, context.states)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
         usage = {"usage": last(used, context.lengths, segment_window(self.config).kept)}
-        return joined_softmax(near, far)[0], past.states | usage | compressed | {"tokens_read": tokens_read}
+        return joined_softmax(near, far)[0], past.states | usage | compressed
 
     @torch.no_grad()
-    def _slots(
-        self, q, tokens: Tokens, tokens_read, past: Past, states: States
-    ) -> tuple[list[Tensor], NewBlocks, Tensor]:
+    def _slots(self, q, tokens: Tokens, past: Past, states: States) -> tuple[list[Tensor], NewBlocks, Tensor]:
         """Keys and values [B, U, H, D] of blocks that leave sight, these blocks, and how much tokens were used."""
         L, m, rate, T = self.config.segment_length, self.config.past_window, self.config.compression_rate, q.shape[1]
-        W = L + m - 1
+        W, tokens_read = L + m - 1, past.states["tokens_read"]
         usage = self._received(q, tokens, past.near)
         usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
         if states:

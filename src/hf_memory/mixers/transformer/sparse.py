@@ -45,20 +45,16 @@ class SparseMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `TransformerMixer`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        all_of_them = Everything().read(k, v, tokens, context)
-        past, states = all_of_them.near, all_of_them.states
+        q, tokens, (past, _, states, *_) = self.read(Everything(), hidden_states, context)
         if context.states:  # with padding before the new tokens
             is_token = past.tokens.position >= 0
             past = past.map(lambda x: real_tokens_first(x, is_token)[0])
         pattern, T = pattern_of(self.config, self.layer_idx), q.shape[1]
         places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=q.device)
         near = _at(past, places)._replace(sees=pattern.sees & window(pattern.reach))
-        far = FAR[self.config.patterns[self.layer_idx]](
-            self, q, tokens, past._replace(sees=pattern.sees & older(pattern.reach))
-        )
-        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states | {"tokens_read": tokens_read}
+        past = past._replace(sees=pattern.sees & older(pattern.reach))
+        far = FAR[self.config.patterns[self.layer_idx]](self, q, tokens, past)
+        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states
 
 
 def _last_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:

@@ -45,12 +45,9 @@ class TopTokensMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window` with the tokens of the store before it, and `tokens_read`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = _store(self.config).read(k, v, tokens, context)
+        q, tokens, past = self.read(_store(self.config), hidden_states, context)
         remembered = best_of_store(self, self.scores, q, tokens, past, context)
-        o, _ = joined_softmax(self.attend_near(q, tokens, past.near), remembered)
-        return o, past.states | {"tokens_read": tokens_read}
+        return joined_softmax(self.attend_near(q, tokens, past.near), remembered)[0], past.states
 
 
 def _store(config, prefix: str = "") -> Window:
@@ -156,10 +153,8 @@ class MemorizingMixer(TransformerMixer):
         asking, keys = self.rotate(q, k, context.positions)
         past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
         store = _store(self.config, "memory_").read(unit_length(k).detach(), v.detach(), tokens, context)
-        local, states = (
-            self.attend_near(asking, tokens, past.near),
-            past.states | store.states | {"tokens_read": tokens_read},
-        )
+        states = past.states | store.states | {"tokens_read": tokens_read}
+        local = self.attend_near(asking, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]
         remembered = best_of_store(self, Scores(1.0), scaled, tokens, store, context)
         if not self.has_gate:

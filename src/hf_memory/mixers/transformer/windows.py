@@ -46,13 +46,10 @@ class LocalMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
         inputs, pattern = self.projected(hidden_states, context), pattern_of(self.config, self.layer_idx)
-        return window_attention(*inputs, context, pattern, self.scores, reach=self._reach(hidden_states.shape[1]))
-
-    def _reach(self, T: int) -> int | None:
-        """How many tokens T tokens see at most; None for a few tokens, and if reading spans would break a graph."""
-        if not self.learns_spans or T <= BLOCK or torch.compiler.is_compiling():
-            return None
-        return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
+        reach = None  # also for a few tokens, and where reading spans would break a graph
+        if self.learns_spans and hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling():
+            reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
+        return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
     def losses(self, hidden_states: Tensor) -> list[Tensor]:
         """The mean of learned spans."""
@@ -142,12 +139,8 @@ class SegmentMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `tokens_read`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = segment_window(self.config).read(k, v, tokens, context)
-        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states | {
-            "tokens_read": tokens_read
-        }
+        q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
+        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states
 
 
 def segment_window(config) -> Window:
