@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_memory.layers import GroupRMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
-from hf_memory.mixers.levels import Levels
+from hf_memory.mixers.levels import Levels, Written
 
 
 class GatedLinearAttentionMixer(Levels, MemoryMixer):
@@ -28,7 +28,7 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        o, memory = self.remember(hidden_states, context, q, k, v, self.decay(hidden_states))
+        o, memory = self.remember(hidden_states, context, Written(q, k, v, self.decay(hidden_states)))
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
@@ -64,6 +64,7 @@ class Mamba2Mixer(Levels, MemoryMixer):
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)
         g, steps = self.decay(hidden_states)
-        o, memory = self.remember(hidden_states, context, q, k, (x * steps[..., None]).to(x.dtype), g, scale=1.0)
+        written = Written(q, k, (x * steps[..., None]).to(x.dtype), g)
+        o, memory = self.remember(hidden_states, context, written, scale=1.0)
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
         return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states | memory

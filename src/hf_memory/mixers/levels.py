@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ class LevelWeights(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Weights [B, T, HV, L + 1] in float32 for hidden states [B, T, hidden_size]."""
         return F.softplus(wide(self.proj(hidden_states)) + ONE).unflatten(-1, (-1, self.levels + 1))
+
+
+class Written(NamedTuple):
+    """What tokens write to a memory, and what they ask of it; the names are those of the ops' arguments."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K], or None: no decay
+    beta: Any = None  # [B, T, HV], or None: the memory is additive
 
 
 class Levels:
@@ -66,18 +76,10 @@ class Levels:
         return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
     def remember(
-        self,
-        hidden_states: Tensor,
-        context: Context,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-        **erase: Any,
+        self, hidden_states: Tensor, context: Context, written: Written, *, scale: float | None = None, **erase: Any
     ) -> tuple[Tensor, States]:
-        """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops, a and b too."""
+        """Outputs [B, T, HV, V] and the memory after the tokens; `erase` are arguments a and b of the delta rule."""
+        q, k, v, g, beta = written
         options = {**context.options(self.config.mixer_backend), "scale": scale}
         memory = options["initial_state"]
         if self.config.levels == "log":

@@ -7,6 +7,7 @@ heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), o
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -96,11 +97,9 @@ class WindowedMixer(MemoryMixer):
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
         self.window = _window(config, layer_idx, config.sliding_window)._replace(leaves=self.far is not None)
         self.retention = _retention(config) if config.num_kept_tokens else None
-        longer = config.full_attention_window
-        is_longer = longer is not None
-        self.full = (
-            _window(config, layer_idx, longer, "full_")._replace(leaves=False) if is_longer else Everything("full_")
-        )
+        self.full: Any = Everything("full_")
+        if (longer := config.full_attention_window) is not None:
+            self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
         self.reads_step = self.far is None and self.retention is None and self.softcap is None
@@ -204,9 +203,9 @@ class WindowedMixer(MemoryMixer):
         outputs: list[Tensor] = []
         states: States = {}
         for is_near, heads in self.parts:
-            part = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = self._near if is_near else self._full
-            o, new = read(hidden_states, tokens, context, heads, *part)
+            rows = self._of(heads, None if self.far is None else q, rotated, k, v)
+            read = partial(self._near, hidden_states) if is_near else self._full
+            o, new = read(rows, tokens, context, self._virtual(heads, len(k)))
             outputs.append(o)
             states |= new
         o = (
@@ -274,8 +273,8 @@ class WindowedMixer(MemoryMixer):
         H = len(self.places)
         return tuple(None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3) for x in rows)
 
-    def _near(self, hidden_states, tokens: Tokens, context: Context, heads, q, rotated, k, v) -> tuple[Tensor, States]:
-        virtual = self._virtual(heads, len(k))
+    def _near(self, hidden_states, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+        q, rotated, k, v = rows
         if self.retention is not None:
             attended: Any
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
@@ -299,8 +298,8 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, _, tokens: Tokens, context: Context, heads, __, q, k, v) -> tuple[Tensor, States]:
-        virtual = self._virtual(heads, len(k))
+    def _full(self, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+        _, q, k, v = rows
         past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
         if past.is_step and virtual is None:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
