@@ -134,7 +134,10 @@ def _weights(model: MemoryForCausalLM, target: Target) -> dict[str, Tensor]:
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)}
         mixer = {name.removeprefix("mixer."): layer.pop(name) for name in list(layer) if name.startswith("mixer.")}
-        layer |= (target.memory if kind == "memory" else target.attention)(config, mixer)
+        name, made = "self_attn", target.attention
+        if kind == "memory":
+            name, made = target.memory_name, target.memory
+        layer |= {f"{name}.{part}": x for part, x in made(config, mixer).items()}
         weights |= {prefix + name: x.contiguous() for name, x in target.block(config, layer).items()}
     return weights
 

@@ -236,8 +236,8 @@ class MemoryMixer(Convertible, Projections):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The memory, a matrix for each head, and the last inputs of the convolutions."""
-        query_heads, _, value_heads, K, V = config.memory_heads
-        return convolution_spec(config) | {"memory": State((max(query_heads, value_heads), K, V))}
+        *_, K, V = config.memory_heads
+        return convolution_spec(config) | {"memory": State((config.num_output_heads, K, V))}
 
     def scale_output(self, factor: Tensor) -> None:
         """Scale the norm before the gate of the output, if there is one."""

@@ -119,11 +119,9 @@ class NeuralMemoryMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, the anchor, and the number of tokens in the current chunk."""
-        query_heads, _, value_heads, *_ = config.memory_heads
-        heads = max(query_heads, value_heads)
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
         has = {"weights": True, "momentum": "momentum" in cls.gates, "anchor": config.memory_chunk_size > 1}
-        spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
+        spec = {name: State((config.num_output_heads, size if has_it else 0)) for name, has_it in has.items()}
         return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
