@@ -8,15 +8,7 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import (
-    BLOCK,
-    Attended,
-    Blocks,
-    Scores,
-    joined_softmax,
-    near_blocks,
-    rows_of,
-)
+from hf_memory.mixers.attention_blocks import BLOCK, Attended, Blocks, Scores, joined_softmax, near_blocks, rows_of
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
