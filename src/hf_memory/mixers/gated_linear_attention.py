@@ -56,10 +56,6 @@ class Mamba2Mixer(Levels, MemoryMixer):
         """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""
         steady_rows(nn.Identity(), self.g_proj, direction)
 
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm after the gate."""
-        self.o_norm.weight.mul_(factor)
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)

@@ -1,6 +1,7 @@
 """One memory for the whole past, or one for each of log2 T blocks or of its segments, chosen by `levels`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class Levels:
     spec: Spec
     num_output_heads: int
     head_dim: int
+    by_head: Callable[[Tensor], Tensor]
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
@@ -100,7 +102,7 @@ class Levels:
 
     def _segments(self, hidden_states: Tensor, context: Context, tokens: tuple, scale: float | None):
         """The same with a memory for each segment; packed sequences are read one after the other."""
-        u = self.u_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        u = self.by_head(self.u_proj(hidden_states))
         op: Any = linear_attention if len(tokens) == 4 else delta_rule
         length, options = self.config.segment_length, {"scale": scale, "backend": self.config.mixer_backend}
         if context.cu_seqlens is None:

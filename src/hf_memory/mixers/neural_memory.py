@@ -133,7 +133,7 @@ class NeuralMemoryMixer(MemoryMixer):
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""
         initial = self.initial_weights()
-        q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+        q = self.by_head(F.silu(self.q_proj(hidden_states)))
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))
