@@ -101,10 +101,8 @@ class OnPolicy(NamedTuple):
 
     def is_at(self, step: int, steps: int) -> bool:
         """Whether a step, counted from 0, is one of them; they are as evenly spread as the share is."""
-        rise = self.warmup * steps
-        before, after = (
-            self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in (float(step), step + 1.0)
-        )
+        rise, ends = self.warmup * steps, (float(step), step + 1.0)
+        before, after = (self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in ends)
         return int(after) > int(before)
 
     def __str__(self) -> str:

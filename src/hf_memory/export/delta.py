@@ -107,13 +107,11 @@ class Kimi(Bailing):
 
     def check(self, config: DeltaNetConfig) -> list[str]:
         faults, K = super().check(config), config.linear_key_head_dim
-        rank = config.output_gate_low_rank_dim
+        rank, heads = config.output_gate_low_rank_dim, config.num_output_heads
         if rank is None or rank > K:
             faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
-        if config.gate != "vector" and config.num_output_heads > K:
-            faults.append(
-                f"gate='vector' where there are more heads ({config.num_output_heads}) than channels of a key ({K})"
-            )
+        if config.gate != "vector" and heads > K:
+            faults.append(f"gate='vector' where there are more heads ({heads}) than channels of a key ({K})")
         return faults
 
     def options(self, config: DeltaNetConfig) -> dict:

@@ -113,10 +113,9 @@ def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
     if target.needs_attention and not kept_layers(config):
         kinds.append("full_attention")
     shape = {"num_hidden_layers": len(kinds)} | ({"layer_types": kinds} if target.needs_attention else {})
+    their_config = AutoConfig.for_model(target.model_type, **target.options(config), **shape)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(target.model_type, **target.options(config), **shape)
-        )
+        theirs = AutoModelForCausalLM.from_config(their_config)
     weights = _renamed(_weights(model, target), target.names)
     for name, x in theirs.state_dict().items():
         if f".layers.{layers}." in name:  # the additional attention layer, which adds zero

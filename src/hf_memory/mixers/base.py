@@ -330,9 +330,8 @@ class MemoryMixer(Convertible, Projections):
         if not self.has_convolutions:
             return F.silu(x) if self.has_silu else x
         state, convolution = context.states.get(f"{name}_conv"), getattr(self, f"{name}_conv1d")
-        x, new_states[f"{name}_conv"] = convolution(
-            x, state, context.attention_mask, context.cu_seqlens, silu=self.has_silu
-        )
+        where = context.attention_mask, context.cu_seqlens
+        x, new_states[f"{name}_conv"] = convolution(x, state, *where, silu=self.has_silu)
         return x
 
 

@@ -44,13 +44,11 @@ class Mamba2Mixer(Levels, MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
-        heads = self.num_output_heads
+        heads, groups = self.num_output_heads, self.q_proj.out_features // self.head_dim
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
-        self.o_norm = GroupRMSNorm(
-            heads * self.value_dim, self.q_proj.out_features // self.head_dim, eps=config.rms_norm_eps
-        )
+        self.o_norm = GroupRMSNorm(heads * self.value_dim, groups, eps=config.rms_norm_eps)
 
     def start_steady(self, direction: Tensor) -> None:
         """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""

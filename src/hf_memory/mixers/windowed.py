@@ -208,11 +208,9 @@ class WindowedMixer(MemoryMixer):
             o, new = read(rows, tokens, context, self._virtual(heads, len(k)))
             outputs.append(o)
             states |= new
-        o = (
-            outputs[0]
-            if len(outputs) == 1
-            else self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
-        )
+        o = outputs[0]
+        if len(outputs) > 1:
+            o = self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
         states["tokens_read"] = context.tokens_read(hidden_states)
         return o, states
 

@@ -199,12 +199,14 @@ def _predict(teacher: PreTrainedModel, batch: list[dict[str, Tensor]], k: int, t
     read = [torch.stack([row[name] for row in batch]).to(teacher.device) for name in names if name in batch[0]]
     hidden_states = last_hidden_states(teacher, *read).flatten(0, 1)
     places = slices(len(hidden_states), teacher.config.vocab_size)
-    found = []
-    for where in places:
-        log_p = tempered(head(teacher, hidden_states[where]), temperature).log_softmax(-1)
-        top, ids = log_p.topk(k)
-        found.append((ids.int(), top, _rest(log_p, ids)))
+    found = [_top(head(teacher, hidden_states[where]), k, temperature) for where in places]
     return [torch.cat(x).unflatten(0, read[0].shape) for x in zip(*found)]
+
+
+def _top(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    log_p = tempered(logits, temperature).log_softmax(-1)
+    top, ids = log_p.topk(k)
+    return ids.int(), top, _rest(log_p, ids)
 
 
 def _rest(log_p: Tensor, ids: Tensor) -> Tensor:

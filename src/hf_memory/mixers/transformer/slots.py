@@ -172,9 +172,8 @@ class MostUsedMixer(TransformerMixer):
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         (_, heads, _, D, _), window = config.attention_heads, segment_window(config)
-        slots = dict.fromkeys(
-            ("compressed_keys", "compressed_values"), State((config.compressed_length, heads, D), None)
-        )
+        state = State((config.compressed_length, heads, D), None)
+        slots = dict.fromkeys(("compressed_keys", "compressed_values"), state)
         return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

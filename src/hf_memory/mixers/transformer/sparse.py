@@ -105,7 +105,9 @@ def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> At
     rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
     places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
     seen = _at(past, places.flatten(1))
-    asking, position = (_groups(x, groups, value) for x, value in ((q, 0), (tokens.position, -1)))
+    pad = -T % groups  # then sorted by position modulo `groups`
+    padded = F.pad(q, (0, 0, 0, 0, 0, pad)), F.pad(tokens.position, (0, pad), value=-1)
+    asking, position = (x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2) for x in padded)
     both = _grouped(mixer, asking, position, seen, groups)
     o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in both)
     return o, mass
@@ -144,13 +146,6 @@ def _at(past: Columns, places: Tensor) -> Columns:
     inside = places.where(is_place, 0)
     position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
     return Columns(Tokens(position), take(past.keys, inside), take(past.values, inside), past.sees)
-
-
-def _groups(x: Tensor, groups: int, value: float) -> Tensor:
-    """[B, T, ...] -> [B, T', ...], sorted by position modulo `groups`, and padded."""
-    pad = -x.shape[1] % groups
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad), value=value)
-    return x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
 
 
 FAR = {  # attention to the far tokens of each pattern

@@ -59,9 +59,8 @@ def best_of_store(
 ) -> Attended:
     """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
     W, kept, T, k = mixer.config.sliding_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
-    stored = columns(
-        tokens, context.states.get("tokens_read"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
-    )
+    both = past.keys.detach(), past.values.detach()
+    stored = columns(tokens, context.states.get("tokens_read"), *both, older(W) & window(kept + 1))
     before = stored.keys.shape[1] - T
 
     def part(here: slice) -> slice:
