@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling import FAMILIES
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 from hf_memory.modeling.linear_transformer import LinearTransformerConfig
@@ -116,8 +117,8 @@ class Source(NamedTuple):
 
 def _refuse(config: dict, **expected: tuple) -> None:
     for name, values in expected.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, values))} to be imported, got {config[name]!r}")
+        given = config.get(name, values[0])
+        check(given in values, name, f"{' or '.join(map(repr, values))} to be imported", given)
 
 
 def _fla(config: dict) -> dict:
@@ -248,8 +249,7 @@ def _mamba(config: dict) -> dict:
 def _mamba2(config: dict) -> dict:
     _refuse(config, expand=(1, 2, 4))
     low, high = config["time_step_limit"]
-    if low > 0 or high != float("inf"):
-        raise ValueError(f"time_step_limit must be (0, inf) to be imported, got {(low, high)}")
+    check(low <= 0 and high == float("inf"), "time_step_limit", "(0, inf) to be imported", (low, high))
     heads = {"linear_num_key_heads": config["n_groups"], "linear_num_value_heads": config["num_heads"]}
     return _any_mamba(config) | {"gate": "mamba2", "linear_value_head_dim": config["head_dim"], **heads}
 
@@ -474,9 +474,9 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
 
 def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
     theirs = config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
-    if theirs.get("model_type") not in SOURCES:
-        raise ValueError(f"model_type must be one of {', '.join(SOURCES)}, got {theirs.get('model_type')!r}")
-    return SOURCES[theirs["model_type"]], theirs
+    kind = theirs.get("model_type", "")
+    check(kind in SOURCES, "model_type", f"one of {', '.join(SOURCES)}", kind)
+    return SOURCES[kind], theirs
 
 
 def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:
