@@ -34,13 +34,6 @@ class KeyFlags:
         typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
     ] = None
 
-    def options(self) -> dict:
-        """These flags as arguments of `build_datastore`."""
-        if self.key_dtype not in KEY_DTYPES:
-            raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {self.key_dtype}")
-        own = {"length": self.length, "module": self.module, "index": self.index}
-        return own | {"dtype": getattr(torch, self.key_dtype)}
-
 
 def datastore(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
@@ -61,7 +54,8 @@ def datastore(
     loading: LoadingFlags,
 ) -> None:
     """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
-    how = keys.options()
+    if keys.key_dtype not in KEY_DTYPES:
+        raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {keys.key_dtype}")
     if not text and not tune:
         raise ValueError("text must be given for a new datastore, or tune for an old one")
     made = None if text else Datastore(output)
@@ -76,6 +70,8 @@ def datastore(
             return tokens
 
         if made is None:
+            how: dict = {"length": keys.length, "module": keys.module, "index": keys.index}
+            how["dtype"] = getattr(torch, keys.key_dtype)
             made = build_datastore(loaded, read(text or [], max_tokens), output, **how, report=report)
         if tune:
             made.keep_mixture(choose(loaded, made, read(tune), length=keys.length))

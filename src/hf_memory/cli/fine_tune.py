@@ -31,12 +31,6 @@ class LearningFlags:
     lora_rank: options.LoraRank = None
     seed: options.Seed = 0
 
-    def recipe(self) -> Recipe:
-        """The recipe that these flags make."""
-        schedule = Schedule(self.steps, self.learning_rate, self.batch_size, self.length)
-        stages: dict = {"transfer": NONE, "distillation": NONE, "fine_tuning": schedule}
-        return Recipe(None, **stages, lora_rank=self.lora_rank, seed=self.seed)
-
 
 def fine_tune(
     context: typer.Context,
@@ -47,10 +41,13 @@ def fine_tune(
     training: options.TrainingFlags,
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
+    rank, seed = learning.lora_rank, learning.seed
+    schedule = Schedule(learning.steps, learning.learning_rate, learning.batch_size, learning.length)
+    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed)
     run = Run(training.checkpoints, training=options.read_pairs(training.training))
-    asked = Asked(model, learning.recipe(), run, text, output, Flags.of(context), training)
+    asked = Asked(model, recipe, run, text, output, Flags.of(context), training)
     with tempfile.TemporaryDirectory() as folder:
-        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if learning.lora_rank else None))
+        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if rank else None))
 
 
 def _fine_tune(job: Job, adapter: Path | None) -> Made | None:

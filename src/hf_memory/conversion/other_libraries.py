@@ -353,15 +353,12 @@ def _add_one(config: dict, name: str, x: Tensor) -> Weights:
 
 
 def _convolution(config: dict) -> Rows:
-    """The joint convolution of OLMo-Hybrid and Qwen3-Next."""
-    keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
+    """The joint convolution of OLMo-Hybrid and Qwen3-Next, and of Kimi Linear, whose heads are all alike."""
+    if "linear_num_heads" in config:
+        keys = values = config["linear_num_heads"] * config["linear_head_dim"]
+    else:
+        keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
     return {"conv1d": (1, {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})}
-
-
-def _convolution_of_kimi(config: dict) -> Rows:
-    """The joint convolution of Kimi Linear."""
-    channels = config["linear_num_heads"] * config["linear_head_dim"]
-    return {"conv1d": (1, {f"{x}_conv1d": channels for x in "qkv"})}
 
 
 def _by_key_head(config: dict) -> Rows:
@@ -417,7 +414,7 @@ SOURCES = {
     "comba": Source(DeltaNetConfig, _comba),
     "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
     "kda": Source(DeltaNetConfig, _kda),
-    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution_of_kimi, _without_ones),
+    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution, _without_ones),
     "mesa_net": Source(GatedLinearAttentionConfig, _mesa_net),
     "forgetting_transformer": Source(MemoryTransformerConfig, _forgetting_transformer),
     "rwkv7": Source(Rwkv7Config, _rwkv7, change=_split_rwkv7, inside=INSIDE_RWKV7),

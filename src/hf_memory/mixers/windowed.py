@@ -188,8 +188,10 @@ class WindowedMixer(MemoryMixer):
         if self.virtual_token is not None and not is_near:
             always = [_heads(x, heads) for x in self.virtual_token()]
         keys, values, seen = past.step(states, k, v, known, always)
-        if self.sinks is not None and is_near:
-            seen = self._sink_mask(seen, keys)
+        if self.sinks is not None and is_near:  # whose logits are added to the scores of the first key, which is theirs
+            S, H = keys.shape[1:3]
+            added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
+            seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[:, None]
 
@@ -319,12 +321,6 @@ class WindowedMixer(MemoryMixer):
         (o, mass), (values, logits) = attended, self.sinks()
         values = values.repeat_interleave(self.num_key_value_groups, 2)
         return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
-
-    def _sink_mask(self, visible: Tensor | None, keys: Tensor) -> Tensor:
-        """Added to the scores of keys [B, S, H, D], the first of which is the sinks': [1 or B, H, groups, S]."""
-        S, H = keys.shape[1:3]
-        added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
-        return added if visible is None else added.masked_fill(~visible, -torch.inf)
 
     def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.
