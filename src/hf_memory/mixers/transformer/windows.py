@@ -132,25 +132,22 @@ class SegmentMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `tokens_read`."""
         q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
-        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states
+        return self.attend_segment(hidden_states, q, tokens, past, context)[0], past.states
+
+    def attend_segment(self, hidden_states, q: Tensor, tokens: Tokens, past: Past, context: Context) -> Attended:
+        """Attention to the segment and the window before it, of which only the segment gets a gradient."""
+        if not torch.is_grad_enabled():
+            return self.attend_near(q, tokens, past.near)
+        own, m = causal & own_block(self.config.segment_length), self.config.past_window
+        segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
+        _, k, v = self.projected(hidden_states.detach(), context)
+        detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
+        window = segment_window(self.config)
+        before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
+        return joined_softmax(self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before))
 
 
 def segment_window(config) -> Window:
     """The segment of a token, and the `past_window` tokens before it."""
     L, m = config.segment_length, config.past_window
     return Window(causal & segments(L, m), L + m)
-
-
-def attend_segment(
-    mixer: TransformerMixer, hidden_states: Tensor, q: Tensor, tokens: Tokens, past: Past, context: Context
-) -> Attended:
-    """Attention to the segment and the window before it, of which only the segment gets a gradient."""
-    if not torch.is_grad_enabled():
-        return mixer.attend_near(q, tokens, past.near)
-    own, m = causal & own_block(mixer.config.segment_length), mixer.config.past_window
-    segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
-    _, k, v = mixer.projected(hidden_states.detach(), context)
-    detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
-    window = segment_window(mixer.config)
-    before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
-    return joined_softmax(mixer.attend_near(q, tokens, segment), mixer.attend_near(q, tokens, before))
