@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,11 @@ class Context(NamedTuple):
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
+
+    def apart(self) -> list[tuple[slice, "Context"]]:
+        """Where the tokens of each packed sequence are that has any, and the context of these alone."""
+        alone, bounds = self._replace(cu_seqlens=None), self.cu_seqlens.unique().tolist()  # type: ignore[union-attr]
+        return [(slice(*ends), alone.of(slice(*ends), {})) for ends in pairwise(bounds)]
 
     def part(self, name: str) -> "Context":
         """The context of a part of the mixer, with the states of this part."""
@@ -318,7 +324,8 @@ class MemoryMixer(Convertible, Projections):
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
-        parts, new_states = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}, dict[str, Any]()
+        parts = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}
+        new_states: States = {}
         for x in self.convolved:
             parts[x] = self.convolve(x, parts[x], context, new_states)
         q, k, v = self.split_heads(*parts.values())

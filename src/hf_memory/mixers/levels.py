@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +107,7 @@ class Levels:
         if context.cu_seqlens is None:
             return read_segments(op, u, tokens, context, length, **options)
         parts = []
-        for start, end in pairwise(context.cu_seqlens.unique().tolist()):
-            own = [x if x is None else x[:, start:end] for x in tokens]
-            apart = context._replace(cu_seqlens=None).of(slice(start, end), {})
-            parts.append(read_segments(op, u[:, start:end], own, apart, length, **options)[0])
+        for here, alone in context.apart():
+            own = [x if x is None else x[:, here] for x in tokens]
+            parts.append(read_segments(op, u[:, here], own, alone, length, **options)[0])
         return torch.cat(parts, 1), {}

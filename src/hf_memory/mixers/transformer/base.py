@@ -1,6 +1,5 @@
 """Attention with any kind of positions, to all tokens."""
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,9 +66,8 @@ class TransformerMixer(MemoryMixer):
         if context.cu_seqlens is None or self.takes_packed:
             o, states = self.attend(hidden_states, context)
         else:
-            bounds = [slice(a, b) for a, b in pairwise(context.cu_seqlens.unique().tolist())]  # of what is not empty
-            apart = context._replace(cu_seqlens=None)
-            o, states = torch.cat([self.attend(hidden_states[:, x], apart.of(x, {}))[0] for x in bounds], 1), {}
+            parts = [self.attend(hidden_states[:, here], alone)[0] for here, alone in context.apart()]
+            o, states = torch.cat(parts, 1), {}
         if self.forget is not None and states:
             states = states | {"forgotten": self.forget.sums(hidden_states, context)[:, -1]}
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
