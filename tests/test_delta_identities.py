@@ -13,6 +13,7 @@ from comparing import assert_close
 from hf_memory.layers import unit_length
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.delta_net import DeltaProductMixer
+from hf_memory.mixers.levels import Written
 from hf_memory.ops import delta_rule, linear_attention
 
 T, D = 70, 8
@@ -150,7 +151,7 @@ def same_weights(one, other):
 @pytest.mark.parametrize("case", MEMORIES)
 def test_a_memory_is_its_equations_one_token_at_a_time(case):
     mixer, x, q, k, v, g, beta = memory(case)
-    found, _ = mixer.update(x, NOTHING, q, k, v, g, beta)
+    found, _ = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
     n, HV = getattr(mixer, "steps", 1), v.shape[2]
     g = g if g.ndim == 4 else g[..., None]
     q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, unit_length(k)))
@@ -220,5 +221,6 @@ def test_a_preconditioner_of_all_channels_is_a_stronger_write():
     mixer, x, q, k, v, g, beta = memory("preconditioned")
     mixer.center.fill_(1e30)
     plain = memory("gated-deltanet-sliding", layer_types=["memory"] * 2)[0]
-    found, expected = mixer.update(x, NOTHING, q, k, v, g, beta), plain.update(x, NOTHING, q, k, v, g, 1.5 * beta)
+    found = mixer.update(x, NOTHING, Written(q, k, v, g, beta))
+    expected = plain.update(x, NOTHING, Written(q, k, v, g, 1.5 * beta))
     assert_close((found[0], found[1]["memory"]), (expected[0], expected[1]["memory"]))

@@ -1,5 +1,6 @@
 """hf-memory datastore."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,21 @@ from hf_memory.files.text import Text, check_tokens
 KEY_DTYPES = ("float16", "bfloat16", "float32")
 
 
+@dataclass(frozen=True)
+class KeyFlags:
+    """Flags of the keys of a new datastore."""
+
+    length: Annotated[int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)] = 1024
+    key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = "float16"
+    module: Annotated[
+        str | None, typer.Option(help="Name of the module whose input is the key; default: the last feed-forward one.")
+    ] = None
+    index: Annotated[
+        str | None,
+        typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
+    ] = None
+
+
 def datastore(
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of any causal language model.")],
     output: Annotated[Path, typer.Option(help="Folder for the datastore: a new one, or with --tune alone an old one.")],
@@ -32,22 +48,14 @@ def datastore(
             help="Other text, on which the weight of the datastore and the temperature are chosen, which it keeps.",
         ),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window that the model reads at a time.", min=2)] = 1024,
-    key_dtype: Annotated[str, typer.Option(help=f"Dtype of the keys: {', '.join(KEY_DTYPES)}.")] = "float16",
-    module: Annotated[
-        str | None, typer.Option(help="Name of the module whose input is the key; default: the last feed-forward one.")
-    ] = None,
-    index: Annotated[
-        str | None,
-        typer.Option(help="Index for faiss (needs faiss-cpu), such as IVF4096,PQ64; default: search all keys."),
-    ] = None,
-    max_tokens: MaxTokens = None,
     *,
+    keys: KeyFlags,
+    max_tokens: MaxTokens = None,
     loading: LoadingFlags,
 ) -> None:
     """Build a datastore of a text for kNN-LM: a key and the next token for each token; see generate --datastore."""
-    if key_dtype not in KEY_DTYPES:
-        raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {key_dtype}")
+    if keys.key_dtype not in KEY_DTYPES:
+        raise ValueError(f"key_dtype must be one of {', '.join(KEY_DTYPES)}, got {keys.key_dtype}")
     if not text and not tune:
         raise ValueError("text must be given for a new datastore, or tune for an old one")
     made = None if text else Datastore(output)
@@ -58,14 +66,15 @@ def datastore(
 
         def read(sources: list[str], limit: int | None = None) -> Text:
             tokens = conversion.read_tokens(sources, tokenizer, limit=limit, report=report)
-            check_tokens(tokens, loaded.config, min(length, len(tokens)))
+            check_tokens(tokens, loaded.config, min(keys.length, len(tokens)))
             return tokens
 
         if made is None:
-            how: dict = {"length": length, "dtype": getattr(torch, key_dtype), "module": module, "index": index}
+            how: dict = {"length": keys.length, "module": keys.module, "index": keys.index}
+            how["dtype"] = getattr(torch, keys.key_dtype)
             made = build_datastore(loaded, read(text or [], max_tokens), output, **how, report=report)
         if tune:
-            made.keep_mixture(choose(loaded, made, read(tune), length=length))
+            made.keep_mixture(choose(loaded, made, read(tune), length=keys.length))
     mixture = "".join(f", {name} {x:.3g}" for name, x in made.mixture.items())
     console.out(
         f"{output}: {len(made):,} keys of {made.keys.shape[1]} channels, {size_of(output) / 1e6:,.1f} MB{mixture}"

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,27 +20,34 @@ DEFAULT = Recipe().fine_tuning._replace(steps=100)
 NONE = DEFAULT._replace(steps=0)
 
 
+@dataclass(frozen=True)
+class LearningFlags:
+    """Flags of the schedule, and of what learns."""
+
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = DEFAULT.steps
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = DEFAULT.learning_rate
+    batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size
+    length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length
+    lora_rank: options.LoraRank = None
+    seed: options.Seed = 0
+
+
 def fine_tune(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder, Hub name or GGUF file of a model.")],
     text: options.Texts,
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
-    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = DEFAULT.steps,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after the warmup.")] = DEFAULT.learning_rate,
-    batch_size: Annotated[int, typer.Option(help="Windows of text in each step.")] = DEFAULT.batch_size,
-    length: Annotated[int, typer.Option(help="Tokens in each window.")] = DEFAULT.length,
-    lora_rank: options.LoraRank = None,
-    seed: options.Seed = 0,
-    *,
+    learning: LearningFlags,
     training: options.TrainingFlags,
 ) -> None:
     """Train a model on text. With LoRA, the updates are merged into the output, and also written to its adapter/."""
-    schedule = Schedule(steps, learning_rate, batch_size, length)
-    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=lora_rank, seed=seed)
+    rank, seed = learning.lora_rank, learning.seed
+    schedule = Schedule(learning.steps, learning.learning_rate, learning.batch_size, learning.length)
+    recipe = Recipe(None, transfer=NONE, distillation=NONE, fine_tuning=schedule, lora_rank=rank, seed=seed)
     run = Run(training.checkpoints, training=options.read_pairs(training.training))
     asked = Asked(model, recipe, run, text, output, Flags.of(context), training)
     with tempfile.TemporaryDirectory() as folder:
-        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if lora_rank else None))
+        carry_out(asked, partial(_fine_tune, adapter=Path(folder) if rank else None))
 
 
 def _fine_tune(job: Job, adapter: Path | None) -> Made | None:

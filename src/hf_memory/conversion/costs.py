@@ -176,8 +176,12 @@ def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Wor
 
 def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) -> Work:
     """The work of models that are run together, from models with one layer of each kind, and with one of them twice."""
-    numbers = range(configs[0].num_hidden_layers)
-    kinds = [tuple(_kind(values[i]) for config in configs for values in _per_layer(config).values()) for i in numbers]
+    lists = [
+        [len(x) if isinstance(x, list) else x for x in values]  # of full heads, only their number matters
+        for config in configs
+        for values in _per_layer(config).values()
+    ]
+    kinds = [tuple(values[i] for values in lists) for i in range(configs[0].num_hidden_layers)]
     places = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     once = total = run(*(_with_layers(config, places) for config in configs))
     for place in places:
@@ -190,10 +194,6 @@ def _over_layers(configs: Sequence[PreTrainedConfig], run: Callable[..., Work]) 
 def _per_layer(config: PreTrainedConfig) -> dict[str, list]:
     """The fields of a config that have a value for each layer."""
     return {name: x for name, x in vars(config).items() if isinstance(x, list) and len(x) == config.num_hidden_layers}
-
-
-def _kind(value: Any) -> Any:
-    return len(value) if isinstance(value, list) else value  # of full heads, only their number matters
 
 
 def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:

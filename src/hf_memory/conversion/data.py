@@ -51,9 +51,8 @@ class TokenWindows(Dataset):
 
     def for_evaluation(self, text: Text | Tensor) -> "TokenWindows":
         """Windows of another text, of the same length, on which a loss is evaluated."""
-        return TokenWindows(
-            text, self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0, start_length=0), self.seed
-        )
+        schedule = self.schedule._replace(steps=1, batch_size=EVALUATED, repeats=0.0, start_length=0)
+        return TokenWindows(text, schedule, self.seed)
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling import FAMILIES
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.delta_net import DeltaNetConfig
 from hf_memory.modeling.gated_linear_attention import GatedLinearAttentionConfig
 from hf_memory.modeling.linear_transformer import LinearTransformerConfig
@@ -116,8 +117,8 @@ class Source(NamedTuple):
 
 def _refuse(config: dict, **expected: tuple) -> None:
     for name, values in expected.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, values))} to be imported, got {config[name]!r}")
+        given = config.get(name, values[0])
+        check(given in values, name, f"{' or '.join(map(repr, values))} to be imported", given)
 
 
 def _fla(config: dict) -> dict:
@@ -248,8 +249,7 @@ def _mamba(config: dict) -> dict:
 def _mamba2(config: dict) -> dict:
     _refuse(config, expand=(1, 2, 4))
     low, high = config["time_step_limit"]
-    if low > 0 or high != float("inf"):
-        raise ValueError(f"time_step_limit must be (0, inf) to be imported, got {(low, high)}")
+    check(low <= 0 and high == float("inf"), "time_step_limit", "(0, inf) to be imported", (low, high))
     heads = {"linear_num_key_heads": config["n_groups"], "linear_num_value_heads": config["num_heads"]}
     return _any_mamba(config) | {"gate": "mamba2", "linear_value_head_dim": config["head_dim"], **heads}
 
@@ -353,15 +353,12 @@ def _add_one(config: dict, name: str, x: Tensor) -> Weights:
 
 
 def _convolution(config: dict) -> Rows:
-    """The joint convolution of OLMo-Hybrid and Qwen3-Next."""
-    keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
+    """The joint convolution of OLMo-Hybrid and Qwen3-Next, and of Kimi Linear, whose heads are all alike."""
+    if "linear_num_heads" in config:
+        keys = values = config["linear_num_heads"] * config["linear_head_dim"]
+    else:
+        keys, values = (config[f"linear_num_{x}_heads"] * config[f"linear_{x}_head_dim"] for x in ("key", "value"))
     return {"conv1d": (1, {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values})}
-
-
-def _convolution_of_kimi(config: dict) -> Rows:
-    """The joint convolution of Kimi Linear."""
-    channels = config["linear_num_heads"] * config["linear_head_dim"]
-    return {"conv1d": (1, {f"{x}_conv1d": channels for x in "qkv"})}
 
 
 def _by_key_head(config: dict) -> Rows:
@@ -417,7 +414,7 @@ SOURCES = {
     "comba": Source(DeltaNetConfig, _comba),
     "gated_deltaproduct": Source(DeltaNetConfig, _gated_deltaproduct),
     "kda": Source(DeltaNetConfig, _kda),
-    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution_of_kimi, _without_ones),
+    "kimi_linear": Source(DeltaNetConfig, _kimi_linear, _convolution, _without_ones),
     "mesa_net": Source(GatedLinearAttentionConfig, _mesa_net),
     "forgetting_transformer": Source(MemoryTransformerConfig, _forgetting_transformer),
     "rwkv7": Source(Rwkv7Config, _rwkv7, change=_split_rwkv7, inside=INSIDE_RWKV7),
@@ -474,9 +471,9 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
 
 def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
     theirs = config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
-    if theirs.get("model_type") not in SOURCES:
-        raise ValueError(f"model_type must be one of {', '.join(SOURCES)}, got {theirs.get('model_type')!r}")
-    return SOURCES[theirs["model_type"]], theirs
+    kind = theirs.get("model_type", "")
+    check(kind in SOURCES, "model_type", f"one of {', '.join(SOURCES)}", kind)
+    return SOURCES[kind], theirs
 
 
 def _ours(source: Source, theirs: dict, weights: Weights) -> dict[str, Tensor]:

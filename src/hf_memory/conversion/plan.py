@@ -18,14 +18,7 @@ from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import (
-    WINDOW,
-    can_have_windows,
-    changed_layers,
-    is_exact,
-    own_window,
-    student_config,
-)
+from hf_memory.conversion.students import WINDOW, can_have_windows, changed_layers, is_exact, own_window, student_config
 from hf_memory.conversion.students.placement import HeadScore, by_layer, kept_layers, rank_by_retrieval, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from hf_memory.modeling.checks import check
+
 Keep = Collection[int] | str
 TOP_K = 64  # default number of most likely tokens that are saved for each position
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
@@ -70,14 +72,11 @@ class Schedule(NamedTuple):
         least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
         least |= {"start_length": 2 if self.start_length else 0, "chunk_length": 0}
         for name, smallest in least.items():
-            if not smallest <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} of {stage} must be at least {smallest}, got {getattr(self, name)}")
-        if self.start_length > self.length:
-            raise ValueError(
-                f"start_length of {stage} must be at most its length {self.length}, got {self.start_length}"
-            )
-        if not 0 <= self.repeats <= 1:
-            raise ValueError(f"repeats of {stage} must be from 0 to 1, got {self.repeats}")
+            value = getattr(self, name)
+            check(smallest <= value < math.inf, f"{name} of {stage}", f"at least {smallest}", value)
+        start, longest = self.start_length, self.length
+        check(start <= longest, f"start_length of {stage}", f"at most its length {longest}", start)
+        check(0 <= self.repeats <= 1, f"repeats of {stage}", "from 0 to 1", self.repeats)
 
 
 class OnPolicy(NamedTuple):
@@ -102,10 +101,8 @@ class OnPolicy(NamedTuple):
 
     def is_at(self, step: int, steps: int) -> bool:
         """Whether a step, counted from 0, is one of them; they are as evenly spread as the share is."""
-        rise = self.warmup * steps
-        before, after = (
-            self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in (float(step), step + 1.0)
-        )
+        rise, ends = self.warmup * steps, (float(step), step + 1.0)
+        before, after = (self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in ends)
         return int(after) > int(before)
 
     def __str__(self) -> str:
@@ -115,10 +112,8 @@ class OnPolicy(NamedTuple):
     def check(self) -> None:
         """Raise ValueError if a field is out of its range."""
         for name in ("share", "warmup", "beta"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} of on_policy must be from 0 to 1, got {getattr(self, name)}")
-        if self.tokens < 1:
-            raise ValueError(f"tokens of on_policy must be at least 1, got {self.tokens}")
+            check(0 <= getattr(self, name) <= 1, f"{name} of on_policy", "from 0 to 1", getattr(self, name))
+        check(self.tokens >= 1, "tokens of on_policy", "at least 1", self.tokens)
 
 
 OFF_POLICY = OnPolicy()
@@ -206,48 +201,35 @@ class Recipe:
         """Raise ValueError if a value is wrong for every teacher and text."""
         for name, schedule in self.schedules.items():
             schedule.check(name)
-        if self.transfer.memory_factor != 1:
-            raise ValueError(
-                "memory_factor of transfer must be 1, since that stage trains memory layers only, got "
-                f"{self.transfer.memory_factor}"
-            )
-        if self.transfer.chunk_length:
-            raise ValueError(
-                "chunk_length of transfer must be 0, since that stage trains each layer for itself, got "
-                f"{self.transfer.chunk_length}"
-            )
+        factor, chunk = self.transfer.memory_factor, self.transfer.chunk_length
+        check(factor == 1, "memory_factor of transfer", "1, since that stage trains memory layers only", factor)
+        check(not chunk, "chunk_length of transfer", "0, since that stage trains each layer for itself", chunk)
         if self.top_k is not None:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         lora_rank_of(self.train)
         self.on_policy.check()
-        shortest = min(self.distillation.lengths)
-        if self.on_policy.share and self.on_policy.tokens >= shortest:
-            raise ValueError(
-                f"tokens of on_policy must be fewer than the {shortest} of a window, got {self.on_policy.tokens}"
-            )
+        shortest, own = min(self.distillation.lengths), self.on_policy.tokens
+        is_shorter = not self.on_policy.share or own < shortest
+        check(is_shorter, "tokens of on_policy", f"fewer than the {shortest} of a window", own)
         if self.on_policy.share and self.top_k is not None:
             raise ValueError("share of on_policy must be 0 with saved logits, which are of the text")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
-        if self.lora_rank is not None and self.lora_rank < 1:
-            raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}")
-        if self.lora_rank is not None and not self.fine_tuning.steps:
-            raise ValueError(f"lora_rank must be None without steps of fine_tuning, got {self.lora_rank}")
+        check(0 <= self.seed <= MAX_SEED, "seed", f"from 0 to {MAX_SEED}", self.seed)
+        if self.lora_rank is not None:
+            check(self.lora_rank >= 1, "lora_rank", "at least 1", self.lora_rank)
+            check(self.fine_tuning.steps > 0, "lora_rank", "None without steps of fine_tuning", self.lora_rank)
 
 
 def check_loss(temperature: float, cross_entropy: float) -> None:
     """Raise ValueError if the temperature or the weight of a distillation loss is out of its range."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if not 0 <= cross_entropy <= 1:
-        raise ValueError(f"cross_entropy must be from 0 to 1, got {cross_entropy}")
+    check(0 < temperature < math.inf, "temperature", "above 0", temperature)
+    check(0 <= cross_entropy <= 1, "cross_entropy", "from 0 to 1", cross_entropy)
 
 
 def check_saved_lengths(schedule: Schedule) -> None:
     """Raise ValueError unless all windows of a distillation from saved predictions have one length."""
-    if len(schedule.lengths) > 1:
-        raise ValueError(f"start_length of distillation must be 0 with saved logits, got {schedule.start_length}")
+    has_one = len(schedule.lengths) == 1
+    check(has_one, "start_length of distillation", "0 with saved logits", schedule.start_length)
 
 
 def lora_rank_of(train: str) -> int | None:
@@ -259,6 +241,6 @@ def lora_rank_of(train: str) -> int | None:
     if train in TRAINED:
         return None
     kind, _, rank = train.partition(":")
-    if kind != "lora" or not rank.isdecimal() or not int(rank):
-        raise ValueError(f"train must be all, attention, new, or lora:RANK such as lora:8, got {train!r}")
+    has_rank = kind == "lora" and rank.isdecimal() and int(rank) > 0
+    check(has_rank, "train", "all, attention, new, or lora:RANK such as lora:8", train)
     return int(rank)

@@ -18,6 +18,7 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.files.names import nearest
 from hf_memory.files.text import Text, check_length
+from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 DEFAULTS = {  # our defaults for transformers' TrainingArguments
@@ -93,11 +94,8 @@ class Run:
     def arguments(self, schedule: Schedule, **others) -> TrainingArguments:
         """TrainingArguments for a schedule, whose batch size is that of all processes; `others` are passed on."""
         ways = processes().num_processes * self.training.get("gradient_accumulation_steps", 1)
-        if schedule.batch_size % ways:
-            raise ValueError(
-                f"batch_size must be a multiple of {ways}, processes times gradient_accumulation_steps, "
-                f"got {schedule.batch_size}"
-            )
+        expected = f"a multiple of {ways}, processes times gradient_accumulation_steps"
+        check(schedule.batch_size % ways == 0, "batch_size", expected, schedule.batch_size)
         every = int(self.training.get("eval_steps", 1))
         return TrainingArguments(
             **others,
@@ -149,8 +147,7 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
     least = LEAST.get(name)
     if least is not None and value is not None and not least <= value < math.inf:
         raise ValueError(f"{name} of training must be at least {least}, got {value!r}")
-    if name.startswith("adam_beta") and value >= 1:
-        raise ValueError(f"{name} of training must be less than 1, got {value!r}")
+    check(not name.startswith("adam_beta") or value < 1, f"{name} of training", "less than 1", value)
     if name == "fp16" and value and not torch.cuda.is_available():
         raise ValueError("fp16 of training needs a GPU: on a CPU, bf16 is possible, got true")
 

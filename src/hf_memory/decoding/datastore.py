@@ -18,6 +18,7 @@ from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
+from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 FORMAT = "hf_memory datastore 1"
@@ -167,8 +168,7 @@ def build_datastore(
     folder, text = Path(folder), Text.of(tokens)
     if text.tokens.ndim != 1 or len(text) < 2:
         raise ValueError(f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}")
-    if length < 2:
-        raise ValueError(f"length must be at least 2 tokens, got {length}")
+    check(length >= 2, "length", "at least 2 tokens", length)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder must be a new one, got {folder}, which is in use")
     module = key_module(model) if module is None else module
@@ -217,8 +217,7 @@ def inputs_of(model: PreTrainedModel, module: str) -> Iterator[list[Tensor]]:
         seen[:] = [(arguments or tuple(named.values()))[0].detach()]
 
     modules = dict(model.named_modules())
-    if module not in modules:
-        raise ValueError(f"module must be the name of a module of {type(model).__name__}, got {module!r}")
+    check(module in modules, "module", f"the name of a module of {type(model).__name__}", module)
     with modules[module].register_forward_pre_hook(keep, with_kwargs=True):
         yield seen
 
@@ -227,8 +226,8 @@ def _width(model: PreTrainedModel, module: str) -> int:
     """Channels of the input of a module, found by reading one token."""
     with inputs_of(model, module) as seen:
         model.base_model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    if not seen or seen[0].ndim != 3:
-        raise ValueError(f"module must be one that hidden states go through, inside the base model, got {module!r}")
+    is_inside = bool(seen) and seen[0].ndim == 3
+    check(is_inside, "module", "one that hidden states go through, inside the base model", module)
     return seen[0].shape[-1]
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, head, last_norm
 from hf_memory.mixers.base import MemoryMixer
+from hf_memory.modeling.checks import check
 
 CONFIDENCES = ("softmax", "cosine")
 STATES = ("copied", "exact")
@@ -69,10 +70,9 @@ class EarlyExit(Attached):
         modules = decoder_layers(model)
         self.num_layers = len(modules)
         self.layers = exit_layers(self.num_layers, layers)
-        if not isinstance(confidence, nn.Module) and confidence not in CONFIDENCES:
-            raise ValueError(f"confidence must be {', '.join(CONFIDENCES)} or a classifier, got {confidence!r}")
-        if states not in STATES:
-            raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}")
+        if not isinstance(confidence, nn.Module):
+            check(confidence in CONFIDENCES, "confidence", f"{', '.join(CONFIDENCES)} or a classifier", confidence)
+        check(states in STATES, "states", f"one of {', '.join(STATES)}", states)
         self.model, self.norm = model, last_norm(model)
         self.confidence, self.threshold, self.decay, self.states = confidence, threshold, decay, states
         self.depths: list[Tensor] = []
@@ -151,8 +151,8 @@ def exit_layers(num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...
     """The numbers of layers after which a token may leave."""
     if layers is None:
         return tuple(sorted({num_layers * quarter // 4 for quarter in (1, 2, 3)} - {0}))
-    if not layers or not all(0 < i < num_layers for i in layers):
-        raise ValueError(f"layers must be from 1 to {num_layers - 1}, got {list(layers)}")
+    are_inside = len(layers) > 0 and all(0 < i < num_layers for i in layers)
+    check(are_inside, "layers", f"from 1 to {num_layers - 1}", list(layers))
     return tuple(sorted(set(layers)))
 
 
@@ -264,8 +264,8 @@ def calibrate(
         ValueError: if there are too few texts for such a guarantee, or the highest threshold fails.
     """
     needed = math.ceil(math.log(1 / error) / (2 * tolerance**2))
-    if len(texts) < needed:
-        raise ValueError(f"texts must be at least {needed} for tolerance {tolerance}, error {error}, got {len(texts)}")
+    least = f"at least {needed} for tolerance {tolerance}, error {error}"
+    check(len(texts) >= needed, "texts", least, len(texts))
     wanted, lowest = [_predictions(model, text) for text in texts], None
     for threshold in sorted(thresholds, reverse=True):
         with EarlyExit(model, threshold=threshold, **options):

@@ -13,6 +13,7 @@ from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.text import Text
 from hf_memory.layers import wide
 from hf_memory.modeling.base import kept_positions
+from hf_memory.modeling.checks import check
 
 WEIGHTS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -45,8 +46,7 @@ class Beside(Attached):
 
     def __init__(self, model: PreTrainedModel, datastore: Datastore, k: int):
         super().__init__()
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
+        check(k >= 1, "k", "at least 1", k)
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
         self.datastore, self.k = datastore, k
@@ -87,10 +87,8 @@ class NearestNeighbours(Beside):
     ):
         weight = datastore.mixture.get("weight", 0.25) if weight is None else weight
         temperature = datastore.mixture.get("temperature", 1.0) if temperature is None else temperature
-        if not 0 < weight < 1:
-            raise ValueError(f"weight must be between 0 and 1, got {weight}")
-        if temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        check(0 < weight < 1, "weight", "between 0 and 1", weight)
+        check(temperature > 0, "temperature", "positive", temperature)
         super().__init__(model, datastore, k)
         self.weight, self.temperature = weight, temperature
         self.enter_context(model.register_forward_hook(self._mix, with_kwargs=True))

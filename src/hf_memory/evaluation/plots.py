@@ -64,9 +64,7 @@ def plot_task(path: Path, models: Mapping[str, Mapping[str, Mapping[str, dict]]]
         return
     figure, axes = _panels(len(labels) + len(maps))
     for panel, label in zip(axes, labels):
-        curves = {
-            model: {at: row[label] for at, row in found.items() if label in row} for model, found in models.items()
-        }
+        curves = {name: {at: row[label] for at, row in found.items() if label in row} for name, found in models.items()}
         _plot_models(panel, curves)
         panel.set(title=fill(label, WIDTH))
     for panel, (model, found) in zip(axes[len(labels) :], maps.items()):
@@ -93,9 +91,8 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
         scores = [row[SCORE] for row in found.values()]
         places = [names.index(name) + (i - (len(models) - 1) / 2) * thick for name in found]
         sides = list(zip(*map(_sides, scores))) or None
-        panel.barh(
-            places, [x["value"] for x in scores], thick, xerr=sides, capsize=2, color=f"C{i}", label=_shown(model)
-        )
+        values = [x["value"] for x in scores]
+        panel.barh(places, values, thick, xerr=sides, capsize=2, color=f"C{i}", label=_shown(model))
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set(xlabel=f"{SCORE}, with 95 % intervals", xlim=(0, 1))
@@ -104,9 +101,8 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
 
 def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
     """Values with their intervals, over numbers of tokens or names of tasks; the models stand beside each other."""
-    names = sorted(
-        {at for curve in models.values() for at in curve}, key=lambda at: (int(at) if at.isdigit() else 0, at)
-    )
+    all_names = {at for curve in models.values() for at in curve}
+    names = sorted(all_names, key=lambda at: (int(at) if at.isdigit() else 0, at))
     places = {at: math.log2(int(at)) if at.isdigit() else i for i, at in enumerate(names)}
     for i, (model, curve) in enumerate(models.items()):
         if not curve:

@@ -105,9 +105,8 @@ def draw(folder: Path, record: Record) -> None:
     for task, models in by_task.items():
         if task != SUMMARY and task not in KINDS:
             plot_task(folder / f"{task}.png", {shown[name]: found for name, found in models.items()})
-    plot_scores(
-        folder / f"{SUMMARY}.png", {shown[name]: scores_of(row["found"]) for name, row in record["models"].items()}
-    )
+    scores = {shown[name]: scores_of(row["found"]) for name, row in record["models"].items()}
+    plot_scores(folder / f"{SUMMARY}.png", scores)
 
 
 def scores_of(found: dict[str, Any]) -> dict[str, dict]:

@@ -45,10 +45,7 @@ class Place(NamedTuple):
 
 def places(group: str, lengths: tuple[int, ...]) -> list[Place]:
     """The places of a group of questions."""
-    found = [
-        [Place(name, x) for x in lengths] if kind.has_length else [Place(name)] for name, kind in KINDS[group].items()
-    ]
-    return list(chain.from_iterable(found))
+    return [Place(name, x) for name, kind in KINDS[group].items() for x in (lengths if kind.has_length else [None])]
 
 
 def ask(tokenizer, kind: Kind, place: Place, key: str) -> tuple[list[int], Question]:
@@ -74,10 +71,8 @@ def prompt_of(tokenizer, question: Question, examples: list[Question]) -> list[i
     shown = ((*x.before, x.asked, x.begun + x.answer) for x in examples)
     turns = [*chain.from_iterable(shown), *question.before, question.asked]
     if tokenizer.chat_template is None:
-        answers = [*turns[1::2], question.begun]
-        text = "\n\n".join(
-            f"Question: {asked}\nAnswer: {answer}".rstrip() for asked, answer in zip(turns[::2], answers)
-        )
+        pairs = zip(turns[::2], [*turns[1::2], question.begun])
+        text = "\n\n".join(f"Question: {asked}\nAnswer: {answer}".rstrip() for asked, answer in pairs)
         return tokenizer(text)["input_ids"]
     messages = [{"role": role, "content": turn} for role, turn in zip(cycle(["user", "assistant"]), turns)]
     text = apply_template(tokenizer, messages, add_generation_prompt=True) + question.begun

@@ -114,9 +114,8 @@ class Task(NamedTuple):
 
 def _agreement(subject: Subject, length: int) -> dict[int, Figures]:
     assert subject.teacher is not None  # without a teacher there are no places
-    found = agreement_by_position(
-        subject.model, subject.teacher, subject.tokens, length=length, **subject.reading(1 / 4)
-    )
+    both = subject.model, subject.teacher
+    found = agreement_by_position(*both, subject.tokens, length=length, **subject.reading(1 / 4))
     return {end: {"KL": x.kl, "same choice": x.top1, "perplexity ratio": x.ratio} for end, x in found.items()}
 
 

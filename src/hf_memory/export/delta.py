@@ -21,6 +21,7 @@ class OlmoHybrid(Target):
     name = model_type = "olmo_hybrid"
     family = DeltaNetConfig
     accepts = {**DELTA, "allow_negative_eigenvalues": None}
+    memory_name = "linear_attn"
 
     def check(self, config: DeltaNetConfig) -> list[str]:
         return parts.check_output_norm(config, OLMO_EPS)
@@ -36,15 +37,12 @@ class OlmoHybrid(Target):
         }
 
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-        own = parts.spread(config, mixer, key_heads=config.memory_heads[0])
         A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
-        return {f"linear_attn.{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
-            "linear_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
-            "linear_attn.g_proj.weight": parts.full_rank(mixer, "output_gate"),
-            "linear_attn.a_proj.weight": decay,
-            "linear_attn.A_log": A_log,
-            "linear_attn.dt_bias": dt_bias,
-            "linear_attn.o_norm.weight": mixer["output_gate.norm.weight"],
+        return _shared(config, mixer, config.memory_heads[0]) | {
+            "g_proj.weight": parts.full_rank(mixer, "output_gate"),
+            "a_proj.weight": decay,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
         }
 
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
@@ -58,6 +56,7 @@ class Bailing(Target):
     model_type = "bailing_hybrid"
     family = DeltaNetConfig
     accepts = KIMI
+    memory_name = "self_attn"
 
     def check(self, config: DeltaNetConfig) -> list[str]:
         *_, K, V = config.memory_heads
@@ -87,11 +86,11 @@ class Bailing(Target):
 
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
         A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
-        return _kimi_delta(config, mixer) | {
-            "self_attn.g_proj.weight": parts.full_rank(mixer, "output_gate"),
-            "self_attn.forget_gate.f_proj.weight": (up.float() @ down.float()).to(up.dtype),
-            "self_attn.forget_gate.A_log": A_log,
-            "self_attn.forget_gate.dt_bias": dt_bias,
+        return _shared(config, mixer, config.num_output_heads) | {
+            "g_proj.weight": parts.full_rank(mixer, "output_gate"),
+            "forget_gate.f_proj.weight": (up.float() @ down.float()).to(up.dtype),
+            "forget_gate.A_log": A_log,
+            "forget_gate.dt_bias": dt_bias,
         }
 
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
@@ -108,13 +107,11 @@ class Kimi(Bailing):
 
     def check(self, config: DeltaNetConfig) -> list[str]:
         faults, K = super().check(config), config.linear_key_head_dim
-        rank = config.output_gate_low_rank_dim
+        rank, heads = config.output_gate_low_rank_dim, config.num_output_heads
         if rank is None or rank > K:
             faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
-        if config.gate != "vector" and parts.output_heads(config) > K:
-            faults.append(
-                f"gate='vector' where there are more heads ({parts.output_heads(config)}) than channels of a key ({K})"
-            )
+        if config.gate != "vector" and heads > K:
+            faults.append(f"gate='vector' where there are more heads ({heads}) than channels of a key ({K})")
         return faults
 
     def options(self, config: DeltaNetConfig) -> dict:
@@ -122,7 +119,7 @@ class Kimi(Bailing):
             **parts.shared_options(config),
             **_latent_attention(config),
             "linear_head_dim": config.linear_key_head_dim,
-            "linear_num_heads": parts.output_heads(config),
+            "linear_num_heads": config.num_output_heads,
             "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
         }
 
@@ -140,13 +137,13 @@ class Kimi(Bailing):
         K = config.linear_key_head_dim
         A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
         gate = mixer["output_gate.proj.weight"]
-        return _kimi_delta(config, mixer) | {
-            "self_attn.g_a_proj.weight": parts.pad_rows(mixer["output_gate.down.weight"], K),
-            "self_attn.g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
-            "self_attn.forget_gate.f_a_proj.weight": parts.pad_rows(down, K),
-            "self_attn.forget_gate.f_b_proj.weight": F.pad(up, (0, K - up.shape[1])),
-            "self_attn.forget_gate.A_log": A_log.view(1, 1, -1, 1),
-            "self_attn.forget_gate.dt_bias": dt_bias,
+        return _shared(config, mixer, config.num_output_heads) | {
+            "g_a_proj.weight": parts.pad_rows(mixer["output_gate.down.weight"], K),
+            "g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
+            "forget_gate.f_a_proj.weight": parts.pad_rows(down, K),
+            "forget_gate.f_b_proj.weight": F.pad(up, (0, K - up.shape[1])),
+            "forget_gate.A_log": A_log.view(1, 1, -1, 1),
+            "forget_gate.dt_bias": dt_bias,
         }
 
     def engines(self, config: DeltaNetConfig) -> dict[str, str]:
@@ -159,8 +156,8 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
     K = config.linear_key_head_dim
     return {
         "tie_word_embeddings": False,
-        "num_attention_heads": parts.output_heads(config),
-        "num_key_value_heads": parts.output_heads(config),
+        "num_attention_heads": config.num_output_heads,
+        "num_key_value_heads": config.num_output_heads,
         "kv_lora_rank": K,
         "qk_rope_head_dim": K,
         "qk_nope_head_dim": K,
@@ -175,12 +172,12 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
     }
 
 
-def _kimi_delta(config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-    """The weights of a memory layer that Ling and Kimi share; queries and keys are repeated for all output heads."""
-    own = parts.spread(config, mixer, key_heads=parts.output_heads(config))
-    return {f"self_attn.{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
-        "self_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
-        "self_attn.o_norm.weight": mixer["output_gate.norm.weight"],
+def _shared(config: DeltaNetConfig, mixer: Weights, key_heads: int) -> dict[str, Tensor]:
+    """The weights that all three call the same, with so many heads of queries and keys."""
+    own = parts.spread(config, mixer, key_heads=key_heads)
+    return {f"{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
+        "conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
+        "o_norm.weight": mixer["output_gate.norm.weight"],
     }
 
 

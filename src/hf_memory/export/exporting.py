@@ -113,10 +113,9 @@ def rewrite(model: MemoryForCausalLM, target: Target) -> PreTrainedModel:
     if target.needs_attention and not kept_layers(config):
         kinds.append("full_attention")
     shape = {"num_hidden_layers": len(kinds)} | ({"layer_types": kinds} if target.needs_attention else {})
+    their_config = AutoConfig.for_model(target.model_type, **target.options(config), **shape)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(target.model_type, **target.options(config), **shape)
-        )
+        theirs = AutoModelForCausalLM.from_config(their_config)
     weights = _renamed(_weights(model, target), target.names)
     for name, x in theirs.state_dict().items():
         if f".layers.{layers}." in name:  # the additional attention layer, which adds zero
@@ -134,7 +133,10 @@ def _weights(model: MemoryForCausalLM, target: Target) -> dict[str, Tensor]:
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): x for name, x in ours.items() if name.startswith(prefix)}
         mixer = {name.removeprefix("mixer."): layer.pop(name) for name in list(layer) if name.startswith("mixer.")}
-        layer |= (target.memory if kind == "memory" else target.attention)(config, mixer)
+        name, made = "self_attn", target.attention
+        if kind == "memory":
+            name, made = target.memory_name, target.memory
+        layer |= {f"{name}.{part}": x for part, x in made(config, mixer).items()}
         weights |= {prefix + name: x.contiguous() for name, x in target.block(config, layer).items()}
     return weights
 

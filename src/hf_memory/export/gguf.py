@@ -181,15 +181,13 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         ValueError: if llama.cpp does not have it.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    before = described["pre_tokenizer"] or {"type": "none"}
+    kind, before = described["model"]["type"], described["pre_tokenizer"] or {"type": "none"}
     steps = [step for step in map(_step, before.get("pretokenizers", [before])) if step]
     for name, known in PRE_TOKENIZERS.items():
-        if described["model"]["type"] == "BPE" and steps == known:
+        if kind == "BPE" and steps == known:
             return name
     expected = "a BPE tokenizer that splits text like one of " + ", ".join(PRE_TOKENIZERS)
-    raise ValueError(
-        f"the tokenizer must be {expected} to be written as GGUF, got {described['model']['type']} {steps}"
-    )
+    raise ValueError(f"the tokenizer must be {expected} to be written as GGUF, got {kind} {steps}")
 
 
 def _step(step: dict) -> str:

@@ -51,14 +51,14 @@ class GraniteSWA(Target):
         projections = {name: x for name, x in mixer.items() if not name.startswith("sinks.")}
         found, out = parts.our_attention(projections, with_biases=_has_bias(config)), mixer["o_proj.weight"]
         never = max(NO_SINK, torch.finfo(out.dtype).min)
-        found["self_attn.sinks"] = mixer.get("sinks.logits", torch.full((config.num_attention_heads,), never).to(out))
+        found["sinks"] = mixer.get("sinks.logits", torch.full((config.num_attention_heads,), never).to(out))
         if "sinks.values" in mixer:
             u = mixer["sinks.values"]
             of_queries = u.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0).flatten()
             changes = {"v": -u.flatten(), "o": out.float() @ of_queries.float()}
             for part, change in changes.items():
-                bias = found[f"self_attn.{part}_proj.bias"]
-                found[f"self_attn.{part}_proj.bias"] = (bias + change).to(bias.dtype)
+                bias = found[f"{part}_proj.bias"]
+                found[f"{part}_proj.bias"] = (bias + change).to(bias.dtype)
         return found
 
     def fields(self, config: MemoryTransformerConfig, theirs: PreTrainedConfig) -> dict:

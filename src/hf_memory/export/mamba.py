@@ -28,6 +28,7 @@ class Granite(Target):
     model_type = "granitemoehybrid"
     family = GatedLinearAttentionConfig
     accepts = {**MAMBA, "embedding_multiplier": None}
+    memory_name = "mamba"
     has_our_attention = True
 
     def __init__(self, expand: int | None = None):
@@ -80,7 +81,32 @@ class Granite(Target):
         return {"layer_types": words, "rope_theta": theirs.rope_parameters["rope_theta"], **UNLIMITED}
 
     def memory(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-        return {f"mamba.{name}": x for name, x in _memory(config, mixer, self.expand).items()}
+        """Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
+        query_heads, *_, K, V = config.memory_heads
+        n_groups, heads, _ = _sizes(config, self.expand)
+        own = parts.spread(config, mixer, key_heads=query_heads)
+        own |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
+        rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
+        for name, x in own.items():
+            part, _, kind = name.partition("_")
+            if part in rows and kind.startswith(("proj", "conv1d")):
+                own[name] = parts.pad_rows(x, rows[part])
+        found = {
+            "in_proj.weight": parts.joined(own, "gvkqd", "proj.weight"),
+            "conv1d.weight": parts.joined(own, "vkq", "conv1d.weight")[:, None],
+            "conv1d.bias": parts.joined(own, "vkq", "conv1d.bias"),
+            "A_log": parts.pad_rows(mixer["decay.A_log"], heads),
+            "dt_bias": parts.pad_rows(mixer["decay.dt_bias"], heads),
+            "D": parts.pad_rows(mixer["D"], heads),
+            "norm.weight": parts.pad_rows(mixer["o_norm.weight"], heads * V),
+            "out_proj.weight": parts.pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
+        }
+        if parts.has_bias(config):
+            zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
+            biases = {f"{part}_b": own.get(f"{part}_proj.bias", zeros[part]) for part in rows}
+            found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")
+            found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
+        return found
 
     def attention(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
         """If any projection has a bias, all need one."""
@@ -114,6 +140,7 @@ class Mamba2(Granite):
         "model.layers.": "backbone.layers.",
         "model.norm.": "backbone.norm_f.",
     }
+    memory_name = "mixer"
     needs_attention = has_our_attention = has_mlp = False
 
     def check(self, config: GatedLinearAttentionConfig) -> list[str]:
@@ -141,9 +168,6 @@ class Mamba2(Granite):
         """Fields that MLX reads."""
         return {"intermediate_size": theirs.num_heads * theirs.head_dim, **UNLIMITED}
 
-    def memory(self, config: GatedLinearAttentionConfig, mixer: Weights) -> dict[str, Tensor]:
-        return {f"mixer.{name}": x for name, x in _memory(config, mixer).items()}
-
     def block(self, config: GatedLinearAttentionConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:
         """The only norm is called `norm`."""
         return {"norm.weight" if name == "input_layernorm.weight" else name: x for name, x in layer.items()}
@@ -155,7 +179,7 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
     Groups of zeros are added at the end until this is a whole number and at least `expand`.
     """
     query_heads, *_, V = config.memory_heads
-    heads = parts.output_heads(config) // query_heads
+    heads = config.num_output_heads // query_heads
     n_groups = query_heads
     while n_groups * heads * V % config.hidden_size or (expand or 0) > n_groups * heads * V // config.hidden_size:
         n_groups += 1
@@ -165,32 +189,3 @@ def _sizes(config: GatedLinearAttentionConfig, expand: int | None = None) -> tup
 def _check(config: GatedLinearAttentionConfig) -> list[str]:
     """Reasons against both targets."""
     return [] if config.linear_conv_kernel_dim else ["linear_conv_kernel_dim above 0, got 0"]
-
-
-def _memory(config: GatedLinearAttentionConfig, mixer: Weights, expand: int | None = None) -> dict[str, Tensor]:
-    """The weights of a memory layer. Rows of in_proj are z, x, B, C and dt, which are our g, v, k, q and decay."""
-    query_heads, *_, K, V = config.memory_heads
-    n_groups, heads, _ = _sizes(config, expand)
-    own = parts.spread(config, mixer, key_heads=query_heads)
-    own |= {"g_proj.weight": mixer["g_proj.weight"], "d_proj.weight": mixer["decay.proj.weight"]}
-    rows = {"g": heads * V, "v": heads * V, "k": n_groups * K, "q": n_groups * K, "d": heads}
-    for name, x in own.items():
-        part, _, kind = name.partition("_")
-        if part in rows and kind.startswith(("proj", "conv1d")):
-            own[name] = parts.pad_rows(x, rows[part])
-    found = {
-        "in_proj.weight": parts.joined(own, "gvkqd", "proj.weight"),
-        "conv1d.weight": parts.joined(own, "vkq", "conv1d.weight")[:, None],
-        "conv1d.bias": parts.joined(own, "vkq", "conv1d.bias"),
-        "A_log": parts.pad_rows(mixer["decay.A_log"], heads),
-        "dt_bias": parts.pad_rows(mixer["decay.dt_bias"], heads),
-        "D": parts.pad_rows(mixer["D"], heads),
-        "norm.weight": parts.pad_rows(mixer["o_norm.weight"], heads * V),
-        "out_proj.weight": parts.pad_rows(mixer["o_proj.weight"].mT, heads * V).mT.contiguous(),
-    }
-    if parts.has_bias(config):
-        zeros = {part: mixer["q_proj.weight"].new_zeros(count) for part, count in rows.items()}
-        biases = {f"{part}_b": own.get(f"{part}_proj.bias", zeros[part]) for part in rows}
-        found["in_proj.bias"] = parts.joined(biases, "gvkqd", "b")
-        found["out_proj.bias"] = mixer.get("o_proj.bias", torch.zeros_like(mixer["o_proj.weight"][:, 0]))
-    return found

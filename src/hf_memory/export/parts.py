@@ -26,7 +26,7 @@ def delta_options(config: DeltaNetConfig) -> dict:
     query_heads, _, _, K, V = config.memory_heads
     return {
         "linear_num_key_heads": query_heads,
-        "linear_num_value_heads": output_heads(config),
+        "linear_num_value_heads": config.num_output_heads,
         "linear_key_head_dim": K,
         "linear_value_head_dim": V,
         "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
@@ -44,12 +44,6 @@ def check_output_norm(config, eps: float) -> list[str]:
     return [] if ours == eps else [f"output_norm_eps={eps:g}, got {ours:g}"]
 
 
-def output_heads(config) -> int:
-    """Number of heads of the memory's output: that of queries, or that of values if it is larger."""
-    query_heads, _, value_heads, _, _ = config.memory_heads
-    return max(query_heads, value_heads)
-
-
 def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
     """A memory's weights, with heads repeated so that there are `key_heads` query and key heads, and all value heads.
 
@@ -59,7 +53,7 @@ def spread(config, mixer: Weights, *, key_heads: int) -> dict[str, Tensor]:
         key_heads: the number of query heads, or of output heads.
     """
     heads = dict(zip("qkv", config.memory_heads))
-    wanted = {"q": key_heads, "k": key_heads, "v": output_heads(config)}
+    wanted = {"q": key_heads, "k": key_heads, "v": config.num_output_heads}
     found = dict(mixer)
     for part in "qkv":
         for name in (f"{part}_proj.weight", f"{part}_proj.bias", f"{part}_conv1d.weight", f"{part}_conv1d.bias"):
@@ -91,7 +85,7 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 def decay_by_head(config, mixer: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """A_log [HV], dt_bias [HV] and projection [HV, hidden_size] of a decay per head, or of no decay."""
     if config.gate == "none":
-        never = torch.full((output_heads(config),), NEVER)
+        never = torch.full((config.num_output_heads,), NEVER)
         return never, never.clone(), torch.zeros_like(mixer["b_proj.weight"])
     return mixer["decay.A_log"], mixer["decay.dt_bias"], mixer["decay.proj.weight"]
 
@@ -108,9 +102,9 @@ def has_bias(config: MemoryConfig) -> bool:
 
 def our_attention(mixer: Weights, *, with_biases: bool) -> dict[str, Tensor]:
     """The weights of an attention layer like ours, also with biases of zero where we have none."""
-    found = {f"self_attn.{name}": x for name, x in mixer.items()}
+    found = dict(mixer)
     for part in "qkvo" if with_biases else ():
-        found.setdefault(f"self_attn.{part}_proj.bias", torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0]))
+        found.setdefault(f"{part}_proj.bias", torch.zeros_like(mixer[f"{part}_proj.weight"][:, 0]))
     return found
 
 

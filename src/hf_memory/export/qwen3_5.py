@@ -46,6 +46,7 @@ class Qwen35(Target):
     model_type = "qwen3_5_text"
     family = DeltaNetConfig
     accepts = DELTA
+    memory_name = "linear_attn"
     has_our_attention = True
     files = FILES
     unsaved = "self_attn.o_proj.bias"
@@ -83,15 +84,15 @@ class Qwen35(Target):
         own = parts.spread(config, mixer, key_heads=config.memory_heads[0])
         A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
         return {
-            "linear_attn.in_proj_qkv.weight": parts.joined(own, "qkv", "proj.weight"),
-            "linear_attn.conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
-            "linear_attn.in_proj_z.weight": parts.full_rank(mixer, "output_gate"),
-            "linear_attn.in_proj_b.weight": mixer["b_proj.weight"],
-            "linear_attn.in_proj_a.weight": decay,
-            "linear_attn.A_log": A_log,
-            "linear_attn.dt_bias": dt_bias,
-            "linear_attn.norm.weight": mixer["output_gate.norm.weight"],
-            "linear_attn.out_proj.weight": mixer["o_proj.weight"],
+            "in_proj_qkv.weight": parts.joined(own, "qkv", "proj.weight"),
+            "conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
+            "in_proj_z.weight": parts.full_rank(mixer, "output_gate"),
+            "in_proj_b.weight": mixer["b_proj.weight"],
+            "in_proj_a.weight": decay,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "norm.weight": mixer["output_gate.norm.weight"],
+            "out_proj.weight": mixer["o_proj.weight"],
         }
 
     def attention(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
@@ -100,16 +101,15 @@ class Qwen35(Target):
         heads = {part: mixer[f"{part}_proj.weight"].unflatten(0, (-1, config.head_dim)) for part in "qkv"}
         heads = {part: F.pad(x, (0, 0, 0, D - config.head_dim)) for part, x in heads.items()}  # zeros in new channels
         out = mixer["o_proj.weight"].unflatten(1, (-1, config.head_dim))
-        norms = (
-            _pinned(config, heads)
-            if _is_pinned(config)
-            else {f"{x}_norm.weight": mixer[f"{x}_norm.weight"] - 1 for x in "qk"}
-        )
-        return {f"self_attn.{name}": x for name, x in norms.items()} | {
-            "self_attn.q_proj.weight": F.pad(heads["q"], (0, 0, 0, D)).flatten(0, 1),
-            "self_attn.k_proj.weight": heads["k"].flatten(0, 1),
-            "self_attn.v_proj.weight": heads["v"].flatten(0, 1),
-            "self_attn.o_proj.weight": 2 * F.pad(out, (0, D - config.head_dim)).flatten(1),
+        if _is_pinned(config):
+            norms = _pinned(config, heads)
+        else:
+            norms = {f"{x}_norm.weight": mixer[f"{x}_norm.weight"] - 1 for x in "qk"}
+        return norms | {
+            "q_proj.weight": F.pad(heads["q"], (0, 0, 0, D)).flatten(0, 1),
+            "k_proj.weight": heads["k"].flatten(0, 1),
+            "v_proj.weight": heads["v"].flatten(0, 1),
+            "o_proj.weight": 2 * F.pad(out, (0, D - config.head_dim)).flatten(1),
         }
 
     def block(self, config: DeltaNetConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ class Target(ABC):
         files: further files that some engines need, and their text.
         unsaved: ending of the names of zeros that are left out.
         layer_types: the names there of the layer types that fit.
+        memory_name: the name there of the mixer in a memory layer.
         needs_attention: whether a model without attention layers gets one that adds zero.
         has_our_attention: whether its attention layers can be ours; if not, only models without attention fit.
         has_mlp: whether it has an MLP in every layer.
@@ -62,6 +63,7 @@ class Target(ABC):
     files: ClassVar[Mapping[str, str]] = {}
     unsaved = "-"
     layer_types: ClassVar[Mapping[str, str]] = {"memory": "linear_attention", "full_attention": "full_attention"}
+    memory_name: ClassVar[str]
     needs_attention = True
     has_our_attention = False
     has_mlp = True
@@ -83,11 +85,11 @@ class Target(ABC):
         """Engines that have the architecture; for each, the reason why it cannot run this model, or ""."""
 
     def memory(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
-        """The weights of a memory layer, from those of our mixer."""
+        """The weights of a memory layer's mixer, from those of ours."""
         raise AssertionError("the target takes models without memory layers only")
 
     def attention(self, config: MemoryConfig, mixer: Weights) -> dict[str, Tensor]:
-        """The weights of an attention layer, from those of our mixer."""
+        """The weights of an attention layer's mixer, from those of ours."""
         raise AssertionError("the target takes models without attention layers only")
 
     def block(self, config: MemoryConfig, layer: dict[str, Tensor]) -> dict[str, Tensor]:

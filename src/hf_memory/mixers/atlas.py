@@ -40,9 +40,8 @@ class AtlasMixer(NeuralMemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of the memory, and the last tokens, which the next ones also learn."""
-        query_heads, _, value_heads, K, V = config.memory_heads
-        heads = max(query_heads, value_heads)
-        size = query_heads * cls.input_size(K) + heads * (V + 1)
+        query_heads, *_, K, V = config.memory_heads
+        size = query_heads * cls.input_size(K) + config.num_output_heads * (V + 1)
         return super().state_spec(config, layer_idx) | {"earlier": State((config.memory_window - 1, size))}
 
     def make_gates(self, width: int, heads: int) -> None:

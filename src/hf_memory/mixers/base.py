@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,11 @@ class Context(NamedTuple):
             attention_mask=None if mask is None else mask[:, tokens],
             states=states,
         )
+
+    def apart(self) -> list[tuple[slice, "Context"]]:
+        """Where the tokens of each packed sequence are that has any, and the context of these alone."""
+        alone, bounds = self._replace(cu_seqlens=None), self.cu_seqlens.unique().tolist()  # type: ignore[union-attr]
+        return [(slice(*ends), alone.of(slice(*ends), {})) for ends in pairwise(bounds)]
 
     def part(self, name: str) -> "Context":
         """The context of a part of the mixer, with the states of this part."""
@@ -181,6 +187,10 @@ class Projections(nn.Module, ABC):
         rows, K, V = q.shape[:-1], self.head_dim, self.value_dim
         return q.view(*rows, -1, K), k.view(*rows, -1, K), v.view(*rows, -1, V)
 
+    def by_head(self, x: Tensor) -> Tensor:
+        """[..., H * D] -> [..., H, D], of keys."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
     def project_heads(self, hidden_states: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, HQ, K], k [B, T, H, K] and v [B, T, H, V]; q and k normalised, and rotated to given positions."""
         q, k, v = self.split_heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
@@ -236,13 +246,14 @@ class MemoryMixer(Convertible, Projections):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The memory, a matrix for each head, and the last inputs of the convolutions."""
-        query_heads, _, value_heads, K, V = config.memory_heads
-        return convolution_spec(config) | {"memory": State((max(query_heads, value_heads), K, V))}
+        *_, K, V = config.memory_heads
+        return convolution_spec(config, cls.convolved) | {"memory": State((config.num_output_heads, K, V))}
 
     def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm before the gate of the output, if there is one."""
-        if "output_gate" in self._modules:
-            self.get_submodule("output_gate").scale_output(factor)  # type: ignore[operator]
+        """Scale the norm before or after the gate of the output, if there is one."""
+        for name, weight in self.named_parameters():
+            if name in ("output_gate.norm.weight", "o_norm.weight"):
+                weight.mul_(factor)
 
     def make_convolutions(self, kernel_size: int, bias: bool = False) -> None:
         """Short convolutions on q, k and v; a kernel size of 0 means none."""
@@ -313,27 +324,31 @@ class MemoryMixer(Convertible, Projections):
 
     def project(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, States]:
         """q and k [B, T, H, K], v [B, T, HV, V] with HV a multiple of H, and the states of the convolutions."""
-        parts, new_states = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}, {}
+        parts = {x: getattr(self, f"{x}_proj")(hidden_states) for x in "qkv"}
+        new_states: States = {}
         for x in self.convolved:
-            if self.has_convolutions:
-                state, convolution = context.states.get(f"{x}_conv"), getattr(self, f"{x}_conv1d")
-                parts[x], new_states[f"{x}_conv"] = convolution(
-                    parts[x], state, context.attention_mask, context.cu_seqlens, silu=self.has_silu
-                )
-            elif self.has_silu:
-                parts[x] = F.silu(parts[x])
+            parts[x] = self.convolve(x, parts[x], context, new_states)
         q, k, v = self.split_heads(*parts.values())
         q, k = self.normalize_and_rotate(q, k, context.positions)
         return q, repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2]), new_states
 
+    def convolve(self, name: str, x: Tensor, context: Context, new_states: States) -> Tensor:
+        """A projection [B, T, channels] after its convolution and silu, if it has them; the new state is added."""
+        if not self.has_convolutions:
+            return F.silu(x) if self.has_silu else x
+        state, convolution = context.states.get(f"{name}_conv"), getattr(self, f"{name}_conv1d")
+        where = context.attention_mask, context.cu_seqlens
+        x, new_states[f"{name}_conv"] = convolution(x, state, *where, silu=self.has_silu)
+        return x
 
-def convolution_spec(config) -> Spec:
-    """States of the short convolutions of a config."""
+
+def convolution_spec(config, convolved: str = "qkv") -> Spec:
+    """States of the short convolutions of these projections."""
     query_heads, key_heads, value_heads, K, V = config.memory_heads
-    channels = {"q_conv": query_heads * K, "k_conv": key_heads * K, "v_conv": value_heads * V}
+    channels = {"q": query_heads * K, "k": key_heads * K, "v": value_heads * V}
     if not config.linear_conv_kernel_dim:
         return {}
-    return {name: State((config.linear_conv_kernel_dim - 1, size), None) for name, size in channels.items()}
+    return {f"{x}_conv": State((config.linear_conv_kernel_dim - 1, channels[x]), None) for x in convolved}
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # for output gates
@@ -361,10 +376,6 @@ class OutputGate(Convertible, nn.Module):
         """Start a silu gate as nearly constant; products of hidden states and `direction` are about 1."""
         if self.activation == "silu":
             steady_rows(self.down, self.proj, direction)
-
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm."""
-        self.norm.weight.mul_(factor)
 
     def forward(self, o: Tensor, hidden_states: Tensor) -> Tensor:
         """o [B, T, HV, V] -> [B, T, HV * V]."""

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from hf_memory.cache import Spec, State
 from hf_memory.layers import unit_length, wide
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import SoftplusDecay
-from hf_memory.mixers.levels import Levels
+from hf_memory.mixers.levels import Levels, Written
 from hf_memory.ops import linear_attention
 from hf_memory.ops.contract import repeat_heads
 
@@ -43,14 +42,13 @@ class DeltaNetMixer(Levels, MemoryMixer):
         q, k, v, new_states = self.project(hidden_states, context)
         beta = self.largest_beta * wide(self.b_proj(hidden_states)).sigmoid()
         g = self.decay(hidden_states)[0] if self.decays else None
-        o, states = self.update(hidden_states, context, q, k, v, g, beta)
+        o, states = self.update(hidden_states, context, Written(q, k, v, g, beta))
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | states
 
-    def update(
-        self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
-    ) -> tuple[Tensor, States]:
+    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
         """Outputs [B, T, HV, V] and the memory after the tokens; q and k are not of unit length yet."""
-        return self.remember(hidden_states, context, unit_length(q), unit_length(k), v, g, beta)
+        written = written._replace(q=unit_length(written.q), k=unit_length(written.k))
+        return self.remember(hidden_states, context, written)
 
 
 class DeltaProductMixer(DeltaNetMixer):
@@ -87,19 +85,18 @@ class DeltaProductMixer(DeltaNetMixer):
         """[B, T, n * H, ...] -> [B, T * n, H, ...]."""
         return x.unflatten(2, (self.steps, -1)).flatten(1, 2)
 
-    def update(
-        self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
-    ) -> tuple[Tensor, States]:
+    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`."""
         n, mask, cu_seqlens = self.steps, context.attention_mask, context.cu_seqlens
         context = context._replace(
             attention_mask=None if mask is None else mask.repeat_interleave(n, 1),
             cu_seqlens=None if cu_seqlens is None else n * cu_seqlens,
         )
+        q, k, v, g, beta = written
         q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
         if g is not None:
             g = F.pad(g[:, :, None], (0, 0) * (g.ndim - 2) + (0, n - 1)).flatten(1, 2)
-        o, states = super().update(hidden_states, context, q, k, v, g, self._in_turn(beta))
+        o, states = super().update(hidden_states, context, Written(q, k, v, g, self._in_turn(beta)))
         return o[:, n - 1 :: n], states
 
 
@@ -117,15 +114,14 @@ class GatedDeltaNet2Mixer(DeltaNetMixer):
         self.b_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.w_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
 
-    def update(
-        self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
-    ) -> tuple[Tensor, States]:
+    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`; g is [B, T, HV, K], and beta [B, T, HV * K] has the gates b."""
+        q, k, v, g, beta = written
         k, write = unit_length(k), self.w_proj(hidden_states).sigmoid()
         b = repeat_heads(k, v.shape[2])
         a = -(g.exp() * beta.view_as(b) * b).to(k.dtype)
         v, one = write.view_as(v) * v, torch.ones_like(beta[..., : v.shape[2]])
-        return self.remember(hidden_states, context, unit_length(q), k, v, g, one, a=a, b=b)
+        return self.remember(hidden_states, context, Written(unit_length(q), k, v, g, one), a=a, b=b)
 
 
 class CombaMixer(DeltaNetMixer):
@@ -148,14 +144,13 @@ class CombaMixer(DeltaNetMixer):
         """Start without correction of the queries."""
         self.D.zero_()
 
-    def update(
-        self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
-    ) -> tuple[Tensor, States]:
+    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`."""
+        q, k, v, g, beta = written
         p = (self.inner_decay.sigmoid()[:, None] * k).to(k.dtype)
         q, p, k = q - self.D.to(k.dtype)[:, None] * p, repeat_heads(p, v.shape[2]), unit_length(k)
         b = (beta[..., None] * repeat_heads(k, v.shape[2])).to(k.dtype)
-        return self.remember(hidden_states, context, unit_length(q), k, v, g, beta, a=-unit_length(p), b=b)
+        return self.remember(hidden_states, context, Written(unit_length(q), k, v, g, beta), a=-unit_length(p), b=b)
 
 
 class PreconditionedMixer(DeltaNetMixer):
@@ -180,10 +175,9 @@ class PreconditionedMixer(DeltaNetMixer):
         heads, _, _, K, _ = config.memory_heads
         return super().state_spec(config, layer_idx) | {"key_squares": State((heads, 1, K))}
 
-    def update(
-        self, hidden_states: Tensor, context: Context, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor
-    ) -> tuple[Tensor, States]:
+    def update(self, hidden_states: Tensor, context: Context, written: Written) -> tuple[Tensor, States]:
         """See `DeltaNetMixer`; the sums are a linear attention with one key channel, which decays by head."""
+        q, k, v, g, beta = written
         k = unit_length(k)
         squares, sums = linear_attention(
             torch.ones_like(k[..., :1]),
@@ -198,7 +192,7 @@ class PreconditionedMixer(DeltaNetMixer):
         k, b = (repeat_heads(x, v.shape[2]) for x in (k, writes))
         decay = g.exp() if g.ndim == 4 else g.exp()[..., None]
         a, b = -(decay * k).to(k.dtype), (beta[..., None] * b).to(k.dtype)
-        o, states = self.remember(hidden_states, context, unit_length(q), writes, v, g, beta, a=a, b=b)
+        o, states = self.remember(hidden_states, context, Written(unit_length(q), writes, v, g, beta), a=a, b=b)
         return o, states | {"key_squares": sums}
 
 

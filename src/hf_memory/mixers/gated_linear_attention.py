@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_memory.layers import GroupRMSNorm
 from hf_memory.mixers.base import Context, MemoryMixer, OutputGate, States
 from hf_memory.mixers.gates import FixedDecay, SigmoidDecay, SoftplusDecay, steady_rows
-from hf_memory.mixers.levels import Levels
+from hf_memory.mixers.levels import Levels, Written
 
 
 class GatedLinearAttentionMixer(Levels, MemoryMixer):
@@ -28,7 +28,7 @@ class GatedLinearAttentionMixer(Levels, MemoryMixer):
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, v, new_states = self.project(hidden_states, context)
-        o, memory = self.remember(hidden_states, context, q, k, v, self.decay(hidden_states))
+        o, memory = self.remember(hidden_states, context, Written(q, k, v, self.decay(hidden_states)))
         return self.o_proj(self.output_gate(o, hidden_states)), new_states | memory
 
 
@@ -44,26 +44,21 @@ class Mamba2Mixer(Levels, MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
-        heads = self.num_output_heads
+        heads, groups = self.num_output_heads, self.q_proj.out_features // self.head_dim
         self.decay = SoftplusDecay(config.hidden_size, heads)
         self.D = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(config.hidden_size, heads * self.value_dim, bias=False)
-        self.o_norm = GroupRMSNorm(
-            heads * self.value_dim, self.q_proj.out_features // self.head_dim, eps=config.rms_norm_eps
-        )
+        self.o_norm = GroupRMSNorm(heads * self.value_dim, groups, eps=config.rms_norm_eps)
 
     def start_steady(self, direction: Tensor) -> None:
         """Start the gate as nearly constant: products of hidden states and `direction` [hidden_size] are about 1."""
         steady_rows(nn.Identity(), self.g_proj, direction)
 
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm after the gate."""
-        self.o_norm.weight.mul_(factor)
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, HV, K, V] and those of the convolutions."""
         q, k, x, new_states = self.project(hidden_states, context)
         g, steps = self.decay(hidden_states)
-        o, memory = self.remember(hidden_states, context, q, k, (x * steps[..., None]).to(x.dtype), g, scale=1.0)
+        written = Written(q, k, (x * steps[..., None]).to(x.dtype), g)
+        o, memory = self.remember(hidden_states, context, written, scale=1.0)
         o = (o + self.D.to(x.dtype)[:, None] * x).flatten(-2)
         return self.o_proj(self.o_norm(o * F.silu(self.g_proj(hidden_states)))), new_states | memory

@@ -40,9 +40,8 @@ class LargeChunkMixer(NeuralMemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, the last chunk's S, the sum of the incomplete chunk, and its number of tokens."""
-        query_heads, _, value_heads, *_ = config.memory_heads
         size = sum(d_in * d_out for d_in, d_out in cls.layer_shapes(config))
-        spec = dict.fromkeys(LargeChunkState._fields[:3], State((max(query_heads, value_heads), size)))
+        spec = dict.fromkeys(LargeChunkState._fields[:3], State((config.num_output_heads, size)))
         return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
     def init_own_parameters(self) -> None:

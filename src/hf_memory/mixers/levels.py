@@ -1,9 +1,9 @@
 """One memory for the whole past, or one for each of log2 T blocks or of its segments, chosen by `levels`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ class LevelWeights(nn.Module):
         return F.softplus(wide(self.proj(hidden_states)) + ONE).unflatten(-1, (-1, self.levels + 1))
 
 
+class Written(NamedTuple):
+    """What tokens write to a memory, and what they ask of it; the names are those of the ops' arguments."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Any  # [B, T, HV] or [B, T, HV, K], or None: no decay
+    beta: Any = None  # [B, T, HV], or None: the memory is additive
+
+
 class Levels:
     """What a `MemoryMixer` with an additive memory or the delta rule has besides: both may have levels."""
 
@@ -41,6 +51,7 @@ class Levels:
     spec: Spec
     num_output_heads: int
     head_dim: int
+    by_head: Callable[[Tensor], Tensor]
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
@@ -66,18 +77,10 @@ class Levels:
         return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
     def remember(
-        self,
-        hidden_states: Tensor,
-        context: Context,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor | None = None,
-        scale: float | None = None,
-        **erase: Any,
+        self, hidden_states: Tensor, context: Context, written: Written, *, scale: float | None = None, **erase: Any
     ) -> tuple[Tensor, States]:
-        """Outputs [B, T, HV, V] and the memory after the tokens; the tensors are arguments of the ops, a and b too."""
+        """Outputs [B, T, HV, V] and the memory after the tokens; `erase` are arguments a and b of the delta rule."""
+        q, k, v, g, beta = written
         options = {**context.options(self.config.mixer_backend), "scale": scale}
         memory = options["initial_state"]
         if self.config.levels == "log":
@@ -98,14 +101,13 @@ class Levels:
 
     def _segments(self, hidden_states: Tensor, context: Context, tokens: tuple, scale: float | None):
         """The same with a memory for each segment; packed sequences are read one after the other."""
-        u = self.u_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        u = self.by_head(self.u_proj(hidden_states))
         op: Any = linear_attention if len(tokens) == 4 else delta_rule
         length, options = self.config.segment_length, {"scale": scale, "backend": self.config.mixer_backend}
         if context.cu_seqlens is None:
             return read_segments(op, u, tokens, context, length, **options)
         parts = []
-        for start, end in pairwise(context.cu_seqlens.unique().tolist()):
-            own = [x if x is None else x[:, start:end] for x in tokens]
-            apart = context._replace(cu_seqlens=None).of(slice(start, end), {})
-            parts.append(read_segments(op, u[:, start:end], own, apart, length, **options)[0])
+        for here, alone in context.apart():
+            own = [x if x is None else x[:, here] for x in tokens]
+            parts.append(read_segments(op, u[:, here], own, alone, length, **options)[0])
         return torch.cat(parts, 1), {}

@@ -29,11 +29,6 @@ class LinearAttentionMixer(MemoryMixer):
         spec |= {"normalizer": State((H, F))} if config.normalize else {}
         return spec | ({"running_max": State((H,))} if config.feature_map == "favor" else {})
 
-    def scale_output(self, factor: Tensor) -> None:
-        """Scale the norm, if there is one."""
-        if self.config.output_norm:
-            self.o_norm.weight.mul_(factor)
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, H, F, D], `normalizer` [N, H, F], and for favor `running_max` [N, H]."""
         q, k, v, _ = self.project(hidden_states, context)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_memory.cache import Spec, States
-from hf_memory.layers import ShortConvolution
+from hf_memory.cache import States
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.gates import ChannelDecay
 from hf_memory.ops import selective_scan
@@ -18,6 +17,7 @@ class MambaMixer(MemoryMixer):
     and steps are projections of the result.
     """
 
+    convolved = "v"
     starts = {"D": 1.0}
 
     def __init__(self, config, layer_idx: int):
@@ -25,26 +25,15 @@ class MambaMixer(MemoryMixer):
         channels, bias = self.value_dim, config.attention_bias
         self.q_proj = nn.Linear(channels, self.head_dim, bias=bias)
         self.k_proj = nn.Linear(channels, self.head_dim, bias=bias)
-        self.has_convolution = config.linear_conv_kernel_dim > 0
-        if self.has_convolution:
-            self.v_conv1d = ShortConvolution(channels, config.linear_conv_kernel_dim, bias=True)
+        self.make_convolutions(config.linear_conv_kernel_dim, bias=True)
         self.decay = ChannelDecay(channels, self.head_dim, config.gate_low_rank_dim)
         self.D = nn.Parameter(torch.empty(channels))
         self.g_proj = nn.Linear(config.hidden_size, channels, bias=False)
 
-    @classmethod
-    def state_spec(cls, config, layer_idx: int) -> Spec:
-        """The memory, and the last inputs of the convolution."""
-        spec = super().state_spec(config, layer_idx)
-        return {name: state for name, state in spec.items() if name not in ("q_conv", "k_conv")}
-
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `memory` [N, 1, K, V] and that of the convolution."""
-        attention_mask, cu_seqlens, states = context.attention_mask, context.cu_seqlens, context.states
-        x, new_states = self.v_proj(hidden_states), {}
-        if self.has_convolution:
-            x, new_states["v_conv"] = self.v_conv1d(x, states.get("v_conv"), attention_mask, cu_seqlens)
-        x = F.silu(x)
+        new_states: States = {}
+        x = self.convolve("v", self.v_proj(hidden_states), context, new_states)
         steps, rate = self.decay(x)
         q, k, v = self.split_heads(self.q_proj(x), self.k_proj(x), (steps * x).to(x.dtype))
         q, k = self.normalize_and_rotate(q, k, context.positions)

@@ -96,9 +96,8 @@ class Mamba3Mixer(MemoryMixer):
             later = later.index_fill(1, ends[ends >= 0], 0)
         if not context.states:
             return later, None
-        keys, values = (
-            context.states[name][:, 0, :, :, None].to(shares.dtype) for name in ("last_keys", "last_values")
-        )
+        both = (context.states[name] for name in ("last_keys", "last_values"))
+        keys, values = (x[:, 0, :, :, None].to(shares.dtype) for x in both)
         return later, context.states["memory"] + shares[:, 0, :, None, None] * keys @ values.mT
 
 

@@ -139,7 +139,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
     def _attend_pairs(self, x: Tensor, h: Tensor, places: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Attention outputs [B, T, H, D] of tokens at places [B, T] of their segments; the updated keys and values."""
         q, k, v = self.project_heads(x, context.positions)
-        k_h, v_h = (y.unflatten(-1, (-1, self.head_dim)) for y in (self.k_proj(h), self.v_proj(h)))
+        k_h, v_h = (self.by_head(proj(h)) for proj in (self.k_proj, self.v_proj))
         k_h = self.normalize_and_rotate(q, k_h, context.positions)[1]
         keys = _put(context.states["keys"], torch.stack([k_h, k], 2), places)
         values = _put(context.states["values"], torch.stack([v_h, v], 2), places)

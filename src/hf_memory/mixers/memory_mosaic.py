@@ -52,25 +52,22 @@ class MemoryMosaicMixer(MemoryMixer):
         `keys` and `values` [B, tokens, H, D] and `positions` [B, tokens]."""
         recalled, states = self._recall(self.input_layernorm(hidden_states), context)
         x = self.post_attention_layernorm(hidden_states + recalled)
-        q, states["query_average"] = self.query_average(self._heads(self.q_proj(x)), "query_average", context)
+        q, states["query_average"] = self.query_average(self.by_head(self.q_proj(x)), "query_average", context)
         return recalled + self.persistent_o_proj(self.persistent(q).flatten(2)), states
 
     def _recall(self, x: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output of the contextual memory, and its states."""
         v, states = self.v_proj(x), {}
-        k, states["key_average"] = self.key_average(self._heads(self.k_proj(x)), "key_average", context)
+        k, states["key_average"] = self.key_average(self.by_head(self.k_proj(x)), "key_average", context)
         before, states["last"] = token_before(
             torch.cat([k.flatten(2), v], -1), context.states.get("last"), context.attention_mask, context.cu_seqlens
         )
-        key, value = (self._heads(y) for y in before.chunk(2, -1))
+        key, value = (self.by_head(y) for y in before.chunk(2, -1))
         tokens, states["tokens_read"] = context.places(x)
-        past = Everything().read(key, self.value_average(value, self._heads(v)), tokens, context)
+        past = Everything().read(key, self.value_average(value, self.by_head(v)), tokens, context)
         o = full_attention(k, tokens, past.near._replace(sees=completed), Scores(1.0))
         o = o * (tokens.position > 0)[..., None, None]
         return self.o_proj(o.flatten(2)), states | past.states
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class LeakyAverage(nn.Module):

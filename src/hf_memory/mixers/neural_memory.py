@@ -119,11 +119,9 @@ class NeuralMemoryMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """Weights of each head, their momentum, the anchor, and the number of tokens in the current chunk."""
-        query_heads, _, value_heads, *_ = config.memory_heads
-        heads = max(query_heads, value_heads)
         size = sum((d_in + cls.has_bias) * d_out for d_in, d_out in cls.layer_shapes(config))
         has = {"weights": True, "momentum": "momentum" in cls.gates, "anchor": config.memory_chunk_size > 1}
-        spec = {name: State((heads, size if has_it else 0)) for name, has_it in has.items()}
+        spec = {name: State((config.num_output_heads, size if has_it else 0)) for name, has_it in has.items()}
         return convolution_spec(config) | spec | {"phase": State((), torch.long, largest=config.memory_chunk_size - 1)}
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
@@ -135,7 +133,7 @@ class NeuralMemoryMixer(MemoryMixer):
     def recall(self, hidden_states: Tensor, weights: Tensor, positions: Positions | None) -> Tensor:
         """Read a memory without updating it; `weights` [N, HV, P] are relative to the initial weights."""
         initial = self.initial_weights()
-        q = F.silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+        q = self.by_head(F.silu(self.q_proj(hidden_states)))
         q, _ = self.rotate(q, q, positions)
         q = repeat_heads(unit_length(q), self.num_output_heads).transpose(1, 2).to(weights.dtype)
         moved = tuple(start + x for start, x in zip(initial, unpack(weights, initial)))

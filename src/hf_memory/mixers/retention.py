@@ -12,7 +12,6 @@ rest is dropped for good. That received attention tells which tokens will be nee
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -95,9 +94,7 @@ class Retention(NamedTuple):
             for; and the states, none if packed.
         """
         if context.cu_seqlens is not None:
-            bounds = [slice(*ends) for ends in pairwise(context.cu_seqlens.unique().tolist())]
-            alone = context._replace(cu_seqlens=None)
-            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0] for i in bounds]
+            apart = [self.attend(q[:, i], k[:, i], v[:, i], scores, alone)[0] for i, alone in context.apart()]
             return [torch.cat(x, 1) for x in zip(*apart)], {}
         attend = self._token if context.is_step(q) else self._blocks
         attended, entries = attend(q, k, v, scores, context)

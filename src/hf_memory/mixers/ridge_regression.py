@@ -37,9 +37,8 @@ class MesaMixer(MemoryMixer):
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The sums of products of keys and values and of keys, and the last inputs of the convolutions."""
-        query_heads, _, value_heads, K, _ = config.memory_heads
-        spec = super().state_spec(config, layer_idx) | {"key_products": State((max(query_heads, value_heads), K, K))}
-        return {name: state for name, state in spec.items() if not name.endswith("_conv") or name[0] in cls.convolved}
+        spec, K = super().state_spec(config, layer_idx), config.memory_heads[3]
+        return spec | {"key_products": State((config.num_output_heads, K, K))}
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are `key_products` [N, HV, K, K], `memory` [N, HV, K, V] and those of the convolutions."""

@@ -106,8 +106,8 @@ class Rwkv7Mixer(MemoryMixer):
             first_values = v
         else:
             v = torch.lerp(v, first_values.to(v.dtype), self.v_lora(x_v).sigmoid().to(v.dtype))
-        r, k, v, a, w = map(self._by_head, (r, k, v.to(r.dtype), self.a_lora(x_a), self.w_lora(x_w)))
-        k, g, a, b = rwkv7_gates(k, a, w, *map(self._by_head, (self.k_k, self.k_a)), erasure=self.largest_erasure)
+        r, k, v, a, w = map(self.by_head, (r, k, v.to(r.dtype), self.a_lora(x_a), self.w_lora(x_w)))
+        k, g, a, b = rwkv7_gates(k, a, w, *map(self.by_head, (self.k_k, self.k_a)), erasure=self.largest_erasure)
         o, memory = delta_rule(
             r,
             k,
@@ -120,12 +120,9 @@ class Rwkv7Mixer(MemoryMixer):
             in_place=True,
             **context.options(self.config.mixer_backend),
         )
-        now = (r * self._by_head(self.r_k) * k).sum(-1, keepdim=True)
-        o = torch.addcmul(self._by_head(self.o_norm(o)), now, v).flatten(-2)
+        now = (r * self.by_head(self.r_k) * k).sum(-1, keepdim=True)
+        o = torch.addcmul(self.by_head(self.o_norm(o)), now, v).flatten(-2)
         return self.o_proj((o * self.g_lora(x_g)).to(r.dtype)), first_values, {"memory": memory, "time_shift": shift}
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class ChannelMix(nn.Module):

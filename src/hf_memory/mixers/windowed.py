@@ -7,6 +7,7 @@ heads can keep all keys and values instead (https://arxiv.org/abs/2410.10819), o
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -96,11 +97,9 @@ class WindowedMixer(MemoryMixer):
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
         self.window = _window(config, layer_idx, config.sliding_window)._replace(leaves=self.far is not None)
         self.retention = _retention(config) if config.num_kept_tokens else None
-        longer = config.full_attention_window
-        is_longer = longer is not None
-        self.full = (
-            _window(config, layer_idx, longer, "full_")._replace(leaves=False) if is_longer else Everything("full_")
-        )
+        self.full: Any = Everything("full_")
+        if (longer := config.full_attention_window) is not None:
+            self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
         parts = (True, self.near_heads), (False, self.full_heads)
         self.parts = [(is_near, _slices(heads)) for is_near, heads in parts if heads]
         self.reads_step = self.far is None and self.retention is None and self.softcap is None
@@ -189,8 +188,10 @@ class WindowedMixer(MemoryMixer):
         if self.virtual_token is not None and not is_near:
             always = [_heads(x, heads) for x in self.virtual_token()]
         keys, values, seen = past.step(states, k, v, known, always)
-        if self.sinks is not None and is_near:
-            seen = self._sink_mask(seen, keys)
+        if self.sinks is not None and is_near:  # whose logits are added to the scores of the first key, which is theirs
+            S, H = keys.shape[1:3]
+            added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
+            seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         return F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=seen, scale=self.scaling)[:, None]
 
@@ -204,16 +205,14 @@ class WindowedMixer(MemoryMixer):
         outputs: list[Tensor] = []
         states: States = {}
         for is_near, heads in self.parts:
-            part = self._of(heads, None if self.far is None else q, rotated, k, v)
-            read = self._near if is_near else self._full
-            o, new = read(hidden_states, tokens, context, heads, *part)
+            rows = self._of(heads, None if self.far is None else q, rotated, k, v)
+            read = partial(self._near, hidden_states) if is_near else self._full
+            o, new = read(rows, tokens, context, self._virtual(heads, len(k)))
             outputs.append(o)
             states |= new
-        o = (
-            outputs[0]
-            if len(outputs) == 1
-            else self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
-        )
+        o = outputs[0]
+        if len(outputs) > 1:
+            o = self._in_order(x.unflatten(2, (-1, self.num_key_value_groups)) for x in outputs)
         states["tokens_read"] = context.tokens_read(hidden_states)
         return o, states
 
@@ -274,8 +273,8 @@ class WindowedMixer(MemoryMixer):
         H = len(self.places)
         return tuple(None if x is None else _heads(x.unflatten(2, (H, -1)), heads).flatten(2, 3) for x in rows)
 
-    def _near(self, hidden_states, tokens: Tokens, context: Context, heads, q, rotated, k, v) -> tuple[Tensor, States]:
-        virtual = self._virtual(heads, len(k))
+    def _near(self, hidden_states, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+        q, rotated, k, v = rows
         if self.retention is not None:
             attended: Any
             attended, states = self.retention.attend(rotated, k, v, self.scores, context)
@@ -299,8 +298,8 @@ class WindowedMixer(MemoryMixer):
         share = torch.sigmoid(mass - logsumexp)[..., None].to(o.dtype)
         return o + share * (remembered - o), past.states | waiting | memory
 
-    def _full(self, _, tokens: Tokens, context: Context, heads, __, q, k, v) -> tuple[Tensor, States]:
-        virtual = self._virtual(heads, len(k))
+    def _full(self, rows: tuple, tokens: Tokens, context: Context, virtual) -> tuple[Tensor, States]:
+        _, q, k, v = rows
         past = self.full.read(k, v, tokens, context, virtual and virtual[1:3])
         if past.is_step and virtual is None:
             return rows_of(map(self.scores.attend, past.blocks(q, tokens)), q), past.states
@@ -322,12 +321,6 @@ class WindowedMixer(MemoryMixer):
         (o, mass), (values, logits) = attended, self.sinks()
         values = values.repeat_interleave(self.num_key_value_groups, 2)
         return joined_softmax(attended, (values.to(o.dtype), logits.to(mass.dtype)))
-
-    def _sink_mask(self, visible: Tensor | None, keys: Tensor) -> Tensor:
-        """Added to the scores of keys [B, S, H, D], the first of which is the sinks': [1 or B, H, groups, S]."""
-        S, H = keys.shape[1:3]
-        added = F.pad(self.sinks()[1].to(keys.dtype).view(1, H, -1, 1), (0, S - 1))
-        return added if visible is None else added.masked_fill(~visible, -torch.inf)
 
     def _leaving(self, gates: Tensor, past: Past, tokens: Tokens, context: Context) -> tuple[Leaving, States]:
         """The tokens that leave the window when each token is read, and the states that determine their writes.

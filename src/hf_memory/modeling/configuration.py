@@ -134,6 +134,12 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         return self.attention_heads
 
     @property
+    def num_output_heads(self) -> int:
+        """Number of heads of a memory's output: that of queries, or that of values if it is larger."""
+        query_heads, _, value_heads, _, _ = self.memory_heads
+        return max(query_heads, value_heads)
+
+    @property
     def has_memory_qk_norm(self) -> bool:
         """Whether queries and keys of memory layers have a norm."""
         return self.use_qk_norm

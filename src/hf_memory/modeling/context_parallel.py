@@ -138,9 +138,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         back: list[Tensor | None] = []
-        for (shape, dtype, device), learns in zip(
-            ctx.like, ctx.needs_input_grad[3 + len(gradients) + ctx.num_received :]
-        ):
+        of_sent = ctx.needs_input_grad[3 + len(gradients) + ctx.num_received :]
+        for (shape, dtype, device), learns in zip(ctx.like, of_sent):
             back.append(torch.empty(shape, dtype=dtype, device=device) if learns else None)
             if learns:
                 dist.recv(back[-1], group=ctx.link.group, group_src=ctx.link.rank + 1)

@@ -75,10 +75,9 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
         if self.gate in ("mamba2", "mamba3") and self.linear_num_value_heads is None:
             self.fill(linear_num_key_heads=1, linear_value_head_dim=64)
             self.linear_num_value_heads = 2 * width // self.linear_value_head_dim
+        key_dims = {"vector": head_dim // 2, "mamba": 16, "mamba2": 128, "mamba3": 128}
         self.fill(
-            linear_key_head_dim={"vector": head_dim // 2, "mamba": 16, "mamba2": 128, "mamba3": 128}.get(
-                self.gate, head_dim
-            ),
+            linear_key_head_dim=key_dims.get(self.gate, head_dim),
             linear_value_head_dim=head_dim * (2 if self.gate == "retention" else 1),
             linear_conv_kernel_dim=4 if convolves else 0,
             memory_rope=self.gate == "retention",

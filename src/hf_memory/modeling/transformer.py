@@ -217,10 +217,8 @@ class MemoryTransformerConfig(MemoryConfig):
             self._check_buckets()
         if self.depth != "fixed":
             self._check_depth()
-        is_universal = self.depth == "universal"
-        check(
-            is_universal or not self.adaptive_computation, "depth", "'universal' with adaptive_computation", self.depth
-        )
+        can_adapt = self.depth == "universal" or not self.adaptive_computation
+        check(can_adapt, "depth", "'universal' with adaptive_computation", self.depth)
 
     def _check_sizes(self) -> None:
         has_summaries = {"fixed", "fixed_by_head", "linformer"} & {*self.patterns}

@@ -66,10 +66,8 @@ class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, model, loss, places, hidden_states, *parameters):
         learns, total = any(ctx.needs_input_grad), 0.0
-        d_hidden, sums = (
-            torch.zeros_like(hidden_states),
-            [torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in parameters],
-        )
+        d_hidden = torch.zeros_like(hidden_states)
+        sums = [torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in parameters]
         for where in places:
             x = hidden_states[where].detach().requires_grad_(learns)
             with torch.set_grad_enabled(learns):

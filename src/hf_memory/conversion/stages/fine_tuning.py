@@ -17,6 +17,7 @@ from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import StageTrainer, new_parameters, only_these_learn, run_trainer
 from hf_memory.files.folders import written
 from hf_memory.files.text import Text, check_length, check_tokens
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.progress import History
 
@@ -91,8 +92,7 @@ def lora(model: PreTrainedModel, rank: int, seed: int, *, beside: Collection[nn.
         seed: seed for the updates.
         beside: parameters that are trained themselves.
     """
-    if rank < 1:
-        raise ValueError(f"lora_rank must be at least 1, got {rank}")
+    check(rank >= 1, "lora_rank", "at least 1", rank)
     whole = [name for name, x in linears(model).items() if x.weight in beside]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -149,8 +149,6 @@ def check_fine_tuning(tokens: Text | Tensor, config: PreTrainedConfig, schedule:
     check_length(tokens, schedule.length)
     positions = getattr(config, "max_position_embeddings", None)
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if positions and schedule.length > positions and kind not in ("default", "linear"):
-        raise ValueError(
-            f"length must be at most the model's {positions} positions, which its RoPE of type {kind} is made for, "
-            f"got {schedule.length}"
-        )
+    is_known = not positions or schedule.length <= positions or kind in ("default", "linear")
+    expected = f"at most the model's {positions} positions, which its RoPE of type {kind} is made for"
+    check(is_known, "length", expected, schedule.length)

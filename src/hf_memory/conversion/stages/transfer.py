@@ -63,9 +63,8 @@ class AttentionTransfer(nn.Module):
         for i, mixer in self.mixers.items():
             inputs, target = seen[i]
             run = partial(checkpoint, mixer, use_reentrant=False) if self.checkpointing else mixer
-            output, _ = run(
-                inputs["hidden_states"], position_embeddings=inputs["position_embeddings"], cu_seqlens=packed
-            )
+            read = {name: inputs[name] for name in ("hidden_states", "position_embeddings")}
+            output, _ = run(**read, cu_seqlens=packed)
             yield mixer, output, target
 
 

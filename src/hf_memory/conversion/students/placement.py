@@ -24,6 +24,7 @@ from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.evaluation import agreement, layer_types, recall_by_distance
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
+from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 KEEP_WORDS = (
@@ -148,8 +149,7 @@ def placement_table(scores: Iterable[LayerScore], kept: Collection[int]) -> list
 def _spread(words: str, num_layers: int) -> list[int]:
     share = Fraction(1, 2) if words == "every-other" else _fraction(words)
     kept = [i for i in range(num_layers) if int((i + 1) * share) > int(i * share)]
-    if not kept:
-        raise ValueError(f"keep must be a fraction that keeps at least one of {num_layers} layers, got {words!r}")
+    check(len(kept) > 0, "keep", f"a fraction that keeps at least one of {num_layers} layers", words)
     return kept
 
 
@@ -163,10 +163,9 @@ def _fraction(words: str) -> Fraction:
 def _listed(words: str) -> list[int]:
     if words == "none":
         return []
-    if share_count("auto", words, 1):
-        raise ValueError(f"keep must be layers or a fraction here: only convert can rank layers, got {words!r}")
-    if not re.fullmatch(r"\d+(,\d+)*", words):
-        raise ValueError(f"keep must be {KEEP_WORDS}, got {words!r}")
+    is_ranked = share_count("auto", words, 1) > 0
+    check(not is_ranked, "keep", "layers or a fraction here: only convert can rank layers", words)
+    check(re.fullmatch(r"\d+(,\d+)*", words) is not None, "keep", KEEP_WORDS, words)
     return [int(word) for word in words.split(",")]
 
 

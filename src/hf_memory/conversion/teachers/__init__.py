@@ -45,16 +45,6 @@ def _gemma3(config: PreTrainedConfig) -> dict:
     }
 
 
-def _granite(config: PreTrainedConfig) -> dict:
-    return {"query_pre_attn_scalar": config.attention_multiplier**-2}  # scores are divided by its square root
-
-
-def _granite_parts(config: PreTrainedConfig, name: str, x: Tensor) -> Mapping[str, Tensor]:
-    return {
-        name: x / config.logits_scaling if name == "model.norm.weight" else x
-    }  # the head, which may be tied, is not
-
-
 def _qwen3_moe(config: PreTrainedConfig) -> dict:
     number, dense = config.num_hidden_layers, config.mlp_only_layers
     has_experts = [i not in dense and (i + 1) % config.decoder_sparse_step == 0 for i in range(number)]
@@ -100,7 +90,13 @@ TEACHERS = (
         _gemma2_parts,
     ),
     Teacher("ministral", ("sliding_window",)),
-    Teacher("granite", GRANITE, others=_granite, parts=_granite_parts),
+    Teacher(
+        "granite",
+        GRANITE,
+        others=lambda config: {"query_pre_attn_scalar": config.attention_multiplier**-2},  # whose root divides scores
+        # not the head, which may be tied
+        parts=lambda config, name, x: {name: x / config.logits_scaling if name == "model.norm.weight" else x},
+    ),
     Teacher("qwen3_moe", ("sliding_window", "attention_bias", *EXPERTS), QK_NORMS, _qwen3_moe),
 )
 

@@ -41,9 +41,8 @@ class HeadsAttention(Attention):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig):
         """What a page holds."""
-        return replace(
-            super().get_kv_cache_spec(vllm_config), block_size=vllm_config.cache_config.block_size * self.blocks
-        )
+        size = vllm_config.cache_config.block_size * self.blocks
+        return replace(super().get_kv_cache_spec(vllm_config), block_size=size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, G, D], k and v [T, H, D] of all heads of the mixer -> [T, heads, G, D] of its own."""
@@ -155,11 +154,10 @@ class ModelForVLLM(nn.Module):
             if kind in ("colwise", "rowwise"):
                 outputs, inputs = linear.weight.shape
                 options = {"bias": linear.bias is not None, "return_bias": False, "prefix": name}
-                divided = (
-                    ColumnParallelLinear(inputs, outputs * self.size, **options)
-                    if kind == "colwise"
-                    else RowParallelLinear(inputs * self.size, outputs, **options)
-                )
+                if kind == "colwise":
+                    divided: Any = ColumnParallelLinear(inputs, outputs * self.size, **options)
+                else:
+                    divided = RowParallelLinear(inputs * self.size, outputs, **options)
                 divided.out_features = outputs  # as in PyTorch's, of this process
                 ours.set_submodule(name, divided)
 
@@ -218,11 +216,10 @@ def attentions(
         return
     n, groups, config = heads // parts, mixer.num_key_value_groups, mixer.config
     for first in range(0, heads, n) if mixer.near_heads else ():
-        place, own = f"{name}.heads_{first}", slice(first * groups, (first + n) * groups)
-        sinks = {"sinks": mixer.sinks.logits.data[own]} if mixer.sinks else _virtual(mixer, n)
-        yield HeadsAttention(
-            mixer, slice(first, first + n), config.sliding_window, cache_config=cache, prefix=place, **sinks
-        )
+        own, of_queries = slice(first, first + n), slice(first * groups, (first + n) * groups)
+        sinks = {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else _virtual(mixer, n)
+        place = f"{name}.heads_{first}"
+        yield HeadsAttention(mixer, own, config.sliding_window, cache_config=cache, prefix=place, **sinks)
     for h in mixer.full_heads:
         window, place = config.full_attention_window, f"model.full_heads.{next(numbers)}"
         yield HeadsAttention(mixer, slice(h, h + 1), window, n, cache_config=cache, prefix=place, **_virtual(mixer, 1))

@@ -1,6 +1,5 @@
 """Attention with any kind of positions, to all tokens."""
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from hf_memory.cache import Spec, States
 from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
 from hf_memory.mixers.base import Context, MemoryMixer
-from hf_memory.mixers.pasts import Everything
+from hf_memory.mixers.pasts import Everything, Past, Window
 from hf_memory.mixers.transformer.forgetting import ForgetGates, counts, kept_heads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import RELATIONS
@@ -67,20 +66,23 @@ class TransformerMixer(MemoryMixer):
         if context.cu_seqlens is None or self.takes_packed:
             o, states = self.attend(hidden_states, context)
         else:
-            bounds = [slice(a, b) for a, b in pairwise(context.cu_seqlens.unique().tolist())]  # of what is not empty
-            apart = context._replace(cu_seqlens=None)
-            o, states = torch.cat([self.attend(hidden_states[:, x], apart.of(x, {}))[0] for x in bounds], 1), {}
+            parts = [self.attend(hidden_states[:, here], alone)[0] for here, alone in context.apart()]
+            o, states = torch.cat(parts, 1), {}
         if self.forget is not None and states:
             states = states | {"forgotten": self.forget.sums(hidden_states, context)[:, -1]}
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The heads [B, T, HQ, D], and the states: those of `Everything`, and `tokens_read` [B]."""
+        q, tokens, past = self.read(Everything(), hidden_states, context)
+        return full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole), past.states
+
+    def read(self, kept: Everything | Window, hidden_states: Tensor, context: Context) -> tuple[Tensor, Tokens, Past]:
+        """Queries [B, T, HQ, D], their places, and what is kept with their keys and values; also `tokens_read` [B]."""
         q, k, v = self.projected(hidden_states, context)
         tokens, tokens_read = context.places(k)
-        past = Everything().read(k, v, tokens, context)
-        o = full_attention(q, tokens, past.near, self.scores, is_whole=context.is_whole)
-        return o, past.states | {"tokens_read": tokens_read}
+        past = kept.read(k, v, tokens, context)
+        return q, tokens, past._replace(states=past.states | {"tokens_read": tokens_read})
 
     def attend_near(self, q: Tensor, tokens: Tokens, near: Columns) -> Attended:
         """Attention of queries [B, T, HQ, D] to the tokens near them; see `near_blocks`."""

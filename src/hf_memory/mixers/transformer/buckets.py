@@ -110,7 +110,7 @@ class ReformerMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `in_buckets`."""
-        q, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
+        q, v = (self.by_head(proj(hidden_states)) for proj in (self.q_proj, self.v_proj))
         return in_buckets(self, q, v, self.buckets, context)
 
     def buckets(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class RoutingMixer(TransformerMixer):
     def losses(self, hidden_states: Tensor) -> list[Tensor]:
         """The loss of the centroids."""
         with torch.no_grad():
-            q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+            q = self.by_head(self.q_proj(hidden_states))
             if self.share > 1:
                 q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
             x = unit_length(q)
@@ -170,12 +170,12 @@ class RoutingMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `in_buckets`; and, of heads without buckets, of a `Window`."""
-        q, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
+        q, v = (self.by_head(proj(hidden_states)) for proj in (self.q_proj, self.v_proj))
         if self.share == 1:
             return in_buckets(self, q, v, self.buckets, context)
         self.check_split(q, self.share * self.num_key_value_groups)
         (near_q, q), (near_v, v) = (_in_turn(x, v.shape[2]) for x in (q, v))
-        near_k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        near_k = self.by_head(self.k_proj(hidden_states))
         near_q, near_k = self.rotate(near_q, near_k, context.positions)
         near, kept = window_attention(near_q, near_k, near_v, context, _near(self.config), Scores(self.scaling))
         routed, states = in_buckets(self, q, v, self.buckets, context)

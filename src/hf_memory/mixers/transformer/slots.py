@@ -22,9 +22,8 @@ from hf_memory.mixers.attention_blocks import (
 )
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, kept, last, take
-from hf_memory.mixers.transformer.base import TransformerMixer
 from hf_memory.mixers.transformer.forgetting import TOKENS_READ
-from hf_memory.mixers.transformer.windows import attend_segment, segment_window
+from hf_memory.mixers.transformer.windows import SegmentMixer, segment_window
 from hf_memory.ops.masks import Tokens, slots_before
 
 COMPRESSIONS = ("mean", "max", "convolution", "most_used")
@@ -61,15 +60,13 @@ def new_blocks(
     return NewBlocks(first, complete(tokens_read) - first, numbers, ends, places.clamp(0, sum(sizes) - 1).flatten(1))
 
 
-class CompressiveMixer(TransformerMixer):
+class CompressiveMixer(SegmentMixer):
     """Attention to segments and compressed tokens. https://arxiv.org/abs/1911.05507.
 
     A slot has the mean, the maximum or a learned linear map ("convolution") of its tokens' unrotated keys and values,
     and the position of its last token. As published, the map is trained to preserve the output of attention to the
     tokens, and not by the prediction loss.
     """
-
-    padding_last, takes_packed, passes_gradients = True, False, False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -93,7 +90,7 @@ class CompressiveMixer(TransformerMixer):
         tokens, tokens_read = context.places(v)
         q, k = self.rotate(q, plain, context.positions)
         past = segment_window(self.config).read(k, v, tokens, context)
-        near = attend_segment(self, hidden_states, q, tokens, past, context)
+        near = self.attend_segment(hidden_states, q, tokens, past, context)
         slots, blocks, states = self._slots(plain.detach(), v.detach(), tokens_read, context)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
         return joined_softmax(near, far)[0], past.states | states | compressed | {"tokens_read": tokens_read}
@@ -157,7 +154,7 @@ class Compression(nn.Module):
         return torch.einsum("bnrhd,rde->bnhe", blocks, self.weight.to(x.dtype))
 
 
-class MostUsedMixer(TransformerMixer):
+class MostUsedMixer(SegmentMixer):
     """Attention to segments and slots, where a slot is one token of its block, chosen for each key-value head.
 
         u_j = sum_i softmax_j(s_ij),   over the queries i that see the token j
@@ -166,36 +163,29 @@ class MostUsedMixer(TransformerMixer):
     rotated. A block gets its slot when no token sees the block any more, since its u_j are then known.
     """
 
-    padding_last, takes_packed, passes_gradients = True, False, False
-
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
         """The states of `attend`."""
         (_, heads, _, D, _), window = config.attention_heads, segment_window(config)
-        slots = dict.fromkeys(
-            ("compressed_keys", "compressed_values"), State((config.compressed_length, heads, D), None)
-        )
+        state = State((config.compressed_length, heads, D), None)
+        slots = dict.fromkeys(("compressed_keys", "compressed_values"), state)
         return window.spec(heads, D) | slots | {"usage": State((window.kept, heads)), "tokens_read": TOKENS_READ}
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, `tokens_read`, those of `attend_slots`, of blocks that no token
         sees any more, and `usage` [B, segment_length + past_window - 1, H] of the last tokens."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = segment_window(self.config).read(k, v, tokens, context)
-        near = attend_segment(self, hidden_states, q, tokens, past, context)
-        slots, blocks, used = self._slots(q, tokens, tokens_read, past, context.states)
+        q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
+        near = self.attend_segment(hidden_states, q, tokens, past, context)
+        slots, blocks, used = self._slots(q, tokens, past, context.states)
         far, compressed = attend_slots(self, q, tokens, slots, blocks, context.states)
         usage = {"usage": last(used, context.lengths, segment_window(self.config).kept)}
-        return joined_softmax(near, far)[0], past.states | usage | compressed | {"tokens_read": tokens_read}
+        return joined_softmax(near, far)[0], past.states | usage | compressed
 
     @torch.no_grad()
-    def _slots(
-        self, q, tokens: Tokens, tokens_read, past: Past, states: States
-    ) -> tuple[list[Tensor], NewBlocks, Tensor]:
+    def _slots(self, q, tokens: Tokens, past: Past, states: States) -> tuple[list[Tensor], NewBlocks, Tensor]:
         """Keys and values [B, U, H, D] of blocks that leave sight, these blocks, and how much tokens were used."""
         L, m, rate, T = self.config.segment_length, self.config.past_window, self.config.compression_rate, q.shape[1]
-        W = L + m - 1
+        W, tokens_read = L + m - 1, past.states["tokens_read"]
         usage = self._received(q, tokens, past.near)
         usage = F.pad(usage, (0, 0, W + T - usage.shape[1], 0))
         if states:
@@ -223,7 +213,7 @@ class MostUsedMixer(TransformerMixer):
 
 
 def attend_slots(
-    mixer: TransformerMixer, q: Tensor, tokens: Tokens, slots: list[Tensor], blocks: NewBlocks, states: States
+    mixer: SegmentMixer, q: Tensor, tokens: Tokens, slots: list[Tensor], blocks: NewBlocks, states: States
 ) -> tuple[Attended, States]:
     """Attention of queries [B, T, HQ, D] to former slots and to new ones, keys and values [B, U, H, D] of these blocks.
 

@@ -45,20 +45,16 @@ class SparseMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `TransformerMixer`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        all_of_them = Everything().read(k, v, tokens, context)
-        past, states = all_of_them.near, all_of_them.states
+        q, tokens, (past, _, states, *_) = self.read(Everything(), hidden_states, context)
         if context.states:  # with padding before the new tokens
             is_token = past.tokens.position >= 0
             past = past.map(lambda x: real_tokens_first(x, is_token)[0])
         pattern, T = pattern_of(self.config, self.layer_idx), q.shape[1]
         places = tokens.position[:, :1] + torch.arange(1 - pattern.reach, T, device=q.device)
         near = _at(past, places)._replace(sees=pattern.sees & window(pattern.reach))
-        far = FAR[self.config.patterns[self.layer_idx]](
-            self, q, tokens, past._replace(sees=pattern.sees & older(pattern.reach))
-        )
-        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states | {"tokens_read": tokens_read}
+        past = past._replace(sees=pattern.sees & older(pattern.reach))
+        far = FAR[self.config.patterns[self.layer_idx]](self, q, tokens, past)
+        return joined_softmax(self.attend_near(q, tokens, near), far)[0], states
 
 
 def _last_of_blocks(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> Attended:
@@ -109,7 +105,9 @@ def _strided(mixer: SparseMixer, q: Tensor, tokens: Tokens, past: Columns) -> At
     rest = (tokens.position[:, :1] + torch.arange(groups, device=q.device)) % stride
     places = rest[..., None] + torch.arange(0, past.keys.shape[1], stride, device=q.device)
     seen = _at(past, places.flatten(1))
-    asking, position = (_groups(x, groups, value) for x, value in ((q, 0), (tokens.position, -1)))
+    pad = -T % groups  # then sorted by position modulo `groups`
+    padded = F.pad(q, (0, 0, 0, 0, 0, pad)), F.pad(tokens.position, (0, pad), value=-1)
+    asking, position = (x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2) for x in padded)
     both = _grouped(mixer, asking, position, seen, groups)
     o, mass = (x.unflatten(0, (B, groups)).transpose(1, 2).flatten(1, 2)[:, :T] for x in both)
     return o, mass
@@ -148,13 +146,6 @@ def _at(past: Columns, places: Tensor) -> Columns:
     inside = places.where(is_place, 0)
     position = past.tokens.position.expand(len(places), -1).gather(1, inside).where(is_place, -1)
     return Columns(Tokens(position), take(past.keys, inside), take(past.values, inside), past.sees)
-
-
-def _groups(x: Tensor, groups: int, value: float) -> Tensor:
-    """[B, T, ...] -> [B, T', ...], sorted by position modulo `groups`, and padded."""
-    pad = -x.shape[1] % groups
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad), value=value)
-    return x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
 
 
 FAR = {  # attention to the far tokens of each pattern

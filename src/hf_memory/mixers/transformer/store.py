@@ -45,32 +45,26 @@ class TopTokensMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of a `Window` with the tokens of the store before it, and `tokens_read`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = _store(self.config).read(k, v, tokens, context)
-        remembered = best_of_store(self, self.scores, q, tokens, past, context)
-        o, _ = joined_softmax(self.attend_near(q, tokens, past.near), remembered)
-        return o, past.states | {"tokens_read": tokens_read}
+        q, tokens, past = self.read(_store(self.config), hidden_states, context)
+        remembered = self.best_of_store(self.scores, q, tokens, past, context)
+        return joined_softmax(self.attend_near(q, tokens, past.near), remembered)[0], past.states
+
+    def best_of_store(self, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context) -> Attended:
+        """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
+        W, k, T = self.config.sliding_window, self.config.memory_top_k, q.shape[1]
+        kept = past.keys.shape[1] - T
+        both = past.keys.detach(), past.values.detach()
+        stored = columns(tokens, context.states.get("tokens_read"), *both, older(W) & window(kept + 1))
+        before = stored.keys.shape[1] - T
+
+        def part(here: slice) -> slice:
+            return slice(max(0, before + here.start - kept), max(1, before + min(here.stop, T) - W))
+
+        return attended_rows((_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q)
 
 
 def _store(config, prefix: str = "") -> Window:
     return Window.of_last(config.sliding_window, prefix=prefix, spare=config.memory_size)
-
-
-def best_of_store(
-    mixer: TransformerMixer, scores: Scores, q: Tensor, tokens: Tokens, past: Past, context: Context
-) -> Attended:
-    """Attention of queries [B, T, HQ, D] to the memory_top_k tokens of the store that have the highest scores."""
-    W, kept, T, k = mixer.config.sliding_window, past.keys.shape[1] - q.shape[1], q.shape[1], mixer.config.memory_top_k
-    stored = columns(
-        tokens, context.states.get("tokens_read"), past.keys.detach(), past.values.detach(), older(W) & window(kept + 1)
-    )
-    before = stored.keys.shape[1] - T
-
-    def part(here: slice) -> slice:
-        return slice(max(0, before + here.start - kept), max(1, before + min(here.stop, T) - W))
-
-    return attended_rows((_best(x, scores, k) for x in blocks_in_turn(q, tokens, BLOCK, stored, part)), q)
 
 
 def _best(blocks: Blocks, rule: Scores, k: int) -> Attended:
@@ -104,7 +98,7 @@ def sums_at(places: Tensor, weights: Tensor, values: Tensor) -> Tensor:
     return o.view(*places.shape[:-1], V).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-class MemorizingMixer(TransformerMixer):
+class MemorizingMixer(TopTokensMixer):
     """Attention to the last tokens, and to the nearest in a store of older ones. https://arxiv.org/abs/2203.08913.
 
         o = local + gate (remembered - local)
@@ -114,8 +108,6 @@ class MemorizingMixer(TransformerMixer):
     The store has unrotated keys. The gate is a learned number for each head; at 0 the mixer is attention over a
     window, and the gate has a gradient.
     """
-
-    padding_last, takes_packed = True, False
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -156,12 +148,10 @@ class MemorizingMixer(TransformerMixer):
         asking, keys = self.rotate(q, k, context.positions)
         past = _store(self.config)._replace(spare=0).read(keys, v, tokens, context)
         store = _store(self.config, "memory_").read(unit_length(k).detach(), v.detach(), tokens, context)
-        local, states = (
-            self.attend_near(asking, tokens, past.near),
-            past.states | store.states | {"tokens_read": tokens_read},
-        )
+        states = past.states | store.states | {"tokens_read": tokens_read}
+        local = self.attend_near(asking, tokens, past.near)
         scaled = unit_length(q) * self.memory_scale.to(q.dtype)[:, None]
-        remembered = best_of_store(self, Scores(1.0), scaled, tokens, store, context)
+        remembered = self.best_of_store(Scores(1.0), scaled, tokens, store, context)
         if not self.has_gate:
             return joined_softmax(local, remembered)[0], states
         gate = self.memory_gate.to(v.dtype) * remembered[1].isfinite()

@@ -8,15 +8,7 @@ from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import (
-    BLOCK,
-    Attended,
-    Blocks,
-    Scores,
-    joined_softmax,
-    near_blocks,
-    rows_of,
-)
+from hf_memory.mixers.attention_blocks import BLOCK, Attended, Blocks, Scores, joined_softmax, near_blocks, rows_of
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import Past, Window, columns, take, window_attention
 from hf_memory.mixers.positions import Positions
@@ -46,13 +38,10 @@ class LocalMixer(TransformerMixer):
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `window_attention`."""
         inputs, pattern = self.projected(hidden_states, context), pattern_of(self.config, self.layer_idx)
-        return window_attention(*inputs, context, pattern, self.scores, reach=self._reach(hidden_states.shape[1]))
-
-    def _reach(self, T: int) -> int | None:
-        """How many tokens T tokens see at most; None for a few tokens, and if reading spans would break a graph."""
-        if not self.learns_spans or T <= BLOCK or torch.compiler.is_compiling():
-            return None
-        return math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
+        reach = None  # also for a few tokens, and where reading spans would break a graph
+        if self.learns_spans and hidden_states.shape[1] > BLOCK and not torch.compiler.is_compiling():
+            reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
+        return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
     def losses(self, hidden_states: Tensor) -> list[Tensor]:
         """The mean of learned spans."""
@@ -142,30 +131,23 @@ class SegmentMixer(TransformerMixer):
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `segment_window`, and `tokens_read`."""
-        q, k, v = self.projected(hidden_states, context)
-        tokens, tokens_read = context.places(k)
-        past = segment_window(self.config).read(k, v, tokens, context)
-        return attend_segment(self, hidden_states, q, tokens, past, context)[0], past.states | {
-            "tokens_read": tokens_read
-        }
+        q, tokens, past = self.read(segment_window(self.config), hidden_states, context)
+        return self.attend_segment(hidden_states, q, tokens, past, context)[0], past.states
+
+    def attend_segment(self, hidden_states, q: Tensor, tokens: Tokens, past: Past, context: Context) -> Attended:
+        """Attention to the segment and the window before it, of which only the segment gets a gradient."""
+        if not torch.is_grad_enabled():
+            return self.attend_near(q, tokens, past.near)
+        own, m = causal & own_block(self.config.segment_length), self.config.past_window
+        segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
+        _, k, v = self.projected(hidden_states.detach(), context)
+        detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
+        window = segment_window(self.config)
+        before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
+        return joined_softmax(self.attend_near(q, tokens, segment), self.attend_near(q, tokens, before))
 
 
 def segment_window(config) -> Window:
     """The segment of a token, and the `past_window` tokens before it."""
     L, m = config.segment_length, config.past_window
     return Window(causal & segments(L, m), L + m)
-
-
-def attend_segment(
-    mixer: TransformerMixer, hidden_states: Tensor, q: Tensor, tokens: Tokens, past: Past, context: Context
-) -> Attended:
-    """Attention to the segment and the window before it, of which only the segment gets a gradient."""
-    if not torch.is_grad_enabled():
-        return mixer.attend_near(q, tokens, past.near)
-    own, m = causal & own_block(mixer.config.segment_length), mixer.config.past_window
-    segment = columns(tokens, context.states.get("tokens_read"), past.keys[:, m:], past.values[:, m:], own)
-    _, k, v = mixer.projected(hidden_states.detach(), context)
-    detached = context._replace(states={name: x.detach() for name, x in context.states.items()})
-    window = segment_window(mixer.config)
-    before = window._replace(sees=window.sees & ~own).read(k, v, tokens, detached).near
-    return joined_softmax(mixer.attend_near(q, tokens, segment), mixer.attend_near(q, tokens, before))
