@@ -62,6 +62,7 @@ LIMITS = {
     "sm_100": Limits(64, 32, 65536, 228 << 10),
     "sm_120": Limits(48, 24, 65536, 100 << 10),
 }
+TENSOR_MEMORY = 512  # columns of a multiprocessor of sm_100
 RESERVED_BYTES = 1024  # of shared memory, for each block
 REGISTER_UNIT = 256  # registers are given to a warp in such pieces
 
@@ -111,14 +112,19 @@ class Launch(NamedTuple):
 
 
 @cache
-def launches(only: tuple[str, ...]) -> list[Launch]:
+def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
     """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
     found: dict[str, Launch] = {}
-    for name, call in calls():
-        if any(part in name for part in only):
-            for launch in recorded(call):
-                kind = f"{launch.kernel} {specialisation(launch)}"
-                found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
+    memories, number = (
+        import_module("hf_memory.ops.neural_memory.kernels.launch"),
+        int(architecture.removeprefix("sm_")),
+    )
+    with patch.object(memories, "architecture", lambda device: number):
+        for name, call in calls():
+            if any(part in name for part in only):
+                for launch in recorded(call):
+                    kind = f"{launch.kernel} {specialisation(launch)}"
+                    found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
     return list(found.values())
 
 
@@ -213,6 +219,8 @@ def compile_launch(launch: Launch, architecture: str) -> Report:
     compiled = compiled_launch(launch, number)
     if narrow := re.search(r'"tt\.scan"(?:(?!"tt\.)[\s\S])*?\}\) : \((tensor<\d+x1x\w+>)', compiled.asm["ttir"]):
         raise ValueError(f"{launch.name} scans a {narrow[1]}, which Triton before 3.7 does not compile")
+    if (columns := getattr(compiled.metadata, "tmem_size", 0)) > TENSOR_MEMORY:
+        raise ValueError(f"{launch.name} needs {columns} columns of tensor memory, and Triton makes code that traps")
     registers, spilled = assemble(compiled.asm["ptx"], number)
     return Report(launch.name, architecture, registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
 
@@ -235,7 +243,7 @@ def assemble(ptx: str, architecture: int) -> tuple[int, int]:
 
 def line_of(place: int, only: tuple[str, ...], architecture: str) -> tuple[str, bool]:
     """The table's line of one of `launches`, and whether it can be launched on the architecture."""
-    launch = launches(only)[place]
+    launch = launches(only, architecture)[place]
     try:
         report = compile_launch(launch, architecture)
     except Exception as failed:  # whatever a compiler raises is a line of the table
@@ -272,7 +280,7 @@ def main() -> None:
     only = tuple(arguments.only)
     failures = 0
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(line_of, n, only, x) for n in range(len(launches(only))) for x in arguments.arch]
+        jobs = [pool.submit(line_of, n, only, x) for x in arguments.arch for n in range(len(launches(only, x)))]
         for job in as_completed(jobs):
             line, fits = job.result()
             failures += not fits

@@ -74,6 +74,13 @@ def test_memories_that_registers_hold_equal_the_reference(form, monkeypatch):
     assert_close(run(arguments, "triton"), *reference(arguments))
 
 
+def test_no_memory_is_held_where_triton_would_make_code_that_traps(monkeypatch):
+    monkeypatch.setattr(launch, "TENSOR_MEMORY", [launch.architecture(torch.device("cpu"))])
+    monkeypatch.setattr(launch, "_Held", None)
+    arguments = from_the_start(HELD["network"])
+    assert_close(run(arguments, "triton"), *reference(arguments))
+
+
 def test_memories_that_registers_hold_lose_in_16_bits_what_tiles_lose(monkeypatch):
     """Outputs, states and gradients; a head as wide as those of Titans, in float16 for the interpreter."""
     arguments = from_the_start(HELD["network"], K=64, expansion=2, dtype=torch.float16)

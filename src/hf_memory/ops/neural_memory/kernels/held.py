@@ -8,7 +8,16 @@ For letters see launch.py.
 import triton
 import triton.language as tl
 
-from hf_memory.ops.neural_memory.kernels.parts import activate, column, dot, load, load_tile, of_write, store_tile
+from hf_memory.ops.neural_memory.kernels.parts import (
+    activate,
+    add_dot,
+    column,
+    dot,
+    load,
+    load_tile,
+    of_write,
+    store_tile,
+)
 
 
 @triton.jit
@@ -58,13 +67,13 @@ def _store_state(x, W_1, W_2, S_1, S_2, i_k, j, i_v, meta: tl.constexpr):
 @triton.jit
 def _write(W, S, I, x, y, w, m, beta, c, H, meta: tl.constexpr):
     """A layer's weights and momentum after the chunk, whose gradient is x y; w and m are rows for x [BH, C]."""
-    W = beta * W - dot(w * x, y, meta.DTYPE)
+    W *= beta
     if meta.RETURNS:
         W += (1 - beta) * I
     if meta.MOMENTUM:
         W += c * S
-        S = H * S - dot(m * x, y, meta.DTYPE)
-    return W, S
+        S = add_dot(H * S, -m * x, y, meta.DTYPE)
+    return add_dot(W, -w * x, y, meta.DTYPE), S
 
 
 @triton.jit
@@ -117,12 +126,12 @@ def held_kernel(
             q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
             beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
             P_c = load_tile(given.P + at * C * C, rows, C, rows, C)
-            q_r = tl.trans(q_c)
-            u = tl.trans(beta_c) * dot(W_1, q_r, DTYPE) - dot(d, tl.trans(P_c) * dot(k_c, q_r, DTYPE), DTYPE)
+            u = dot(W_1, tl.trans(beta_c * q_c), DTYPE)
             if meta.RETURNS:
-                u += tl.trans(1 - beta_c) * dot(I_1, q_r, DTYPE)
+                u = add_dot(u, I_1, tl.trans((1 - beta_c) * q_c), DTYPE)
             if meta.MOMENTUM:
-                u += tl.trans(c_c) * dot(S_1, q_r, DTYPE)
+                u = add_dot(u, S_1, tl.trans(c_c * q_c), DTYPE)
+            u = add_dot(u, -d, tl.trans(P_c * dot(q_c, tl.trans(k_c), DTYPE)), DTYPE)
             y, _, _ = activate(u, meta.ACTIVATION)
             y = tl.trans(y)
             output = beta_c * dot(y, W_2, DTYPE) - dot(P_c * dot(y, x, DTYPE), e, DTYPE)
@@ -139,13 +148,6 @@ def held_kernel(
 
 
 @triton.jit
-def _back_through_write(dW_1, dW_2, k, d, x, e, w, DTYPE: tl.constexpr):
-    """Gradients of D and X [BH, C], and of w [1, C], from those of the weights, or momentum, that are left."""
-    out, back = dot(dW_1, tl.trans(k), DTYPE), dot(dW_2, tl.trans(e), DTYPE)
-    return -w * out, -w * back, -tl.sum(x * back + d * out, axis=0)
-
-
-@triton.jit
 def _sums(dW, dS, D, state, at, inside, meta: tl.constexpr):
     """What a layer gives to the gradients of a chunk's last beta and c, and of H."""
     dbeta, dc, dH = tl.sum(dW * D), 0.0, 0.0
@@ -159,11 +161,11 @@ def _sums(dW, dS, D, state, at, inside, meta: tl.constexpr):
 def _put_back(dW, dS, x, g, d_initial, at, inside, beta, c, beta_n, c_n, H, meta: tl.constexpr):
     """Gradients of a layer's weights and momentum before the chunk, with what reads of x^T with a gradient g give."""
     if meta.RETURNS:
-        rest = load(d_initial + at, inside) + (1 - beta_n) * dW + dot(x, (1 - beta) * g, meta.DTYPE)
-        tl.store(d_initial + at, rest, mask=inside)
+        rest = load(d_initial + at, inside) + (1 - beta_n) * dW
+        tl.store(d_initial + at, add_dot(rest, x, (1 - beta) * g, meta.DTYPE), mask=inside)
     if meta.MOMENTUM:
-        dS = c_n * dW + H * dS + dot(x, c * g, meta.DTYPE)
-    return beta_n * dW + dot(x, beta * g, meta.DTYPE), dS
+        dS = add_dot(c_n * dW + H * dS, x, c * g, meta.DTYPE)
+    return add_dot(beta_n * dW, x, beta * g, meta.DTYPE), dS
 
 
 @triton.jit
@@ -204,38 +206,35 @@ def held_backward_kernel(
         at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
         state, row_h = states + at * STATE, at * C * HIDDEN
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
-        w_r, m_r = tl.trans(w_c), 0.0
         k_c, e_c = load_tile(given.k + at * C * K, rows, C, i_k, K), load_tile(learned.e + at * C * V, rows, C, i_v, V)
         x, slope, bend = activate(_load_turned(learned.z + row_h, rows, C, j, HIDDEN), meta.ACTIVATION)
         f = _load_turned(learned.f + row_h, rows, C, j, HIDDEN)
         d, bend = slope * f, bend * f
-        # what the weights and the momentum that are left give
-        dd, dx, dw = _back_through_write(dW_1, dW_2, k_c, d, x, e_c, w_r, DTYPE)
-        de, dk = -dot(tl.trans(w_r * x), dW_2, DTYPE), -dot(tl.trans(w_r * d), dW_1, DTYPE)
+        # what the weights and the momentum that are left take away, as do reads of earlier tokens
+        taken_d, taken_x = dot(dW_1, tl.trans(w_c * k_c), DTYPE), dot(dW_2, tl.trans(w_c * e_c), DTYPE)
+        by_k, by_e = dot(tl.trans(d), dW_1, DTYPE), dot(tl.trans(x), dW_2, DTYPE)
+        dw, taken_k, taken_e = tl.sum(k_c * by_k, axis=1) + tl.sum(e_c * by_e, axis=1), w_c * by_k, w_c * by_e
         if meta.MOMENTUM:
-            m_r = tl.trans(m_c)
-            dd_m, dx_m, dm = _back_through_write(dS_1, dS_2, k_c, d, x, e_c, m_r, DTYPE)
-            dd, dx = dd + dd_m, dx + dx_m
-            de -= dot(tl.trans(m_r * x), dS_2, DTYPE)
-            dk -= dot(tl.trans(m_r * d), dS_1, DTYPE)
-            tl.store(grads.m + at * C + rows, dm, mask=rows < C)
-        # what reads give
+            taken_d = add_dot(taken_d, dS_1, tl.trans(m_c * k_c), DTYPE)
+            taken_x = add_dot(taken_x, dS_2, tl.trans(m_c * e_c), DTYPE)
+            by_k, by_e = dot(tl.trans(d), dS_1, DTYPE), dot(tl.trans(x), dS_2, DTYPE)
+            dm = tl.sum(k_c * by_k, axis=1) + tl.sum(e_c * by_e, axis=1)
+            taken_k, taken_e = taken_k + m_c * by_k, taken_e + m_c * by_e
+            tl.store(grads.m + at * C + rows, -dm, mask=rows < C)
         at_P = at * C * C
         P_c = load_tile(given.P + at_P, rows, C, rows, C)
         q_c, do_c = load_tile(given.q + at * C * K, rows, C, i_k, K), load_tile(do + at * C * V, rows, C, i_v, V)
         y_r = _load_turned(y + row_h, rows, C, j, HIDDEN)
         du_r = _load_turned(du + row_h, rows, C, j, HIDDEN)
-        scores_1, scores_2 = (
-            load_tile(scores + at_P, rows, C, rows, C),
-            load_tile(scores + SECOND + at_P, rows, C, rows, C),
-        )
+        scores_1 = load_tile(scores + at_P, rows, C, rows, C)
+        scores_2 = load_tile(scores + SECOND + at_P, rows, C, rows, C)
         G_1, G_2 = load_tile(G + at_P, rows, C, rows, C), load_tile(G + SECOND + at_P, rows, C, rows, C)
-        dP = -(scores_1 * G_1 + scores_2 * G_2) + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
-        store_tile(grads.P + at_P, dP, rows, C, rows, C)
-        dd -= dot(du_r, P_c * scores_1, DTYPE)
-        dx -= dot(y_r, P_c * G_2, DTYPE)
-        de -= dot(tl.trans(P_c * scores_2), do_c, DTYPE)
-        dk -= dot(tl.trans(P_c * G_1), q_c, DTYPE)
+        taken_P = scores_1 * G_1 + scores_2 * G_2 + tl.where(rows[:, None] == C - 1, dw[None, :], 0.0)
+        store_tile(grads.P + at_P, -taken_P, rows, C, rows, C)
+        dd = -add_dot(taken_d, du_r, P_c * scores_1, DTYPE)
+        taken_x = add_dot(taken_x, y_r, P_c * G_2, DTYPE)
+        taken_e = add_dot(taken_e, tl.trans(P_c * scores_2), do_c, DTYPE)
+        taken_k = add_dot(taken_k, tl.trans(P_c * G_1), q_c, DTYPE)
         # through the gradients at the anchor, and to the state before the chunk
         beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
         ds = slope * dd
@@ -244,19 +243,19 @@ def held_backward_kernel(
         W = D
         if meta.RETURNS:
             W += load(initial + at_2, in_2)
-        de += dot(tl.trans(ds), W, DTYPE)
-        dz = slope * (dx + dot(W, tl.trans(de), DTYPE)) + bend * dd
+        de = dot(tl.trans(ds), W, DTYPE) - taken_e
+        dz = slope * add_dot(-taken_x, W, tl.trans(de), DTYPE) + bend * dd
         dW_2, dS_2 = _put_back(dW_2, dS_2, y_r, do_c, d_initial, at_2, in_2, beta_c, c_c, beta_n, c_n, H_n, meta)
-        dW_2 += dot(x, de, DTYPE) + dot(ds, e_c, DTYPE)
+        dW_2 = add_dot(add_dot(dW_2, x, de, DTYPE), ds, e_c, DTYPE)
         tl.debug_barrier()  # frees the registers of the second layer
         D = load(state + at_1, in_1)
         dbeta_1, dc_1, dH_1 = _sums(dW_1, dS_1, D, state, at_1, in_1, meta)
         W = D
         if meta.RETURNS:
             W += load(initial + at_1, in_1)
-        dk += dot(tl.trans(dz), W, DTYPE)
+        dk = dot(tl.trans(dz), W, DTYPE) - taken_k
         dW_1, dS_1 = _put_back(dW_1, dS_1, du_r, q_c, d_initial, at_1, in_1, beta_c, c_c, beta_n, c_n, H_n, meta)
-        dW_1 += dot(dz, k_c, DTYPE)
+        dW_1 = add_dot(dW_1, dz, k_c, DTYPE)
         if meta.RESIDUAL:
             dk += de
         store_tile(grads.k + at * C * K, dk, rows, C, i_k, K)

@@ -33,21 +33,25 @@ from hf_memory.ops.neural_memory.kernels.held import held_backward_kernel, held_
 from hf_memory.ops.neural_memory.kernels.parts import Learned, Meta, Rows
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule, pack, unpack
 from hf_memory.ops.neural_memory.one_chunk import Memory
-from hf_memory.ops.triton.launch import contiguous, launcher
+from hf_memory.ops.triton.launch import architecture, contiguous, launcher
 
 TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # rows that a program reads
 HELD = 128 << 10  # bytes in float32 of a state that registers hold: half of those of 8 warps
 LAUNCH = {"num_warps": 8, "num_stages": 1}
+# Before 3.8, Triton gives held memories more tensor memory than there is, and makes code that traps.
+TENSOR_MEMORY = range(100, 110) if triton.__version__.startswith(("3.5", "3.6", "3.7")) else range(0)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TORCH_TYPES = {name: dtype for dtype, name in _TYPES.items()}
 
 
-def _meta(C: int, K: int, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> Meta:
-    """What kernels are compiled for."""
+def _meta(q: Tensor, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay, momentum, anchor) -> Meta:
+    """What kernels are compiled for, for queries [NC, N, C, K]."""
+    C, K = q.shape[2:]
     BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
     most = HELD if dtype != torch.float32 else HELD // 4  # whose products need more registers
     held = BC <= ROWS and not anchor and 4 * (1 + momentum) * width * (BK + BV) <= most
+    held = held and architecture(q.device) not in TENSOR_MEMORY
     return Meta(
         K=K, V=V, HIDDEN=hidden, SIZE=(K + V) * hidden, PARTS=1 + momentum + anchor,
         BC=BC, BK=BK, BV=BV, BH=width if held else min(TILE, width), BR=min(ROWS, BC),
@@ -259,10 +263,10 @@ def run(inputs: Inputs, coefficients, memory: Memory, *, dtype: torch.dtype):
     W, S, A, initial, _, closed, rule = memory
     q, k, v = inputs[:3]
     closed = closed if A else [True] * len(closed)
-    anchor, (NC, _, C), (K, hidden) = any(x is not True for x in closed[:-1]), q.shape[:3], W[0].shape[1:]
+    anchor, NC, hidden = any(x is not True for x in closed[:-1]), len(q), W[0].shape[2]
     states = [torch.stack([pack(layers) for layers in (W, S, A if anchor else ()) if layers], dim=1)]
     decay, momentum = coefficients.beta is not None, bool(S)
-    meta = _meta(C, K, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
+    meta = _meta(q, v.shape[-1], hidden, rule, dtype, decay, momentum, anchor)
     table = torch.stack([_row(x, q) for x in closed[:-1]]) if anchor else None
     outputs, last = [], NC if anchor or closed[-1] is True else NC - 1  # the next anchor is then known before the last
     for first, end in pairwise(dict.fromkeys((0, last, NC))):

@@ -89,6 +89,13 @@ def dot(x, y, DTYPE: tl.constexpr, PARTS: tl.constexpr = 1):
 
 
 @triton.jit
+def add_dot(total, x, y, DTYPE: tl.constexpr):
+    """total + x y, in the registers, or the tensor memory, of one product."""
+    PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else "tf32"
+    return tl.dot(tl.cast(x, DTYPE), tl.cast(y, DTYPE), acc=total, input_precision=PRECISION)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """s(x) and its first and second derivative."""
     if ACTIVATION == "silu":
