@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ FEATURES = {  # how many of the columns of `features`
     "average, age, values and keys": 131,
 }
 TRUTH: dict[str, int | None] = {"attention of the next 512 tokens": AHEAD, "attention of all later tokens": None}
+PARTS = {", all layers but the first ten": slice(10, None), ", the first ten layers": slice(10)}
 Score = Callable[[Entries], Tensor]
 
 
@@ -93,9 +95,9 @@ def mixers_of(student: PreTrainedModel) -> list[WindowedMixer]:
     return [x for x in student.modules() if isinstance(x, WindowedMixer)]
 
 
-def choose_by(student: PreTrainedModel, scores: Sequence[Score]) -> None:
-    """Keep tokens by the score of each layer."""
-    for mixer, score in zip(mixers_of(student), scores):
+def choose_by(student: PreTrainedModel, scores: Sequence[Score], layers: slice = slice(None)) -> None:
+    """Keep tokens by the score of each layer, in some layers."""
+    for mixer, score in list(zip(mixers_of(student), scores))[layers]:
         mixer.retention = Scored(*mixer.retention)
         mixer.retention.score = score
 
@@ -243,10 +245,10 @@ def truths(teacher: PreTrainedModel, student: PreTrainedModel, ahead: int | None
 KINDS = {"any tokens": of_any_tokens, "held tokens": of_held_tokens}  # that regressions are fitted to
 
 
-def summed(kind: str, split: str, rows: Tensor, teacher: PreTrainedModel, student: PreTrainedModel) -> Tensor:
+def summed(kind: str, split: str, texts: Tensor, teacher: PreTrainedModel, student: PreTrainedModel) -> Tensor:
     """The moments of some texts; each is a file."""
     found = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(texts):
         file = WORK / "moments" / f"{kind}, {split}, {i}.pt".replace(", ", "-").replace(" ", "_")
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -273,18 +275,23 @@ def explained(weights: Tensor, sums: Tensor) -> float:
     return (1 - (sums[:, -1, -1] - 2 * known + squares) / total).mean().item()
 
 
-Rows = dict[str, tuple[str, int] | int | None]
+def regressions() -> dict[str, tuple[str, int, slice]]:
+    """Name of a row: what its regression is fitted to, how many features it has, and the layers that choose by it."""
+    found = {}
+    for kind, (name, size) in product(KINDS, list(FEATURES.items())[1:]):
+        found[f"{name}, fitted to {kind}"] = kind, size, slice(None)
+    last = f"{name}, fitted to {kind}"
+    return {**found, **{f"{last}{part}": (kind, size, layers) for part, layers in PARTS.items()}}
 
 
-def rows() -> Rows:
-    """Name of a row: what a regression is fitted to and how many features it has, or how far the truth is known."""
-    fits = [(f"{name}, fitted to {kind}", (kind, size)) for kind in KINDS for name, size in list(FEATURES.items())[1:]]
-    return {AVERAGE: None, **dict(fits), **TRUTH}
+def rows() -> list[str]:
+    """The names of all rows."""
+    return [AVERAGE, *regressions(), *TRUTH]
 
 
 def scored(name: str, teacher: PreTrainedModel, student: PreTrainedModel, sums: dict[tuple[str, str], Tensor]) -> dict:
     """Let the student choose as of a row; the part of the variance that its score explains of each kind of tokens."""
-    made, mixers = rows()[name], mixers_of(student)
+    mixers = mixers_of(student)
     near = torch.tensor([[h in x.near_heads for h in range(len(x.places))] for x in mixers])
     of_near = {x: found[near] for x, found in sums.items()}
     if name == AVERAGE:
@@ -293,11 +300,11 @@ def scored(name: str, teacher: PreTrainedModel, student: PreTrainedModel, sums: 
         choose_by(student, truths(teacher, student, TRUTH[name]))
         return {}
     else:
-        kind, size = made
+        kind, size, layers = regressions()[name]
         weights = fitted(of_near[kind, "fitted"], size)
         known = dict.fromkeys(KINDS, weights)
         of_layers = weights.split([len(x.near_heads) for x in mixers])
-        choose_by(student, [Predicted(x, frequencies_of(teacher)) for x in of_layers])
+        choose_by(student, [Predicted(x, frequencies_of(teacher)) for x in of_layers], layers)
     return {kind: explained(x, of_near[kind, "held out"]) for kind, x in known.items()}
 
 
@@ -321,6 +328,11 @@ def table(found: dict[str, dict]) -> str:
         known = [f"{row['variance explained'][kind]:.0%}" if row["variance explained"] else "" for kind in KINDS]
         lines.append([name, *known, f"{row['KL']:.4f}", *(f"{x:.0%}" for x in row["recall"].values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def read() -> dict[str, dict]:
+    """The rows that are there."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
 
 
 def write(found: dict[str, dict]) -> None:
@@ -347,17 +359,16 @@ def main() -> None:
     student = AutoModelForCausalLM.from_pretrained(folder).eval()
     sums = {}
     for (split, count), part in zip(TEXTS.items(), (tokens, held_out)):
-        read = part.windows(torch.linspace(0, len(part) - LENGTH, count).long(), LENGTH)
-        sums |= {(kind, split): summed(kind, split, read, teacher, student) for kind in KINDS}
+        texts = part.windows(torch.linspace(0, len(part) - LENGTH, count).long(), LENGTH)
+        sums |= {(kind, split): summed(kind, split, texts, teacher, student) for kind in KINDS}
     for name in sys.argv[1:] or rows():
-        found = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
-        if name not in found:
+        if name not in read():
             start, student = time.process_time(), AutoModelForCausalLM.from_pretrained(folder).eval()
             known = scored(name, teacher, student, sums)
             row = {"variance explained": known, **measured(student, teacher, held_out)}
-            write({**found, name: row | {"CPU seconds": time.process_time() - start}})
+            write({**read(), name: row | {"CPU seconds": time.process_time() - start}})
             print(name, row, flush=True)
-    print(table(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]))
+    print(table(read()))
 
 
 if __name__ == "__main__":
