@@ -123,8 +123,10 @@ def sum_kernel(
     start, end = sequence_bounds(bounds, m, T)
     S = tl.zeros([BK, BV], tl.float32)
     z = tl.zeros([BK], tl.float32)
-    past = tl.full([1, BK if DECAY == 2 else 1], 1.0, tl.float32)  # the decay so far
-    for begin in range(start, end, C):
+    past = tl.full([1, BK if DECAY == 2 else 1], 1.0, tl.float32)  # the decay of chunks that were read
+    last = start + (end - start - 1) // C * C
+    for i in range(start, end, C):
+        begin = i if BACKWARDS else start + last - i  # the chunk nearest to the state first
         t = tl.cast(begin, tl.int64) + tl.arange(0, C)
         in_t = t < end
         y_c = load_rows(y, t, in_t, hv, HV, i_v, in_v, V)
@@ -132,12 +134,7 @@ def sum_kernel(
         weight = 1.0  # the decay from here to the state
         if DECAY > 0:
             _gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-            if BACKWARDS:
-                weight = past * enter
-            else:
-                weight = leave
-                S *= tl.trans(whole)
-                z *= tl.sum(whole, axis=0)
+            weight = past * (enter if BACKWARDS else leave)
             past *= whole
         S += write(x_c, y_c, weight, DECAY, PRECISION)
         if NORMALIZE:
