@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import additive_constants, contiguous, decay_kind, launcher, or_empty
+from hf_memory.ops.triton.launch import SCALAR, additive_constants, contiguous, decay_kind, launcher, or_empty
 from hf_memory.ops.triton.segments import (
     boundary_states,
     cut,
@@ -295,6 +295,8 @@ def linear_attention(
     S, z = state if isinstance(state, LinearState) else (state, None)
     constants = _constants_of(q, v, g)
     programs = v.shape[2] * triton.cdiv(v.shape[3], constants["BV"])
+    if decay_kind(g) == SCALAR:  # twice as many programs hide how long one takes to sum decays
+        programs = triton.cdiv(programs, 2)
     segment = segment_length(q.shape[0] * q.shape[1], S.shape[0], programs)
     o, ST, zT, *_ = _forward(q, k, v, g, S, z, cu_seqlens, scale if z is None else 1.0, segment)
     return o, ST if z is None else LinearState(ST, zT)
