@@ -75,7 +75,7 @@ def test_memories_that_registers_hold_equal_the_reference(form, monkeypatch):
 
 
 def test_no_memory_is_held_where_triton_would_make_code_that_traps(monkeypatch):
-    monkeypatch.setattr(launch, "TENSOR_MEMORY", [100])
+    monkeypatch.setattr(launch, "NOT_HELD", [100])
     monkeypatch.setattr(launch, "architecture", lambda device: 100)
     monkeypatch.setattr(launch, "_Held", None)
     arguments = from_the_start(HELD["network"])

@@ -81,7 +81,7 @@ def held_kernel(
     given,  # Rows
     initial,  # [N, SIZE] or None
     start,  # [N, PARTS, SIZE]
-    end,  # [N, PARTS, SIZE]
+    end,  # [N, PARTS, SIZE], or None
     states,  # [NC, N, PARTS, SIZE], those before each chunk, of which initial weights are subtracted; or None
     learned,  # Learned, or None
     o,  # [NC, N, C, V], or None
@@ -144,7 +144,17 @@ def held_kernel(
             store_tile(o + at * C * V, output, rows, C, i_v, V)
         W_1, S_1 = _write(W_1, S_1, I_1, d, k_c, w_r, m_r, beta_n, c_n, H_n, meta)
         W_2, S_2 = _write(W_2, S_2, I_2, x, e, w_r, m_r, beta_n, c_n, H_n, meta)
-    _store_state(end + n * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+    if end is not None:
+        _store_state(end + n * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+
+
+@triton.jit
+def _take(taken, G_1, G_2, k, d, x, e, w, DTYPE: tl.constexpr):
+    """Add what a write takes from gradients of D, X, K and E, by those that it leaves; minus the gradient of w."""
+    of_d, of_x, of_k, of_e = taken
+    by_k, by_e = dot(tl.trans(d), G_1, DTYPE), dot(tl.trans(x), G_2, DTYPE)
+    of_d, of_x = add_dot(of_d, G_1, tl.trans(w * k), DTYPE), add_dot(of_x, G_2, tl.trans(w * e), DTYPE)
+    return (of_d, of_x, of_k + w * by_k, of_e + w * by_e), tl.sum(k * by_k, axis=1) + tl.sum(e * by_e, axis=1)
 
 
 @triton.jit
@@ -211,16 +221,12 @@ def held_backward_kernel(
         f = _load_turned(learned.f + row_h, rows, C, j, HIDDEN)
         d, bend = slope * f, bend * f
         # what the weights and the momentum that are left take away, as do reads of earlier tokens
-        taken_d, taken_x = dot(dW_1, tl.trans(w_c * k_c), DTYPE), dot(dW_2, tl.trans(w_c * e_c), DTYPE)
-        by_k, by_e = dot(tl.trans(d), dW_1, DTYPE), dot(tl.trans(x), dW_2, DTYPE)
-        dw, taken_k, taken_e = tl.sum(k_c * by_k, axis=1) + tl.sum(e_c * by_e, axis=1), w_c * by_k, w_c * by_e
+        nothing = tl.zeros_like(d), tl.zeros_like(x), tl.zeros_like(k_c), tl.zeros_like(e_c)
+        taken, dw = _take(nothing, dW_1, dW_2, k_c, d, x, e_c, w_c, DTYPE)
         if meta.MOMENTUM:
-            taken_d = add_dot(taken_d, dS_1, tl.trans(m_c * k_c), DTYPE)
-            taken_x = add_dot(taken_x, dS_2, tl.trans(m_c * e_c), DTYPE)
-            by_k, by_e = dot(tl.trans(d), dS_1, DTYPE), dot(tl.trans(x), dS_2, DTYPE)
-            dm = tl.sum(k_c * by_k, axis=1) + tl.sum(e_c * by_e, axis=1)
-            taken_k, taken_e = taken_k + m_c * by_k, taken_e + m_c * by_e
+            taken, dm = _take(taken, dS_1, dS_2, k_c, d, x, e_c, m_c, DTYPE)
             tl.store(grads.m + at * C + rows, -dm, mask=rows < C)
+        taken_d, taken_x, taken_k, taken_e = taken
         at_P = at * C * C
         P_c = load_tile(given.P + at_P, rows, C, rows, C)
         q_c, do_c = load_tile(given.q + at * C * K, rows, C, i_k, K), load_tile(do + at * C * V, rows, C, i_v, V)

@@ -39,8 +39,8 @@ TILE = 16  # hidden channels; with more, registers spill
 ROWS = 16  # rows that a program reads
 HELD = 128 << 10  # bytes in float32 of a state that registers hold: half of those of 8 warps
 LAUNCH = {"num_warps": 8, "num_stages": 1}
-# Before 3.8, Triton gives held memories more tensor memory than there is, and makes code that traps.
-TENSOR_MEMORY = range(100, 110) if triton.__version__.startswith(("3.5", "3.6", "3.7")) else range(0)
+# Kinds of GPUs: before 3.8, Triton gives held memories more tensor memory than these have, and makes code that traps.
+NOT_HELD = range(100, 110) if triton.__version__.startswith(("3.5", "3.6", "3.7")) else range(0)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TORCH_TYPES = {name: dtype for dtype, name in _TYPES.items()}
 
@@ -51,7 +51,7 @@ def _meta(q: Tensor, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay,
     BC, BK, BV, width = (max(16, triton.next_power_of_2(D)) for D in (C, K, V, hidden))
     most = HELD if dtype != torch.float32 else HELD // 4  # whose products need more registers
     held = BC <= ROWS and not anchor and 4 * (1 + momentum) * width * (BK + BV) <= most
-    held = held and architecture(q.device) not in TENSOR_MEMORY
+    held = held and architecture(q.device) not in NOT_HELD
     return Meta(
         K=K, V=V, HIDDEN=hidden, SIZE=(K + V) * hidden, PARTS=1 + momentum + anchor,
         BC=BC, BK=BK, BV=BV, BH=width if held else min(TILE, width), BR=min(ROWS, BC),
@@ -156,7 +156,7 @@ class _Held(NamedTuple):
         """Write the chunks of `rows` after the state `start`."""
         (NC, N, C), learned = rows.q.shape[:3], _learned(rows, meta)
         states = torch.empty(NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
-        given = rows, initial, start, torch.empty_like(start), states, learned, None
+        given = rows, initial, start, None, states, learned, None
         launcher(held_kernel, (N,))(*given, NC, N, C, meta.compiled, **LAUNCH)
         return cls(rows, initial, states, learned, meta)
 
