@@ -471,7 +471,7 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
 
 def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
     theirs = config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
-    kind = theirs.get("model_type", "")
+    kind: Any = theirs.get("model_type")
     check(kind in SOURCES, "model_type", f"one of {', '.join(SOURCES)}", kind)
     return SOURCES[kind], theirs
 
