@@ -114,17 +114,16 @@ class Launch(NamedTuple):
 @cache
 def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
     """What ops launch in both passes at usual sizes, each specialisation once; nothing is computed."""
-    found: dict[str, Launch] = {}
     memories, number = (
         import_module("hf_memory.ops.neural_memory.kernels.launch"),
         int(architecture.removeprefix("sm_")),
     )
     with patch.object(memories, "architecture", lambda device: number):
-        for name, call in calls():
-            if any(part in name for part in only):
-                for launch in recorded(call):
-                    kind = f"{launch.kernel} {specialisation(launch)}"
-                    found.setdefault(kind, launch._replace(name=f"{launch.name} {name}"))
+        asked = ((name, call) for name, call in calls() if any(part in name for part in only))
+        made = [launch._replace(name=f"{launch.name} {name}") for name, call in asked for launch in recorded(call)]
+    found: dict[str, Launch] = {}
+    for launch in made:
+        found.setdefault(f"{launch.kernel} {specialisation(launch)}", launch)
     return list(found.values())
 
 

@@ -29,8 +29,8 @@ from transformers.utils import logging
 
 import smollm2
 import twins
-from hf_memory.conversion import load_teacher, load_tokenizer, read_tokens
 from hf_memory.evaluation import agreement
+from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
 from hf_memory.mixers.retention import DECAY, Entries, Retention
 from hf_memory.mixers.windowed import WindowedMixer
@@ -116,8 +116,8 @@ def readings(teacher: PreTrainedModel, block: int, row: Tensor) -> list[Reading]
         for hook in hooks:
             hook.remove()
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save([tuple(x.half() for x in reading) for reading in found], written := file.with_suffix(".partial"))
-        written.rename(file)
+        with replaced(file) as partly:
+            torch.save([tuple(x.half() for x in reading) for reading in found], partly)
     return [Reading(*(x.float() for x in reading)) for reading in torch.load(file)]
 
 
@@ -252,8 +252,8 @@ def summed(kind: str, split: str, texts: Tensor, teacher: PreTrainedModel, stude
         file = WORK / "moments" / f"{kind}, {split}, {i}.pt".replace(", ", "-").replace(" ", "_")
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(KINDS[kind](teacher, student, row), written := file.with_suffix(".partial"))
-            written.rename(file)
+            with replaced(file) as partly:
+                torch.save(KINDS[kind](teacher, student, row), partly)
             print(f"  {kind}, {split}, {i}: {time.process_time():.0f} s", flush=True)
         found.append(torch.load(file))
     return torch.stack(found).sum(0)
@@ -344,16 +344,14 @@ def write(found: dict[str, dict]) -> None:
         "torch": torch.__version__,
     }
     ordered = {name: found[name] for name in rows() if name in found}
-    RESULTS.write_text(json.dumps({**about, "rows": ordered}, indent=1) + "\n", encoding="utf-8")
+    with replaced(RESULTS) as partly:
+        partly.write_text(json.dumps({**about, "rows": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Make the rows that are asked for, or all, as far as they are missing."""
     logging.disable_progress_bar()
-    file = str(smollm2.example.fetch_teacher())
-    teacher, tokenizer = load_teacher(file).eval(), load_tokenizer(file)
-    text = read_tokens([smollm2.example.fetch_text()], tokenizer, limit=400_000)
-    tokens, held_out = text[: -(len(text) // 10)], text[-(len(text) // 10) :]
+    teacher, tokenizer, tokens, held_out = smollm2.materials()
     folder, _ = smollm2.make(NAME, twins.recipes()[STUDENT], teacher, tokenizer, tokens, {"bf16": True})
     teacher.set_attn_implementation("eager")  # which gives its weights
     student = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -14,7 +14,6 @@ import importlib
 import json
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -36,7 +35,7 @@ BANDWIDTH = 2.85e12  # bytes a second, 85 % of 3.35 TB/s
 ISSUE = 1.15  # cycles of an instruction, where warps share a scheduler
 LAUNCH = 3e-6  # seconds to a further launch, when the host is ahead
 SMALLEST = 2e-6  # seconds of the smallest operation of PyTorch
-LAUNCHES: dict[str, Launch] = {}  # the first one of those that are compiled to the same code
+COMPILED: dict[str, tuple] = {}  # what `compiled` found, by all that it depends on
 FREE = "view _unsafe_view t transpose permute expand unsqueeze squeeze select slice as_strided detach alias unbind "
 FREE += "split split_with_sizes unflatten flatten _reshape_alias diagonal empty empty_like new_empty empty_strided "
 FREE += "new_empty_strided reshape copy_ promote_types"
@@ -156,21 +155,20 @@ def _with(recorder: Recorder, call: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-@cache
-def _compiled(key: str) -> tuple[Report, list[Instruction], list[tuple[int, int]], str]:
-    """What the compilers make of the launch that `LAUNCHES` has under a key."""
-    launch = LAUNCHES[key]
-    compiled = compiled_launch(launch, 90)
-    registers, spilled = assemble(compiled.asm["ptx"], 90)
-    report = Report(launch.name, "sm_90", registers, compiled.metadata.shared, spilled, compiled.metadata.num_warps)
-    return report, *disassembled(compiled.asm["cubin"]), compiled.asm["ttir"]
+def compiled(launch: Launch) -> tuple[Report, list[Instruction], list[tuple[int, int]], str]:
+    """What the compilers say of a launch, its machine code with its loops, and Triton's code."""
+    made = compiled_launch(launch, 90)
+    registers, spilled = assemble(made.asm["ptx"], 90)
+    report = Report(launch.name, "sm_90", registers, made.metadata.shared, spilled, made.metadata.num_warps)
+    return report, *disassembled(made.asm["cubin"]), made.asm["ttir"]
 
 
 def time_of(launch: Launch) -> Time:
     """Seconds of a launch: of its slowest resource."""
     key = f"{launch.kernel} {specialisation(launch)} {launch.options}"
-    LAUNCHES.setdefault(key, launch)
-    report, program, loops, code = _compiled(key)
+    if key not in COMPILED:
+        COMPILED[key] = compiled(launch)
+    report, program, loops, code = COMPILED[key]
     numbers = trips(code, launch.arguments, launch.grid[0])
     if len(numbers) != len(loops):
         raise ValueError(f"{launch.name} has {len(numbers)} loops in Triton, and {len(loops)} in machine code")

@@ -382,15 +382,20 @@ def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
     PAGE.write_text(f"{before}{START}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
+def materials(most: int = 400_000) -> tuple:
+    """The teacher, its tokenizer, the tokens to train on, and the last tenth of the text's, which are held out."""
+    file, text = str(example.fetch_teacher()), example.fetch_text()
+    teacher, tokenizer = load_teacher(file).eval(), load_tokenizer(file)
+    tokens = read_tokens([text], tokenizer, limit=most)
+    return teacher, tokenizer, tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
+
+
 def main() -> None:
     """Make the rows that are asked for, or all, and that are not there yet."""
     logging.disable_progress_bar()
     WORK.mkdir(parents=True, exist_ok=True)
-    file, text = example.fetch_teacher(), example.fetch_text()
-    teacher, tokenizer = load_teacher(str(file)).eval(), load_tokenizer(str(file))
     best, most = recipe_of(SLOTS)
-    tokens = read_tokens([text], tokenizer, limit=most)
-    tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
+    teacher, tokenizer, tokens, held_out = materials(most)
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     gains = teachers_recall(teacher, held_out)
     about = {

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 import smollm2
-from hf_memory.conversion import Recipe, load_teacher, load_tokenizer, read_tokens
+from hf_memory.conversion import Recipe
 from hf_memory.evaluation import Agreement, agreement_by_position, cache_bytes
 from hf_memory.evaluation.needles import RIGHT, SINGLE, hunt, samples_of
 
@@ -149,7 +149,7 @@ def measures(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer, held
 
 
 def complete(
-    file: Path, column: str, name: str, recipe: Recipe, models: tuple, tokens: Tensor, held_out: Tensor
+    file: Path, column: str, name: str, recipe: Recipe, models: list, tokens: Tensor, held_out: Tensor
 ) -> None:
     """Make a column of a row if it is missing, and the student if that is."""
     if column in read(file):
@@ -250,10 +250,7 @@ def main() -> None:
     """Make the rows that are asked for, or all, as far as they are missing; then the table and the picture."""
     logging.disable_progress_bar()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = str(smollm2.example.fetch_teacher())
-    models = load_teacher(path).eval(), load_tokenizer(path)
-    tokens = read_tokens([smollm2.example.fetch_text()], models[1], limit=400_000)
-    tokens, held_out = tokens[: -(len(tokens) // 10)], tokens[-(len(tokens) // 10) :]
+    *models, tokens, held_out = smollm2.materials()
     rows = recipes()
     for column, name in product(COLUMNS, sys.argv[1:] or rows):
         file = RESULTS / f"{name.replace(', ', '-').replace(' ', '_')}.json"
