@@ -49,7 +49,7 @@ def _forward_kernel(
     z0,  # [N, HV, K] or None
     o,  # [B, T, HV, V]
     den,  # [B, T, HV] or None
-    ST,  # [N, HV, K, V]
+    ST,  # [N, HV, K, V] or None
     zT,  # [N, HV, K] or None
     cu_seqlens,  # [N + 1] or None
     scale,
@@ -105,10 +105,11 @@ def _forward_kernel(
         if DECAY > 0:
             S *= tl.trans(whole)
         S += write(k_c, v_c, leave, DECAY, PRECISION)
-    tl.store(ST + i_s, S, mask=in_s)
-    if NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
-        if tile == 0:
-            tl.store(zT + (n * HV + hv) * K + i_k, z, mask=in_k)
+    if ST is not None:
+        tl.store(ST + i_s, S, mask=in_s)
+        if NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
+            if tile == 0:
+                tl.store(zT + (n * HV + hv) * K + i_k, z, mask=in_k)
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def _dv_kernel(
     do,  # [B, T, HV, V]
     dST,  # [N, HV, K, V]; None for zeros
     dv,  # [B, T, HV, V]
-    dS0,  # [N, HV, K, V]
+    dS0,  # [N, HV, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -161,7 +162,8 @@ def _dv_kernel(
         if DECAY > 0:
             dS *= tl.trans(whole)
         dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
-    tl.store(dS0 + i_s, dS, mask=in_s)
+    if dS0 is not None:
+        tl.store(dS0 + i_s, dS, mask=in_s)
 
 
 def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> dict:
@@ -186,18 +188,17 @@ def _forward(
     constants = _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
-        S, z = boundary_states(segments, k, v, None, g, S, z)
+        (S, z), after = boundary_states(segments, k, v, None, g, S, z)
         cu_seqlens = segments.bounds
-    o, ST = torch.empty_like(v), torch.empty_like(S)
-    den, zT = (None, None) if z is None else (S.new_empty(B, T, HV), torch.empty_like(z))
+    o, den = torch.empty_like(v), None if z is None else S.new_empty(B, T, HV)
+    ST, zT = (None if x is None or segments else torch.empty_like(x) for x in (S, z))
     launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
         q, k, v, g, S, z, o, den, ST, zT, cu_seqlens, scale, tokens_of_sequences(q, S),
         **constants, NORMALIZE=z is not None, EPS=EPS,
     )  # fmt: skip
     if segments is None:
-        return or_empty(ST, o, ST, zT, den, None, None)
-    last = segments.of_last
-    return or_empty(ST, o, last(ST), None if zT is None else last(zT), den, S, z)
+        return or_empty(S, o, ST, zT, den, None, None)
+    return or_empty(S, o, *after, den, S, z)
 
 
 @_forward.register_fake
@@ -235,15 +236,15 @@ def _backward(
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
-        dST, dzT = boundary_states(segments, q, do, dd, g, dST, dzT, scale=scale, backwards=True)
+        (dST, dzT), before = boundary_states(segments, q, do, dd, g, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds
     dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale)
-    dv, dS0 = torch.empty_like(v), torch.empty_like(S)
+    dv, dS0 = torch.empty_like(v), None if segments else torch.empty_like(S)
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
         q, k, g, do, dST, dv, dS0, cu_seqlens, scale, tokens_of_sequences(q, S), **constants
     )
     if segments is not None:
-        dS0, dz0 = segments.of_first(dS0), None if dz0 is None else segments.of_first(dz0)
+        dS0, dz0 = before
     return or_empty(S, dq, dk, dv, dg, dS0, dz0)
 
 
@@ -297,6 +298,6 @@ def linear_attention(
     programs = v.shape[2] * triton.cdiv(v.shape[3], constants["BV"])
     if decay_kind(g) == SCALAR:  # twice as many programs hide how long one takes to sum decays
         programs = triton.cdiv(programs, 2)
-    segment = segment_length(q.shape[0] * q.shape[1], S.shape[0], programs)
+    segment = segment_length(q, S.shape[0], programs)
     o, ST, zT, *_ = _forward(q, k, v, g, S, z, cu_seqlens, scale if z is None else 1.0, segment)
     return o, ST if z is None else LinearState(ST, zT)

@@ -51,13 +51,14 @@ def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch
     narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
     rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
-    common |= {"C": rows, "num_warps": 8 if wide or not narrow or decay == VECTOR else 4, "num_stages": 1}
+    warps, stages = 8 if wide or not narrow or decay == VECTOR else 4, 2 if rows == 64 else 1
+    common |= {"C": rows, "num_warps": warps, "num_stages": stages}
     by_value = {**common, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
     by_key = {**common, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
     by_value["PARTS"], by_key["PARTS"] = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
     if decay == VECTOR and narrow and not wide:  # decays by pairs of tokens cost most: compute them once a chunk
         by_value["BV"], by_key["num_warps"] = width_v, 4
-    return by_value, {**by_key, "num_stages": 2 if rows == 64 else 1}
+    return by_value, by_key
 
 
 def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:

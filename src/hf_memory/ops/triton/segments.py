@@ -4,7 +4,7 @@ The state after a segment is linear in the state before it: S_end = M S_start + 
 
     1. for each segment, from an empty state: own and M, which is a decay e^b of each key channel for linear
        attention and a matrix [K, K] for the delta rule;
-    2. over the segments of a sequence: the state before each segment;
+    2. over the segments of a sequence: the state before each segment, and the final state;
     3. the op itself, which treats segments like packed sequences with initial states.
 
 Gradients of states go backwards: dS_start = M^T dS_end + own. With keys of unit length and beta in [0, 2] the norm of M
@@ -36,32 +36,23 @@ class Segments(NamedTuple):
     bounds: Tensor | None = None  # [M + 1]: tokens; unused segments at the end are empty
     first: Tensor | None = None  # [N + 1]: the first segment of each sequence
 
-    def of_last(self, x: Tensor) -> Tensor:
-        """x [M, ...] of the last segment of each sequence, [N, ...]."""
-        return self._each(x)[:, -1].contiguous() if self.first is None else x[self.first[1:] - 1]
 
-    def of_first(self, x: Tensor) -> Tensor:
-        """The same of the first segments."""
-        return self._each(x)[:, 0].contiguous() if self.first is None else x[self.first[:-1]]
-
-    def _each(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.sequences, -1))
-
-
-def segment_length(tokens: int, sequences: int, programs: int) -> int:
+def segment_length(q: Tensor, sequences: int, programs: int) -> int:
     """Tokens of a segment, or 0 if sequences should not be cut; it depends on shapes only.
 
     Args:
-        tokens: number of tokens of the call, B * T.
+        q: [B, T, H, K].
         sequences: number of sequences of the call, N.
         programs: number of programs for one sequence.
     """
+    B, T = q.shape[:2]
     if 2 * sequences * programs > PROGRAMS:
         return 0
-    length = max(SHORTEST, triton.cdiv(tokens * programs, PROGRAMS * BLOCK) * BLOCK)
-    equal = range(length, length * 5 // 4, BLOCK)  # rows in equal parts take fewer launches
-    length = next((x for x in equal if tokens // sequences % x == 0), length)
-    return length if length < tokens else 0
+    length = max(SHORTEST, triton.cdiv(B * T * programs, PROGRAMS * BLOCK) * BLOCK)
+    parts = triton.cdiv(T, length)
+    equal = (T // n for n in range(parts, 2 * parts) if T % (n * BLOCK) == 0 and T // n >= SHORTEST)
+    length = next(equal, length)  # equal parts take fewer launches
+    return length if length < T else 0
 
 
 def number_of_segments(q: Tensor, cu_seqlens: Tensor | None, N: int, length: int) -> int:
@@ -157,6 +148,7 @@ def scan_kernel(
     decay,  # [M, HV, K] or None
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
+    final,  # [N, HV, K, V]: the state after the last segment, or BACKWARDS before the first
     first,  # [N + 1] or None
     segments,  # of each sequence, without `first`
     HV: tl.constexpr,
@@ -182,6 +174,7 @@ def scan_kernel(
         if decay is not None:
             S *= tl.load(decay + i_m + i_k, mask=in_k, other=0.0)[:, None]
         S += tl.load(own + i_m * V + i_s, mask=in_s, other=0.0)
+    tl.store(final + (n * HV + hv) * K * V + i_s, S, mask=in_s)
 
 
 @triton.jit
@@ -190,6 +183,7 @@ def matrix_scan_kernel(
     transition,  # [M, HV, K, K]
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
+    final,  # [N, HV, K, V]: the state after the last segment, or BACKWARDS before the first
     first,  # [N + 1] or None
     segments,  # of each sequence, without `first`
     HV: tl.constexpr,
@@ -223,14 +217,16 @@ def matrix_scan_kernel(
             i_S = i_m * V + i_j[:, None] * V + i_v[None, :]
             S_j = tl.load(boundary + i_S, mask=in_j[:, None] & in_v[None, :], other=0.0)
             S += tl.dot(M_j, S_j, input_precision="tf32x3")
+    tl.store(final + (n * HV + hv) * K * V + i_s, S, mask=in_s)
 
 
 def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
     """Compile-time arguments and launch options of `sum_kernel`."""
     common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
     is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
+    is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
     tile = min(width_v, max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
-    return {**common, "C": 16 if is_large else 32, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
+    return {**common, "C": 16 if is_large else 64 if is_small else 32, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
 
 
 def scan_constants(HV: int, K: int, V: int) -> dict:
@@ -261,8 +257,8 @@ def boundary_states(
     *,
     scale: float = 1.0,
     backwards: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """States of linear attention before each segment, or gradients of states after each.
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """States of linear attention before each segment and after all, or gradients of states after each and before all.
 
     Args:
         segments: M segments of N sequences.
@@ -276,7 +272,7 @@ def boundary_states(
         backwards: whether to compute gradients.
 
     Returns:
-        [M, HV, K, V], and [M, HV, K] or None.
+        [M, HV, K, V], and [M, HV, K] or None; then [N, HV, K, V], and [N, HV, K] or None.
     """
     M, (_, HV, K, V) = segments.number, S.shape
     own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
@@ -287,24 +283,28 @@ def boundary_states(
         x, y, w, g, own, own_z, decay, segments.bounds, scale, tokens_of_sequences(x, own),
         **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
     )  # fmt: skip
-    if z is not None and own_z is not None:
-        z = _scan(own_z[..., None], decay, z[..., None], segments, backwards)[..., 0]
-    return _scan(own, decay, S, segments, backwards), z
+    states, final = _scan(own, decay, S, segments, backwards)
+    if z is None or own_z is None:
+        return (states, None), (final, None)
+    of_z = _scan(own_z[..., None], decay, z[..., None], segments, backwards)
+    return (states, of_z[0][..., 0]), (final, of_z[1][..., 0])
 
 
-def _scan(own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool) -> Tensor:
+def _scan(
+    own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool
+) -> tuple[Tensor, Tensor]:
     N, HV, K, V = state.shape
-    states, constants = torch.empty_like(own), scan_constants(HV, K, V)
+    states, final, constants = torch.empty_like(own), torch.empty_like(state), scan_constants(HV, K, V)
     launcher(scan_kernel, (N * HV * triton.cdiv(K, constants["BK"]),))(
-        own, decay, state, states, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
+        own, decay, state, states, final, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
     )
-    return states
+    return states, final
 
 
 def boundary_states_of(
     transition: Tensor, own: Tensor, state: Tensor, segments: Segments, *, backwards: bool = False
-) -> Tensor:
-    """States [M, HV, K, V] before each segment, or gradients after each, where transitions are matrices [M, HV, K, K].
+) -> tuple[Tensor, Tensor]:
+    """The same as `boundary_states`, where transitions are matrices [M, HV, K, K]: [M, HV, K, V] and [N, HV, K, V].
 
     Args:
         transition: the matrix M of each segment, [M, HV, K, K].
@@ -314,8 +314,8 @@ def boundary_states_of(
         backwards: whether to compute gradients.
     """
     N, HV, K, V = state.shape
-    states, constants = torch.empty_like(own), matrix_scan_constants(HV, K, V)
+    states, final, constants = torch.empty_like(own), torch.empty_like(state), matrix_scan_constants(HV, K, V)
     launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, constants["BV"]),))(
-        own, transition, state, states, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
+        own, transition, state, states, final, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
     )
-    return states
+    return states, final

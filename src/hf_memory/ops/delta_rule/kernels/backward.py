@@ -30,7 +30,7 @@ def solve_kernel(
     dST,  # [N, HV, K, V]; None for zeros
     dv,  # [B, T, HV, V]; None likewise
     dbeta,  # [tiles of V, B, T, HV] float32; None likewise
-    dS0,  # [N, HV, K, V]
+    dS0,  # [N, HV, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -84,4 +84,5 @@ def solve_kernel(
             dS *= tl.trans(whole)
         dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
         dS -= write(k_c, dv_c, enter, DECAY, PRECISION)
-    tl.store(dS0 + i_s, dS, mask=in_s)
+    if dS0 is not None:
+        tl.store(dS0 + i_s, dS, mask=in_s)

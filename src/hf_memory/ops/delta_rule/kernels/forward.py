@@ -89,7 +89,7 @@ def forward_kernel(
     U,  # [B, T, HV, C] float32
     o,  # [B, T, HV, V]; None if only the state is needed
     e,  # [B, T, HV, V]: errors, or None
-    ST,  # [N, HV, K, V]
+    ST,  # [N, HV, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -138,4 +138,5 @@ def forward_kernel(
             has_next = (t + 1 < end) & (rows < C - 1)
             leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
         S += write(k_c, x_c, leave, DECAY, PRECISION)
-    tl.store(ST + i_s, S, mask=in_s)
+    if ST is not None:
+        tl.store(ST + i_s, S, mask=in_s)

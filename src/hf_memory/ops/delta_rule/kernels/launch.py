@@ -26,7 +26,6 @@ from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kerne
 from hf_memory.ops.triton.gradients import query_and_key_gradients
 from hf_memory.ops.triton.launch import contiguous, decay_kind, delta_constants, launcher, or_empty
 from hf_memory.ops.triton.segments import (
-    Segments,
     boundary_states_of,
     cut,
     number_of_segments,
@@ -67,7 +66,8 @@ def forward_by_segments(
     """o, the final state, errors, and before each segment the state and of each the transition; empty without.
 
     Args:
-        walk: launches the forward kernel with v, S0, o, e, ST and the bounds of sequences, and writes to o, e and ST.
+        walk: launches the forward kernel with v, S0, o, e, ST and the bounds of sequences, and writes to o, e and ST;
+            what is None is left out.
         q: [B, T, H, K].
         v: [B, T, HV, V].
         S: [N, HV, K, V], the first states.
@@ -75,24 +75,17 @@ def forward_by_segments(
         segment: tokens of a segment, 0 for none.
     """
     B, T = q.shape[:2]
-    segments, transition = cut(cu_seqlens, B, T, segment, q) if segment else None, None
-    if segments is not None:
-        S, transition = _boundary_states(walk, segments, v, S)
-        cu_seqlens = segments.bounds
-    o, e, ST = torch.empty_like(v), torch.empty_like(v), torch.empty_like(S)
-    walk(v, S, o, e, ST, cu_seqlens)
-    if segments is None:
+    o, e = torch.empty_like(v), torch.empty_like(v)
+    if not segment:
+        walk(v, S, o, e, ST := torch.empty_like(S), cu_seqlens)
         return or_empty(S, o, ST, e, None, None)
-    return or_empty(S, o, segments.of_last(ST), e, S, transition)
-
-
-def _boundary_states(walk: Walk, segments: Segments, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each segment, and transitions of segments."""
-    M, (_, HV, K, V) = segments.number, S.shape
-    own, transition = S.new_empty(M, HV, K, V), S.new_empty(M, HV, K, K)
-    for values, ST in ((v, own), (None, transition)):
-        walk(values, None, None, None, ST, segments.bounds)
-    return boundary_states_of(transition, own, S, segments), transition
+    segments, (_, HV, K, V) = cut(cu_seqlens, B, T, segment, q), S.shape
+    own, transition = (S.new_empty(segments.number, HV, K, x) for x in (V, K))
+    for values, after in ((v, own), (None, transition)):
+        walk(values, None, None, None, after, segments.bounds)
+    before, ST = boundary_states_of(transition, own, S, segments)
+    walk(v, before, o, e, None, segments.bounds)
+    return o, ST, e, before, transition
 
 
 def fake_forward(
@@ -123,10 +116,11 @@ def _forward(
     P, U = _matrices(q, k, beta, g, cu_seqlens, backward=False)
 
     def walk(v, S0, o, e, ST, bounds):
-        (M, HV, _, V), matrix = ST.shape, None if o is None else P
+        state, matrix = S0 if ST is None else ST, None if o is None else P
+        M, HV, _, V = state.shape
         _, constants = _constants_of(q, V, HV, g)
         launcher(forward_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, tokens_of_sequences(q, ST), **constants
+            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, tokens_of_sequences(q, state), **constants
         )
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
@@ -162,7 +156,7 @@ def _backward(
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     dv, dbeta, dS0 = torch.empty_like(e), S.new_empty(tiles, B, T, HV), torch.empty_like(S)
 
-    def solve(dST, dv):
+    def solve(dST, dv, dS0):
         length = tokens_of_sequences(q, S)
         of_values = (None, dST, None, None) if dv is None else (e, dST, dv, dbeta)
         launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
@@ -170,12 +164,11 @@ def _backward(
         )
 
     if segments is not None and transition is not None:
-        solve(None, None)
+        solve(None, None, dS0)
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
-        dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    solve(dST, dv)
+        dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
+    solve(dST, dv, None if segments else dS0)
     dq, dk, dg, _ = query_and_key_gradients(q, k, e, g, S, None, do, None, dST, None, cu_seqlens, scale, w=beta, dr=dv)
-    dS0 = dS0 if segments is None else segments.of_first(dS0)
     return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 
@@ -219,5 +212,5 @@ def delta_rule(
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
     programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)[1]["BV"])
-    segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
+    segment = segment_length(q, state.shape[0], programs)
     return _forward(q, k, v, beta, g, state, cu_seqlens, scale, segment)[:2]

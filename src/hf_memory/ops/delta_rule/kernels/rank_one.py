@@ -89,7 +89,7 @@ def rank_one_forward_kernel(
     WU,  # [B, T, HV, 2 C] float32
     o,  # [B, T, HV, V]; None for the state alone
     e,  # [B, T, HV, V] float32: what a reads; likewise
-    ST,  # [N, HV, K, V]
+    ST,  # [N, HV, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -139,7 +139,8 @@ def rank_one_forward_kernel(
         if v is not None:
             k_c = load_rows(k, t, in_t, hv, HV, i_k, in_k, K)
             S += write(k_c, v_c, leave, DECAY, PRECISION)
-    tl.store(ST + i_s, S, mask=in_s)
+    if ST is not None:
+        tl.store(ST + i_s, S, mask=in_s)
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def rank_one_backward_kernel(
     dST,  # [N, HV, K, V]; None for zeros
     de,  # [B, T, HV, V], of what a reads; None for the gradient of the state alone
     dv,  # [B, T, HV, V]; likewise
-    dS0,  # [N, HV, K, V]
+    dS0,  # [N, HV, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
@@ -208,4 +209,5 @@ def rank_one_backward_kernel(
         dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
         before = decay_to_before(g, t, end, hv, HV, i_k, in_k, K)
         dS += write(a_c, de_c, before, DECAY, PRECISION)
-    tl.store(dS0 + i_s, dS, mask=in_s)
+    if dS0 is not None:
+        tl.store(dS0 + i_s, dS, mask=in_s)

@@ -79,7 +79,8 @@ def _forward(
     matrices = _matrices(q, k, g, a, b, cu_seqlens)
 
     def walk(v, S0, o, e, ST, bounds):
-        _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S0], matrices, [o, e, ST], ST, bounds, scale)
+        state = S0 if ST is None else ST
+        _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S0], matrices, [o, e, ST], state, bounds, scale)
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
 
@@ -114,16 +115,15 @@ def _backward(
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
 
-    def walk(dST, de, dv):
+    def walk(dST, de, dv, dS0):
         _walk(rank_one_backward_kernel, [q, k, g, a, b], matrices, [do, dST, de, dv, dS0], S, cu_seqlens, scale)
 
     if segments is not None and transition is not None:
-        walk(None, None, None)
+        walk(None, None, None, dS0)
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
-        dST = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    walk(dST, de, dv)
+        dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
+    walk(dST, de, dv, None if segments else dS0)
     dq, dk, dg, da, db = gradients(q, k, v, g, a, b, S, e, do, de, dST, cu_seqlens, scale)
-    dS0 = dS0 if segments is None else segments.of_first(dS0)
     return dq, dk, dv, dg, da, db, dS0
 
 
@@ -168,5 +168,5 @@ def diagonal_plus_rank_one(
     HV, V = v.shape[2:]
     q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
     programs = HV * triton.cdiv(V, _walk_constants(HV, q.shape[3], V, q.dtype)["BV"])
-    segment = segment_length(q.shape[0] * q.shape[1], state.shape[0], programs)
+    segment = segment_length(q, state.shape[0], programs)
     return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]
