@@ -241,26 +241,29 @@ def row(name: str, ours: dict[str, float], theirs: dict[str, float] | None) -> s
 
 
 def main() -> None:
-    """Print the table, and write the figures of the default shape."""
+    """Print the table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"batch": 8, "tokens": 4096, "heads": 16, "channels": 128}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--ops", nargs="+", choices=list(OPS), default=list(OPS))
     parser.add_argument("--launches", action="store_true", help="print a line for each launch")
-    parser.add_argument("--write", action="store_true", help="write the figures of the usual shape to the results")
+    parser.add_argument("--write", action="store_true", help="write the figures to the results")
     arguments = parser.parse_args()
     for module in ("linear_attention", "delta_rule", "deltaformer", "neural_memory"):
         importlib.import_module(f"hf_memory.ops.{module}.kernels")  # before Triton seems to interpret
     shape = tuple(getattr(arguments, name) for name in sizes)
-    is_usual = shape == tuple(sizes.values())
     results = json.loads(RESULT.read_text())
+    rows = results["rows"]
+    if shape != tuple(sizes.values()):
+        named = zip(sizes, shape[:3])
+        rows = results["other shapes"].setdefault(", ".join(f"{name} {size}" for name, size in named), {})
     for op in arguments.ops:
         ours = predicted(op, shape, arguments.launches)
-        kept = results["rows"].setdefault(OPS[op], {}) if is_usual else {}
+        kept = rows.setdefault(OPS[op], {})
         kept["now"] = ours
         print(row(OPS[op], ours, kept.get("flash-linear-attention")), flush=True)
-        if arguments.write and is_usual:
+        if arguments.write:
             RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 

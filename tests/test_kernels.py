@@ -130,6 +130,16 @@ def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch)
     assert_close(run(op, arguments, "triton", **packed), *reference(op, arguments, **packed))
 
 
+@pytest.mark.parametrize(
+    "rows, programs, length",
+    [((1, 8192), 96, 2048), ((8, 4096), 4, 512), ((1, 8200), 96, 3008), ((8, 512), 4, 0), ((8, 4096), 32, 0)],
+    ids=["one long row", "few heads", "no equal parts", "short rows", "programs enough"],
+)
+def test_rows_are_cut_into_equal_segments_where_there_are_any(rows, programs, length):
+    q = torch.empty(*rows, 1, 128, device="meta")
+    assert kernels_of("linear_attention").segment_length(q, rows[0], programs) == length
+
+
 def kernels_of(name):
     """The module that launches the kernels of an op, or of the delta rule's form with a and b."""
     if name == "diagonal_plus_rank_one":
