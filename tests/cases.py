@@ -353,7 +353,7 @@ CASES = (
             "layer_types": ["sliding_heads"] * 2,
             "sliding_window": 2,
             "num_sink_tokens": 1,
-            "num_kept_tokens": 3,
+            "num_kept_tokens": [3, 2],
             "kept_block_size": 3,
             "full_attention_heads": [[], [1]],
         },

@@ -131,7 +131,7 @@ def test_segments_walked_at_once_equal_reference(op, variant, kind, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "rows, programs, length",
+    ("rows", "programs", "length"),
     [((1, 8192), 96, 2048), ((8, 4096), 4, 512), ((1, 8200), 96, 3008), ((8, 512), 4, 0), ((8, 4096), 32, 0)],
     ids=["one long row", "few heads", "no equal parts", "short rows", "programs enough"],
 )

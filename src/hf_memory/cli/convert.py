@@ -63,6 +63,14 @@ class StudentFlags:
             "--to, it keeps whole layers, and the others have a window and sinks.",
         ),
     ] = False
+    spread_kept: Annotated[
+        bool,
+        typer.Option(
+            "--spread-kept",
+            help="Let layers keep different numbers of older tokens, as many in total as num_kept_tokens in all, where "
+            "they bring the student nearest to its teacher before training.",
+        ),
+    ] = False
     transfer: Annotated[list[str] | None, schedule("attention transfer")] = None
     distillation: Annotated[list[str] | None, schedule("distillation")] = None
     fine_tuning: Annotated[list[str] | None, schedule("fine-tuning, by default of 0 steps")] = None

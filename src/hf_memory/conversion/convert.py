@@ -16,6 +16,7 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import build, make_student
+from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.placement import (
     HeadScore,
     LayerScore,
@@ -96,6 +97,11 @@ def convert(
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
         plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
+    if plan.recipe.spread_kept:
+        how: dict = {"length": plan.recipe.distillation.length, "report": run.report}
+        (kept,) = broadcast_object_list([spread_kept_tokens(student, observed, tokens, **how)])
+        plan = plan.with_kept_tokens(kept)
+        student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     losses = {}
     for stage in plan.stages:
         scores = scorer if scorer and stage.slot == "distillation" else observed
@@ -126,7 +132,7 @@ def _heads(observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Ru
     if not plan.ranks_by_answers:
         return rank_heads(observed, tokens)
     config: Any = plan.student
-    window = config.sliding_window + (config.num_kept_tokens or 0)
+    window = config.sliding_window + sum(config.kept_tokens) // config.num_hidden_layers
     how: dict = {"window": window, "first": config.num_sink_tokens, "report": run.report}
     return rank_heads_by_answers(observed, tokens, **how)
 

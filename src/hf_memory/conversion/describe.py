@@ -77,7 +77,8 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named |= {"train": recipe.train if parts and recipe.train != "all" else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits, "top_k": plan.top_k}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
-    return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **training}
+    spread = {"num_kept_tokens": plan.student.num_kept_tokens} if recipe.spread_kept else {}
+    return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **spread, **training}
 
 
 def story(plan: Plan) -> list[str]:

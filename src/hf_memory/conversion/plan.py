@@ -143,6 +143,12 @@ class Plan:
         student = _with_heads(self.recipe, self.teacher, chosen)
         return replace(self, ranked_heads=0, student=student, heads=tuple(heads))
 
+    def with_kept_tokens(self, numbers: list[int]) -> "Plan":
+        """The plan of a student whose layers keep these numbers of older tokens."""
+        student = copy.deepcopy(self.student)
+        student.num_kept_tokens = numbers
+        return replace(self, student=student)
+
     def describe(self, run: Run) -> dict[str, Any]:
         """The settings to which checkpoints of a run belong, without models and tokens."""
         recipe = {x.name: getattr(self.recipe, x.name) for x in fields(self.recipe) if x.name != "options"}

@@ -144,6 +144,8 @@ class Recipe:
             the memory, if there is one, has what left it. `"answers:1/10"` adds to their retrieval what the teacher's
             answers in the text's conversations need of each head, see `rank_heads_by_answers`.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
+        spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
+            the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.
         transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
             that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is
             also left out if the student equals its teacher before any training.
@@ -166,6 +168,7 @@ class Recipe:
     to: str | None = "attention"
     keep: Keep = None  # type: ignore[assignment]  # until `fitting`
     options: Mapping[str, Any] = field(default_factory=dict)
+    spread_kept: bool = False
     transfer: Schedule = TRANSFER_SCHEDULE
     distillation: Schedule = DISTILLATION_SCHEDULE
     fine_tuning: Schedule = NO_FINE_TUNING
@@ -208,6 +211,8 @@ class Recipe:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         lora_rank_of(self.train)
+        kept = self.options.get("num_kept_tokens", 0)
+        check(not self.spread_kept or (type(kept) is int and kept > 0), "num_kept_tokens", "one number to spread", kept)
         self.on_policy.check()
         shortest, own = min(self.distillation.lengths), self.on_policy.tokens
         is_shorter = not self.on_policy.share or own < shortest

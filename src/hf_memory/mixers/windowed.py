@@ -96,7 +96,7 @@ class WindowedMixer(MemoryMixer):
         sizes = config.num_key_value_heads, self.head_dim, self.value_dim
         self.virtual_token: Any = VirtualToken(*sizes) if config.virtual_token else None
         self.window = _window(config, layer_idx, config.sliding_window)._replace(leaves=self.far is not None)
-        self.retention = _retention(config) if config.num_kept_tokens else None
+        self.retention = _retention(config, layer_idx) if config.kept_tokens[layer_idx] else None
         self.full: Any = Everything("full_")
         if (longer := config.full_attention_window) is not None:
             self.full = _window(config, layer_idx, longer, "full_")._replace(leaves=False)
@@ -111,7 +111,8 @@ class WindowedMixer(MemoryMixer):
         heads, D = config.num_key_value_heads - full, cls.kept_channels(config)
         spec: Spec = {"tokens_read": State((), torch.long)}
         if heads:
-            near = _retention(config) if config.num_kept_tokens else _window(config, layer_idx, config.sliding_window)
+            keeps, window = config.kept_tokens[layer_idx], config.sliding_window
+            near = _retention(config, layer_idx) if keeps else _window(config, layer_idx, window)
             spec |= near.spec(heads, D)
             if config.layer_types[layer_idx] == "sliding_memory":
                 spec |= config.far_memory.state_spec(config, heads)
@@ -338,9 +339,9 @@ class WindowedMixer(MemoryMixer):
         return Leaving(keys, past.values[:, :T], gates[:, :T], is_written), states
 
 
-def _retention(config) -> Retention:
+def _retention(config, layer_idx: int) -> Retention:
     needs_mass = config.attention_sinks or config.virtual_token
-    sizes = config.sliding_window, config.num_sink_tokens, config.num_kept_tokens, config.kept_block_size
+    sizes = config.sliding_window, config.num_sink_tokens, config.kept_tokens[layer_idx], config.kept_block_size
     return Retention(*sizes, needs_mass=needs_mass)
 
 

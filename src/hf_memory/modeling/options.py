@@ -78,8 +78,9 @@ class AttentionWindow(PreTrainedConfig):
             sink, which takes part in its softmax like a further token that every token sees.
         virtual_token (`bool`, defaults to `False`): whether there is a learned token before the first one, with a key
             and a value for each key-value head, which every token sees; in models of `"sliding_heads"` layers alone.
-        num_kept_tokens (`int`, defaults to 0): number of older tokens whose keys and values each key-value head of
-            `"sliding_heads"` layers keeps beside its window: those that received most attention.
+        num_kept_tokens (`int` or `list[int]`, defaults to 0): number of older tokens whose keys and values each
+            key-value head of `"sliding_heads"` layers keeps beside its window: those that received most attention. A
+            list has the number of each layer.
         kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
             all of these are seen.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
@@ -97,11 +98,17 @@ class AttentionWindow(PreTrainedConfig):
     num_sink_tokens: int = 0
     attention_sinks: bool = False
     virtual_token: bool = False
-    num_kept_tokens: int = 0
+    num_kept_tokens: int | list[int] = 0
     kept_block_size: int = 32
     full_attention_heads: list[list[int]] | None = None
     full_attention_window: int | None = None
     num_memory_slots: int = 64
+
+    @property
+    def kept_tokens(self) -> list[int]:
+        """The `num_kept_tokens` of each layer."""
+        kept = self.num_kept_tokens
+        return kept if isinstance(kept, list) else [kept] * self.num_hidden_layers
 
     def validate_architecture(self):
         """Check the window, too."""
@@ -117,7 +124,9 @@ class AttentionWindow(PreTrainedConfig):
             check_values(self, without, attention_sinks=False)
         can_keep = "sliding_heads" in sliding and "sliding_memory" not in sliding
         only = "0 unless layers with a window are 'sliding_heads'"
-        check(can_keep or not self.num_kept_tokens, "num_kept_tokens", only, self.num_kept_tokens)
+        check_each(self, "num_kept_tokens", self.kept_tokens)
+        check(can_keep or not any(self.kept_tokens), "num_kept_tokens", only, self.num_kept_tokens)
+        check(min(self.kept_tokens) >= 0, "num_kept_tokens", "at least 0", self.num_kept_tokens)
         is_longer = longer is None or (near and longer >= near)
         check(is_longer, "full_attention_window", f"at least sliding_window={near}", longer)
         check(not (longer and self.attention_sinks), "full_attention_window", "None with attention_sinks", longer)

@@ -17,7 +17,7 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads",
 
 def is_attention(config: Any, layer_idx: int) -> bool:
     """Whether vLLM's attention can run the mixer of a layer: attention over all tokens or the last ones."""
-    mixer, sees_older = config.mixer_class(layer_idx), config.num_sink_tokens or config.num_kept_tokens
+    mixer, sees_older = config.mixer_class(layer_idx), config.num_sink_tokens or config.kept_tokens[layer_idx]
     has_window = mixer is WindowedMixer and config.layer_types[layer_idx] == "sliding_heads" and not sees_older
     return has_window or mixer is AttentionMixer
 
@@ -45,7 +45,8 @@ def check(config: Any) -> None:
     if any(config.state_specs[i] != config.state_specs[memories[0]] for i in memories):
         raise ValueError(
             "vLLM has pages of one size for all memory layers, so full_attention_heads must have the same number of "
-            f"heads for each layer, got {config.full_attention_heads}. {ELSEWHERE}"
+            f"heads for each layer, got {config.full_attention_heads}, and num_kept_tokens one number for all, got "
+            f"{config.num_kept_tokens}. {ELSEWHERE}"
         )
 
 

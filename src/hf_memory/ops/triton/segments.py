@@ -225,8 +225,9 @@ def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtyp
     common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
     is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
     is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
+    C = 16 if is_large else 64 if is_small else 32
     tile = min(width_v, max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
-    return {**common, "C": 16 if is_large else 64 if is_small else 32, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
+    return {**common, "C": C, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
 
 
 def scan_constants(HV: int, K: int, V: int) -> dict:
