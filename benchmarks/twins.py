@@ -49,11 +49,13 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
         "windows": {"sliding_window": 259},
         "kept": {"sliding_window": 64, "num_kept_tokens": 174, "kept_block_size": 16},
         "slots": {"sliding_window": 192},
+        "kept by layer": {"sliding_window": 64, "num_kept_tokens": 174, "kept_block_size": 16},
     },
     "128 entries": {
         "windows": {"sliding_window": 127},
         "kept": {"sliding_window": 32, "num_kept_tokens": 76, "kept_block_size": 16},
         "slots": {"sliding_window": 78},
+        "kept by layer": {"sliding_window": 32, "num_kept_tokens": 76, "kept_block_size": 16},
     },
 }
 WHOLE = {  # students whose weights all learn
@@ -83,7 +85,8 @@ def recipes() -> dict[str, Recipe]:
         for kind, seen in kinds.items():
             made = best if kind == "slots" else smollm2.without_memory(best)
             options = {"num_sink_tokens": 4, **held.get("options", {}), **seen}
-            recipe = replace(made, keep=held["keep"], options=options, seed=seed)
+            spread = {"spread_kept": kind == "kept by layer"}
+            recipe = replace(made, keep=held["keep"], options=options, seed=seed, **spread)
             rows[f"{kind}, {heads}, {size}, seed {seed}"] = recipe
             if seed == 0:
                 rows[f"{kind} before training, {heads}, {size}, seed 0"] = smollm2.times(0, recipe)
