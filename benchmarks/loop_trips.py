@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 SAMPLES = 64  # programs whose loops are counted; their distance is odd, so that they are of all blocks of a head
 INTEGERS: dict[str, Callable[..., float]] = {
@@ -31,8 +31,17 @@ def trips(ttir: str, arguments: dict, programs: int) -> list[float]:
     return [statistics.mean(x) for x in zip(*(_trips(ttir, arguments, program) for program in spread))]
 
 
+def _numbers(name: str, arguments: dict) -> Iterator[tuple[str, float]]:
+    """The integers among arguments and in groups of them, with their names in the code."""
+    for part, x in arguments.items():
+        if isinstance(x, int):
+            yield name + part, x
+        elif hasattr(x, "_asdict"):
+            yield from _numbers(f"{name}{part}.", x._asdict())
+
+
 def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
-    known: dict[str, float] = {f"%{n}": x for n, x in arguments.items() if isinstance(x, int)}
+    known = dict(_numbers("%", arguments))
     found = []
     for line in ttir.splitlines():
         if constant := re.search(r"(%\S+) = arith\.constant (-?\d+) : i\d+", line):
@@ -47,7 +56,7 @@ def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
             found.append(max(0.0, -((first - end) // step)))
             known[loop[1]] = (first + end) // 2
         elif operation := re.search(r"(%\S+) = arith\.(\w+) ([^:]*) : (?!tensor)", line):
-            operands = re.findall(r"%[\w#]+", operation[3])
+            operands = re.findall(r"%[\w#.]+", operation[3])
             if operation[2] in INTEGERS and all(x in known for x in operands):
                 known[operation[1]] = INTEGERS[operation[2]](*(known[x] for x in operands))
     return found
