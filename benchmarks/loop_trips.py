@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 SAMPLES = 64  # programs whose loops are counted; their distance is odd, so that they are of all blocks of a head
 INTEGERS: dict[str, Callable[..., float]] = {
@@ -31,17 +32,17 @@ def trips(ttir: str, arguments: dict, programs: int) -> list[float]:
     return [statistics.mean(x) for x in zip(*(_trips(ttir, arguments, program) for program in spread))]
 
 
-def _numbers(name: str, arguments: dict) -> Iterator[tuple[str, float]]:
-    """The integers among arguments and in groups of them, with their names in the code."""
-    for part, x in arguments.items():
-        if isinstance(x, int):
-            yield name + part, x
-        elif hasattr(x, "_asdict"):
-            yield from _numbers(f"{name}{part}.", x._asdict())
+def leaves(arguments: dict, group: str = "") -> Iterator[tuple[str, Any]]:
+    """Arguments that are no groups, with their names in Triton's code, as `call.T`."""
+    for name, x in arguments.items():
+        if hasattr(x, "_asdict"):
+            yield from leaves(x._asdict(), f"{group}{name}.")
+        else:
+            yield group + name, x
 
 
 def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
-    known = dict(_numbers("%", arguments))
+    known: dict[str, float] = {f"%{n}": x for n, x in leaves(arguments) if isinstance(x, int)}
     found = []
     for line in ttir.splitlines():
         if constant := re.search(r"(%\S+) = arith\.constant (-?\d+) : i\d+", line):

@@ -45,6 +45,7 @@ from hf_memory.ops.triton.tiles import (
     scores,
     sequence_bounds,
     state_tile,
+    store_numbers,
     store_rows,
     write,
 )
@@ -90,7 +91,7 @@ def _forward_kernel(
             den_c += tl.sum(A, axis=1) + LEAST
             o_c /= den_c[:, None]
             if tile == 0:
-                tl.store(out.den + t * meta.HV + head[0], den_c, mask=t < end)
+                store_numbers(out.den, den_c, tokens, head)
         else:
             o_c *= call.scale
         store_rows(out.o, o_c, tokens, head, values)

@@ -52,6 +52,7 @@ class Meta(NamedTuple):
     K: int = 0
     V: int = 0
     C: int = 0  # tokens of a chunk
+    ROWS: int = 0  # of a block that has more rows than columns
     BK: int = 0  # tile sizes
     BV: int = 0
     PARTS: int = 1  # of the sums in products (`tiles.split_dot`)

@@ -82,6 +82,14 @@ def load_numbers(x, tokens, head):
 
 
 @triton.jit
+def store_numbers(x, value, tokens, head):
+    """The inverse of `load_numbers`."""
+    t, in_t = tokens
+    h, heads = head
+    tl.store(x + t * heads + h, tl.cast(value, x.dtype.element_ty), mask=in_t)
+
+
+@triton.jit
 def state_tile(n, head, keys, values):
     """Offsets of S[n, hv, i_k, i_v] in states [N, HV, K, V], and the mask of those that exist."""
     hv, HV = head
