@@ -40,8 +40,8 @@ def beta_gradient_kernel(
     scale *= LOG2E
     first = (blocks - 1 - block) * meta.ROWS  # the longest sums begin first
     keys, values = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V)
-    t = row + first + tl.arange(0, meta.ROWS)
-    tokens = (t, t < row + T)
+    t = first + tl.arange(0, meta.ROWS)
+    tokens = (row + t, t < T)
     g_t, a_t = load_rows(g, tokens, head, values), load_row(system.a, tokens, head, 0.0)
     store_rows(grads.v, a_t[:, None] * g_t, tokens, head, values)
     v_t = tl.cast(load_rows(system.v, tokens, head, values), tl.float32)
@@ -49,8 +49,8 @@ def beta_gradient_kernel(
     k_t, g_t = load_rows(system.k, tokens, head, keys), tl.cast(g_t, u.dtype.element_ty)
     L_t, r = load_row(system.L, tokens, head, float("inf")), tl.zeros([meta.ROWS], tl.float32)
     for start in range(0, tl.minimum(first + meta.ROWS, T), meta.C):
-        s = row + start + tl.arange(0, meta.C)
-        others = (s, s < row + T)
+        s = start + tl.arange(0, meta.C)
+        others = (row + s, s < T)
         X = scale * tl.dot(k_t, tl.trans(load_rows(system.k, others, head, keys)), input_precision=meta.PRECISION)
         Y = tl.dot(g_t, tl.trans(load_rows(u, others, head, values)), input_precision=meta.PRECISION)
         r -= tl.sum(tl.where(t[:, None] > s[None, :], tl.exp2(X - L_t[:, None]) * Y, 0.0), axis=1)

@@ -24,13 +24,13 @@ def normalizer_kernel(
     row, head, block = head_and_block(T, blocks, meta)
     scale *= LOG2E
     first = (blocks - 1 - block) * meta.ROWS  # the longest sums begin first
-    keys, t = channels(0, meta.BK, meta.K), row + first + tl.arange(0, meta.ROWS)
-    tokens = (t, t < row + T)
+    keys, t = channels(0, meta.BK, meta.K), first + tl.arange(0, meta.ROWS)
+    tokens = (row + t, t < T)
     k_t = load_rows(k, tokens, head, keys)
     m, l = tl.full([meta.ROWS], -1e30, tl.float32), tl.zeros([meta.ROWS], tl.float32)
     for start in range(0, tl.minimum(first + meta.ROWS, T), meta.C):
-        s = row + start + tl.arange(0, meta.C)
-        k_s = load_rows(k, (s, s < row + T), head, keys)
+        s = start + tl.arange(0, meta.C)
+        k_s = load_rows(k, (row + s, s < T), head, keys)
         X = scale * tl.dot(k_t, tl.trans(k_s), input_precision=meta.PRECISION)
         X = tl.where(t[:, None] > s[None, :], X, -float("inf"))
         m_new = tl.maximum(m, tl.max(X, axis=1))
