@@ -165,8 +165,7 @@ def dk_kernel(
     d_out,  # Outputs, as above
     reads,  # Reads, of which dq is None unless the decay is one for each channel
     d_states,  # States: those after are given, those before are computed
-    dk,  # [B, T, HV, K]
-    dg,  # [tiles of K, B, T, HV] or [B, T, HV, K] float32, or None
+    d_rows,  # Rows, of which k and g are computed, g [tiles of K, B, T, HV] or [B, T, HV, K] float32, or None
     call,  # Call
     meta: tl.constexpr,
 ):
@@ -225,7 +224,7 @@ def dk_kernel(
             dk_c *= tl.cast(load_numbers(rows.beta, tokens, head), tl.float32)[:, None]
             read_c = load_rows(reads.dk, tokens, head, keys)
             dk_all = dk_c + read_c
-        store_rows(dk, dk_all, tokens, head, keys)
+        store_rows(d_rows.k, dk_all, tokens, head, keys)
         if meta.DECAY > 0:
             written = tl.cast(k_c, tl.float32) * dk_c
             if meta.DECAY == 2:
@@ -234,7 +233,7 @@ def dk_kernel(
                     db_c += tl.cast(k_c, tl.float32) * read_c
                 total = tl.sum(db_c, axis=0)[None, :]
                 dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail
-                store_rows(dg, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)
+                store_rows(d_rows.g, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)
                 tail += total
             else:  # cumsum in one dimension, sums in two: Triton 3.6 compiles nothing else, for sm_100
                 i_g, in_t = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0], t < end
@@ -242,7 +241,7 @@ def dk_kernel(
                 total = tl.sum(db_c[:, None], axis=0)[:, None]
                 dg_c = total + tail + (db_c - tl.cumsum(db_c, axis=0))[:, None]
                 shut = gates[:, None] < SHUT  # type: ignore[index]
-                tl.store(dg + i_g[:, None], tl.where(shut, 0.0, dg_c), mask=in_t[:, None])
+                tl.store(d_rows.g + i_g[:, None], tl.where(shut, 0.0, dg_c), mask=in_t[:, None])
                 tail += total
             dS *= whole
         dS += call.scale * write_transposed(q_c, do_c, enter, meta.DECAY, meta.PRECISION)
@@ -305,7 +304,7 @@ def query_and_key_gradients(
     written = rows if decay or d_out.e is not None else rows._replace(k=None)
     reads = reads if decay == VECTOR else reads._replace(dq=None)
     d_states = d_states._replace(z0=dz0)
-    launcher(dk_kernel, grid)(written, d_out, reads, d_states, dk, dg, call, compiled, **options)
+    launcher(dk_kernel, grid)(written, d_out, reads, d_states, Rows(k=dk, g=dg), call, compiled, **options)
     if H != HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
     dq, dk = (x if x.dtype == rows.q.dtype else x.to(rows.q.dtype) for x in (dq, dk))
