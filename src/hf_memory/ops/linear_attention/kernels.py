@@ -11,6 +11,8 @@ Backward, with dS the gradient of the state after the chunk, and dQ, dK and dg a
 The normaliser is one more value channel, whose values are one: z is its part of S, and dd its part of dO.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -189,27 +191,21 @@ def _(q, k, v, g, S, z, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::linear_attention_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    S: Tensor,
-    z: Tensor | None,
-    do: Tensor,
-    dd: Tensor | None,
-    dST: Tensor | None,
-    dzT: Tensor | None,
+    rows: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dS0 and dz0; absent ones are empty tensors.
 
-    `S` and `z` are the states before each segment, `do` and `dd` the gradients of the numerator and the denominator.
+    `rows` are q, k, v and g, `states` S and z before each segment, `gradients` those of the numerator and the
+    denominator and of the final S and z.
     """
-    q, k, v, g, do, dd, dST, dzT = contiguous(q, k, v, g, do, dd, dST, dzT)
+    (q, k, v, g), (S, z), (do, dd, dST, dzT) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    rows, d_out, (meta, options) = Rows(q, k, v, g=g), Outputs(do, dd), _constants_of(q, v, g)
+    given, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
@@ -218,9 +214,9 @@ def _backward(
         cu_seqlens = segments.bounds
     dv, dS0 = torch.empty_like(v), None if segments else torch.empty_like(S)
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
-    dq, dk, dg, dz0 = query_and_key_gradients(rows, States(S, z0=z), d_out, States(ST=dST, zT=dzT), call)
+    dq, dk, dg, dz0 = query_and_key_gradients(given, States(S, z0=z), Outputs(do, dd), States(ST=dST, zT=dzT), call)
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
-        rows._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta.compiled, **options
+        given._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta.compiled, **options
     )
     if segments is not None:
         dS0, dz0 = before
@@ -228,7 +224,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, k, v, g), (S, z) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = (None if x is None else S.new_empty(N, *x.shape[1:]) for x in (S, z))
     wide = None if g is None else S.new_empty(g.shape), *wide
@@ -255,7 +252,7 @@ def _gradients(ctx, do, dST, dzT, *_):
         do = (wide / den[..., None]).to(v.dtype)
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dzT = z.new_zeros(N, *z.shape[1:]) if dzT is None else dzT
-    dq, dk, dv, dg, dS0, dz0 = _backward(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, ctx.scale, ctx.segment)
+    dq, dk, dv, dg, dS0, dz0 = _backward((q, k, v, g), (S, z), (do, dd, dST, dzT), cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dS0, None if z is None else dz0, None, None, None
 
 

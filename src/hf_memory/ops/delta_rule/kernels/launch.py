@@ -15,7 +15,7 @@ memory, and the state from the identity with v = 0, which is the segment's trans
 transition of gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -137,25 +137,23 @@ def _(q, k, v, beta, g, S, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::delta_rule_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    S: Tensor,
-    transition: Tensor | None,
-    e: Tensor,
-    do: Tensor,
-    dST: Tensor | None,
+    rows: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment."""
-    q, k, beta, g, do, dST = contiguous(q, k, beta, g, do, dST)
+    """dq, dk, dv, dbeta, dg (empty without g) and dS0.
+
+    `rows` are q, k, the errors, beta and g, `states` those before each segment and the transitions or None, `gradients`
+    those of o and of the final state.
+    """
+    (q, k, e, beta, g), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
     (B, T), (HV, V) = q.shape[:2], e.shape[2:]
     _, (meta, options) = _constants_of(q, V, HV, g)
-    rows, d_out, tiles = Rows(q, k, e, beta, g), Outputs(do), triton.cdiv(V, meta.BV)
-    matrices = _matrices(rows, cu_seqlens, backward=True)
+    given, d_out, tiles = Rows(q, k, e, beta, g), Outputs(do), triton.cdiv(V, meta.BV)
+    matrices = _matrices(given, cu_seqlens, backward=True)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale, B * T)
@@ -167,16 +165,17 @@ def _backward(
         )
 
     if segments is not None and transition is not None:
-        solve(rows._replace(v=None), Rows(), States(dS0))
+        solve(given._replace(v=None), Rows(), States(dS0))
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    solve(rows, Rows(v=dv, beta=dbeta), States(None if segments else dS0, dST))
-    dq, dk, dg, _ = query_and_key_gradients(rows, States(S), Outputs(do, e=dv), States(ST=dST), call)
+    solve(given, Rows(v=dv, beta=dbeta), States(None if segments else dS0, dST))
+    dq, dk, dg, _ = query_and_key_gradients(given, States(S), Outputs(do, e=dv), States(ST=dST), call)
     return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 
 @_backward.register_fake
-def _(q, k, beta, g, S, transition, e, do, dST, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, k, e, beta, g), (S, _) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv = (q.new_empty(x.shape) for x in (q, k, e))
     dbeta, dg = (None if x is None else S.new_empty(x.shape) for x in (beta, g))
@@ -188,14 +187,14 @@ def _save(ctx, inputs, output):
     q, k, _, beta, g, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
-    ctx.save_for_backward(q, k, beta, g, S, transition, e, cu_seqlens)
+    ctx.save_for_backward(q, k, e, beta, g, S, transition, cu_seqlens)
 
 
 def _gradients(ctx, do, dST, *_):
-    *saved, e, cu_seqlens = ctx.saved_tensors
-    _, _, beta, g, *_ = saved
-    do = torch.zeros_like(e) if do is None else do
-    dq, dk, dv, dbeta, dg, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
+    *rows, S, transition, cu_seqlens = ctx.saved_tensors
+    _, _, e, beta, g = rows
+    gradients = torch.zeros_like(e) if do is None else do, dST
+    dq, dk, dv, dbeta, dg, dS0 = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dS0, None, None, None
 
 

@@ -162,7 +162,7 @@ def rank_one_writes_kernel(
         dS += tl.dot(tl.trans(G), tl.cast(scales[:, None] * enter * x, G.dtype), input_precision=meta.PRECISION)
 
 
-def gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Rows:
+def row_gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Rows:
     """Gradients of q, k, g, a and b; all tensors are contiguous, `S` are states before sequences, `dST` those after."""
     q, (B, T, HV, K), (N, _, _, V) = pairs.q, pairs.q.shape, S.shape
     _, (meta, options) = rank_one_constants(HV, K, V, q.dtype)

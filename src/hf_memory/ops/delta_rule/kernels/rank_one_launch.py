@@ -15,6 +15,8 @@ The remaining gradients are those of an additive memory: for each token it is re
 written at b and V at k, and it is read by q (with gradient dO); see rank_one_gradients.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -31,7 +33,7 @@ from hf_memory.ops.delta_rule.kernels.rank_one import (
     rank_one_chunk_kernel,
     rank_one_forward_kernel,
 )
-from hf_memory.ops.delta_rule.kernels.rank_one_gradients import Pairs, gradients
+from hf_memory.ops.delta_rule.kernels.rank_one_gradients import Pairs, row_gradients
 from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
 from hf_memory.ops.triton.launch import VECTOR, Constants, contiguous, delta_constants, launcher, rank_one_constants
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length, tokens_of_sequences
@@ -94,46 +96,43 @@ def _(q, k, v, g, a, b, S, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    a: Tensor,
-    b: Tensor,
-    S: Tensor,
-    transition: Tensor | None,
-    e: Tensor,
-    do: Tensor,
-    dST: Tensor | None,
+    rows: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, da, db and dS0, given the states before each segment."""
-    q, k, v, g, a, b, do, dST = contiguous(q, k, v, g, a, b, do, dST)
-    rows, (B, T) = Rows(q, k, g=g, a=a, b=b), q.shape[:2]
-    matrices = _matrices(rows, cu_seqlens)
+    """dq, dk, dv, dg, da, db and dS0.
+
+    `rows` are q, k, v, g, a, b and E, `states` those before each segment and the transitions or None, `gradients` those
+    of o and of the final state.
+    """
+    (q, k, v, g, a, b, e), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
+    read, (B, T) = Rows(q, k, g=g, a=a, b=b), q.shape[:2]
+    matrices = _matrices(read, cu_seqlens)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
     de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
 
     def walk(d_states, de, dv):
-        _walk(rank_one_backward_kernel, rows, (matrices, d_states, Outputs(do, e=de), dv), S, call)
+        _walk(rank_one_backward_kernel, read, (matrices, d_states, Outputs(do, e=de), dv), S, call)
 
     if segments is not None and transition is not None:
         walk(States(dS0), None, None)
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     walk(States(None if segments else dS0, dST), de, dv)
-    d_rows = gradients(Pairs(q, a, k, b, v, e, do, de, g), S, dST, call)
+    d_rows = row_gradients(Pairs(q, a, k, b, v, e, do, de, g), S, dST, call)
     return d_rows.q, d_rows.k, dv, d_rows.g, d_rows.a, d_rows.b, dS0
 
 
 @_backward.register_fake
-def _(q, k, v, g, a, b, S, transition, e, do, dST, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, *others, _), (S, _) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, k, v, g, a, b)))
+    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, *others)))
     return dq, dk, dv, dg, da, db, S.new_empty(N, *S.shape[1:])
 
 
@@ -142,14 +141,14 @@ def _save(ctx, inputs, output):
     q, k, v, g, a, b, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
-    ctx.save_for_backward(q, k, v, g, a, b, S, transition, e, cu_seqlens)
+    ctx.save_for_backward(q, k, v, g, a, b, e, S, transition, cu_seqlens)
 
 
 def _gradients(ctx, do, dST, *_):
-    *saved, e, cu_seqlens = ctx.saved_tensors
-    do = torch.zeros_like(e) if do is None else do
-    dq, dk, dv, dg, da, db, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
-    return dq, dk, dv, dg.to(saved[3].dtype), da, db, dS0, None, None, None
+    *rows, S, transition, cu_seqlens = ctx.saved_tensors
+    gradients = torch.zeros_like(rows[-1]) if do is None else do, dST
+    dq, dk, dv, dg, *others = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
+    return dq, dk, dv, dg.to(rows[3].dtype), *others, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -6,6 +6,8 @@ transposed system for G, from the last panel to the first. All other gradients a
 U and L are saved. Products read U and beta G in the dtype of the keys.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -94,38 +96,39 @@ def _(k, v, a, beta, scale):
 
 
 @torch.library.custom_op("hf_memory::corrected_values_backward", mutates_args=())
-def _backward(
-    k: Tensor, v: Tensor, a: Tensor, beta: Tensor, u: Tensor, L: Tensor, du: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of k, v, a and beta."""
-    k, v, a, beta, du = contiguous(k, v, a, beta, du)
-    g, z = _solve(System(k, du, None, beta, L), scale, backward=True)
-    system, meta, T, u = System(k, v, a, beta, L), _meta(k, v.shape[-1]), k.shape[1], u.to(k.dtype)
-    grads = Gradients(*(torch.empty_like(x) for x in (k, v, a, beta, L)))
+def _backward(given: Sequence[Tensor], u: Tensor, du: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of k, v, a and beta, which are given with L."""
+    system, du = System(*contiguous(*given)), du.contiguous()
+    k, v = system[:2]
+    g, z = _solve(system._replace(v=du, a=None), scale, backward=True)
+    meta, T, u = _meta(k, v.shape[-1]), k.shape[1], u.to(k.dtype)
+    grads = Gradients(*map(torch.empty_like, system))
     tall = _tall(meta, k.dtype)
     launcher(beta_gradient_kernel, _programs(k, T, tall.ROWS))(
         system, u, g, grads._replace(k=None), scale, T, tall.compiled, num_warps=8, num_stages=1
     )
-    square = tall._replace(ROWS=0)
+    square, of_keys = tall._replace(ROWS=0), grads._replace(v=None, a=None, beta=None)
     launcher(key_gradient_kernel, _programs(k, T, square.C))(
-        System(k, None, None, None, L), u, z, Gradients(grads.k, None, None, None, grads.p), scale, T,
+        system._replace(v=None, a=None, beta=None), u, z, of_keys, scale, T,
         square.compiled, num_warps=4, num_stages=1,
     )  # fmt: skip
     return grads[:4]
 
 
 @_backward.register_fake
-def _(k, v, a, beta, u, L, du, scale):
-    return tuple(x.new_empty(x.shape) for x in (k, v, a, beta))
+def _(given, u, du, scale):
+    return tuple(x.new_empty(x.shape) for x in given[:4])
 
 
 def _save(ctx, inputs, output):
     k, v, a, beta, ctx.scale = inputs
-    ctx.save_for_backward(k, v, a, beta, *output)
+    u, L = output
+    ctx.save_for_backward(k, v, a, beta, L, u)
 
 
 def _gradients(ctx, du, _):
-    return *_backward(*ctx.saved_tensors, du, ctx.scale), None
+    *given, u = ctx.saved_tensors
+    return *_backward(given, u, du, ctx.scale), None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
