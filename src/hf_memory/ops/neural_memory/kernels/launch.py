@@ -68,11 +68,12 @@ class _Tiled(NamedTuple):
     meta: Meta
 
     @classmethod
-    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Tiled":
-        """Write the chunks of `rows` after the state `start`."""
-        sizes, states = Sizes(*rows.q.shape[:3]), start.new_empty(len(rows.q) + 1, *start.shape)
+    def after(cls, start: Tensor, chunks: Chunks, meta: Meta) -> "_Tiled":
+        """Write the chunks after the state `start`."""
+        sizes = Sizes(*chunks.rows.q.shape[:3])
+        states = start.new_empty(sizes.NC + 1, *start.shape)
         states[0] = start
-        chunks = Chunks(rows, initial, states, _learned(rows, meta), closed)
+        chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
         launcher(write_kernel, (sizes.N,))(chunks, sizes, meta.compiled, **LAUNCH)
         return cls(chunks, meta)
 
@@ -149,18 +150,18 @@ class _Held(NamedTuple):
     meta: Meta
 
     @classmethod
-    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Held":
-        """Write the chunks of `rows` after the state `start`."""
-        sizes = Sizes(*rows.q.shape[:3])
+    def after(cls, start: Tensor, chunks: Chunks, meta: Meta) -> "_Held":
+        """Write the chunks after the state `start`."""
+        sizes = Sizes(*chunks.rows.q.shape[:3])
         states = torch.empty(sizes.NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
-        chunks = Chunks(rows, initial, states, _learned(rows, meta))
+        chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
         launcher(held_kernel, (sizes.N,))(chunks, start, None, None, sizes, meta.compiled, **LAUNCH)
         return cls(chunks, meta)
 
     @classmethod
-    def forward(cls, o: Tensor, end: Tensor, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> None:
+    def forward(cls, o: Tensor, end: Tensor, start: Tensor, chunks: Chunks, meta: Meta) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
-        chunks, sizes = Chunks(rows, initial, None, None), Sizes(*o.shape[:3])
+        sizes = Sizes(*o.shape[:3])
         launcher(held_kernel, (sizes.N,))(chunks, start, end, o, sizes, meta.compiled, **LAUNCH)
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
@@ -212,7 +213,7 @@ class _Walk(torch.autograd.Function):
         kept[0] = start
         for n, (before, after) in enumerate(pairwise(kept)):
             part = slice(n * size, (n + 1) * size)
-            _form(meta).forward(o[part], after, before, *_part(part, given, closed), initial, meta)
+            _form(meta).forward(o[part], after, before, _part(part, given, initial, closed), meta)
         ctx.save_for_backward(closed, initial, kept[:-1], *given)
         ctx.meta, ctx.size = meta, size
         return o, kept[-1].clone()
@@ -225,7 +226,7 @@ class _Walk(torch.autograd.Function):
         d_rows = Rows(*map(_empty, rows))
         for n in reversed(range(len(kept))):
             part = slice(n * ctx.size, (n + 1) * ctx.size)
-            group = _form(ctx.meta).after(kept[n], *_part(part, rows, closed), initial, ctx.meta)
+            group = _form(ctx.meta).after(kept[n], _part(part, rows, initial, closed), ctx.meta)
             grads, d_start, added = group.backward(do[part], d_start)
             d_initial = added if d_initial is None else d_initial + added
             for whole, grad in zip(d_rows, grads):
@@ -239,9 +240,10 @@ def _form(meta: Meta) -> type[_Held] | type[_Tiled]:
     return _Held if meta.HELD else _Tiled
 
 
-def _part(part: slice, rows: Rows, closed: Tensor | None) -> tuple[Rows, Tensor | None]:
-    """Some of the chunks."""
-    return Rows(*(None if x is None else x[part] for x in rows)), None if closed is None else closed[part]
+def _part(part: slice, rows: Rows, initial: Tensor | None, closed: Tensor | None) -> Chunks:
+    """Some of the chunks, without states."""
+    *some, closed = (None if x is None else x[part] for x in (*rows, closed))
+    return Chunks(Rows(*some), initial, None, None, closed)
 
 
 def neural_memory(*rows: Tensor | None, **memory) -> tuple[Tensor, NeuralMemoryState]:
