@@ -64,7 +64,7 @@ def _forward_kernel(
     meta: tl.constexpr,
 ):
     """Holds S [BK, BV] for all key channels and the i-th tile of value channels."""
-    n, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
@@ -117,7 +117,7 @@ def _dv_kernel(
     meta: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and the i-th tile of value channels."""
-    n, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)

@@ -93,7 +93,7 @@ def dq_kernel(
     meta: tl.constexpr,
 ):
     """Holds S^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, head, key_head, tile = program((meta.K + meta.BK - 1) // meta.BK, meta)
+    n, head, key_head, tile = program(meta.K, meta.BK, meta)
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
@@ -170,7 +170,7 @@ def dk_kernel(
     meta: tl.constexpr,
 ):
     """Holds dS^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, head, key_head, tile = program((meta.K + meta.BK - 1) // meta.BK, meta)
+    n, head, key_head, tile = program(meta.K, meta.BK, meta)
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)

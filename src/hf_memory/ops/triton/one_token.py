@@ -19,7 +19,7 @@ def one_token_kernel(
     meta: tl.constexpr,
 ):
     """One token of each row; a program has all keys and BV values of a head."""
-    n, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     i_k, in_k, K = keys
     i_v, in_v, V = values

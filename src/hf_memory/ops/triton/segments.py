@@ -105,7 +105,7 @@ def sum_kernel(
     meta: tl.constexpr,
 ):
     """Sums of scale k v^T and k beta, decayed to the end of a segment or BACKWARDS to its start; a tile of values."""
-    m, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    m, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, m)
     S = tl.zeros([meta.BK, meta.BV], tl.float32)
@@ -150,7 +150,7 @@ def scan_kernel(
     meta: tl.constexpr,
 ):
     """A tile of key channels, with all value channels, of one sequence and head."""
-    n, head, _, tile = program((meta.K + meta.BK - 1) // meta.BK, meta)
+    n, head, _, tile = program(meta.K, meta.BK, meta)
     i_k, in_k, K = channels(tile, meta.BK, meta.K)
     i_v, in_v, V = channels(0, meta.BV, meta.V)
     hv, HV = head
@@ -180,7 +180,7 @@ def matrix_scan_kernel(
     meta: tl.constexpr,
 ):
     """A tile of value channels of one sequence and head. States are read back in pieces: registers hold no matrix."""
-    n, head, _, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, _, tile = program(meta.V, meta.BV, meta)
     i_k, in_k, K = channels(0, meta.BK, meta.K)
     i_v, in_v, V = channels(tile, meta.BV, meta.V)
     hv, HV = head

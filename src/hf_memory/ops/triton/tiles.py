@@ -12,8 +12,9 @@ SHUT = tl.constexpr(-16384.0)  # 2^SHUT is zero, and a sum of 64 such gates is e
 
 
 @triton.jit
-def program(TILES: tl.constexpr, meta: tl.constexpr):
-    """Sequence (int64), head of the values and of the keys, and tile of this program; tiles of a head are adjacent."""
+def program(D: tl.constexpr, B: tl.constexpr, meta: tl.constexpr):
+    """Sequence (int64), head of values, head of its keys, and tile of B of D channels; tiles of a head are adjacent."""
+    TILES: tl.constexpr = (D + B - 1) // B
     i = tl.program_id(0)
     hv = i // TILES % meta.HV
     return tl.cast(i // (meta.HV * TILES), tl.int64), (hv, meta.HV), (hv // (meta.HV // meta.H), meta.H), i % TILES

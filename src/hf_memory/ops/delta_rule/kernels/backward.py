@@ -30,7 +30,7 @@ def solve_kernel(
     meta: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
-    n, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)

@@ -40,7 +40,7 @@ def chunk_kernel(
     meta: tl.constexpr,
 ):
     """The matrices of one chunk and head."""
-    c, head, key_head, _ = program(1, meta)
+    c, head, key_head, _ = program(1, 1, meta)
     keys, own = channels(0, meta.BK, meta.K), channels(0, meta.C, meta.C)
     start, end = chunk_bounds(call, c, meta.C)
     lines = tl.arange(0, meta.C)
@@ -85,7 +85,7 @@ def forward_kernel(
     meta: tl.constexpr,
 ):
     """Holds S [BK, BV] for all key channels and a tile of value channels."""
-    n, head, key_head, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
     keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
     start, end = sequence_bounds(call, n)
     S = first_state(states.S0, rows.v, n, head, keys, values)

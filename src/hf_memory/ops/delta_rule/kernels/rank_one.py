@@ -62,7 +62,7 @@ def rank_one_chunk_kernel(
     With the rows of q above those of a, and the columns of k before those of b, (I + [[0, 0], [-A_ak, -A_ab]])^-1 is
     [[I, 0], [W, U]].
     """
-    c, head, _, _ = program(1, meta)
+    c, head, _, _ = program(1, 1, meta)
     C: tl.constexpr = meta.C
     start, end = chunk_bounds(call, c, C)
     lines = tl.arange(0, 2 * C)
@@ -95,7 +95,7 @@ def rank_one_forward_kernel(
     meta: tl.constexpr,
 ):
     """Holds S [BK, BV] for all key channels and a tile of value channels."""
-    n, head, _, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, _, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     S = first_state(states.S0, rows.v, n, head, keys, values)
@@ -144,7 +144,7 @@ def rank_one_backward_kernel(
     meta: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and loops backwards."""
-    n, head, _, tile = program((meta.V + meta.BV - 1) // meta.BV, meta)
+    n, head, _, tile = program(meta.V, meta.BV, meta)
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)

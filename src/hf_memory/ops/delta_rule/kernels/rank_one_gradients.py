@@ -76,7 +76,7 @@ def rank_one_reads_kernel(
     meta: tl.constexpr,
 ):
     """Holds S^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, head, _, tile = program((meta.K + meta.BK - 1) // meta.BK, meta)
+    n, head, _, tile = program(meta.K, meta.BK, meta)
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
@@ -119,7 +119,7 @@ def rank_one_writes_kernel(
     meta: tl.constexpr,
 ):
     """Holds dS^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, head, _, tile = program((meta.K + meta.BK - 1) // meta.BK, meta)
+    n, head, _, tile = program(meta.K, meta.BK, meta)
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
