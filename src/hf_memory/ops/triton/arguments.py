@@ -63,7 +63,7 @@ class Meta(NamedTuple):
 
     @property
     def compiled(self) -> "Meta":
-        """The same as Triton needs it; made once, since launches of decoding are short."""
+        """The same as Triton needs it."""
         return compiled(self)
 
 

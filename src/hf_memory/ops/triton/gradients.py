@@ -291,11 +291,11 @@ def query_and_key_gradients(
         dg = S.new_empty(B, T, HV, K)
     slots = (B * triton.cdiv(T, CHUNK) if call.bounds is None else B * T // CHUNK + N) if decay else 0
     reads = Reads(
-        dq,
-        None if d_out.e is None else S.new_empty(B, T, HV, K),
-        db,
-        rows.q.new_empty(slots, HV, V, K) if decay else None,
-        S.new_empty(slots, HV, K) if decay and normalize else None,
+        dq=dq,
+        dk=None if d_out.e is None else S.new_empty(B, T, HV, K),
+        db=db,
+        S=rows.q.new_empty(slots, HV, V, K) if decay else None,
+        z=S.new_empty(slots, HV, K) if decay and normalize else None,
     )
     call, grid = call._replace(tokens=B * T), (N * HV * tiles,)
     compiled = meta._replace(NORMALIZE=normalize).compiled

@@ -1,5 +1,7 @@
 """Linear attention and the delta rule for one token, in one kernel that updates the state where it is."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -50,6 +52,7 @@ def one_token_kernel(
     tl.store(o + row * V + i_v, tl.cast(o_t, o.dtype.element_ty), mask=in_v)
 
 
+@cache  # decoding asks for each token
 def one_token_constants(H: int, HV: int, K: int, V: int, decay: int) -> Constants:
     """How the kernel is compiled and launched: a tile of the state has 4096 numbers, 32 a thread."""
     width_k = width(K)
