@@ -173,7 +173,7 @@ def _forward(
     ST, zT = (None if x is None or segments else torch.empty_like(x) for x in (S, z))
     meta, call = meta._replace(NORMALIZE=z is not None), Call(cu_seqlens, tokens_of_sequences(q, S), scale)
     launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
-        rows, States(S, ST, z, zT), Outputs(o, den), call, meta.compiled, **options
+        rows, States(S, ST, z, zT), Outputs(o, den), call, meta=meta, **options
     )
     if segments is None:
         return or_empty(S, o, ST, zT, den, None, None)
@@ -216,7 +216,7 @@ def _backward(
     call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
     dq, dk, dg, dz0 = query_and_key_gradients(given, States(S, z0=z), Outputs(do, dd), States(ST=dST, zT=dzT), call)
     launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
-        given._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta.compiled, **options
+        given._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta=meta, **options
     )
     if segments is not None:
         dS0, dz0 = before

@@ -56,8 +56,8 @@ def rwkv7_gates(
     results, (*_, H, K) = _results(k), k.shape
     written, g, asked, b = results
     given, rows = Given(*contiguous(k, a, w, k_k, k_a)), Rows(k=written, g=g, a=asked, b=b)
-    meta = Meta(H, K=K, BK=triton.next_power_of_2(K)).compiled
-    launcher(_gates_kernel, (k.numel() // K,))(given, rows, erasure, meta, num_warps=1)
+    meta = Meta(H, K=K, BK=triton.next_power_of_2(K))
+    launcher(_gates_kernel, (k.numel() // K,))(given, rows, erasure, meta=meta, num_warps=1)
     return results
 
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.arguments import compiled
 from hf_memory.ops.triton.launch import contiguous, launcher
 
 BLOCK = tl.constexpr(256)  # channels of a program
@@ -57,7 +56,7 @@ def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | No
     y, (B, _, D), W = torch.empty_like(x), x.shape, weight.shape[1]
     x, weight, bias = contiguous(x, weight, bias)
     launcher(_step_kernel, (B, triton.cdiv(D, BLOCK.value)))(
-        x, state, weight, bias, y, compiled(Meta(D, W, silu)), num_warps=4
+        x, state, weight, bias, y, meta=Meta(D, W, silu), num_warps=4
     )
     return y
 

@@ -1,9 +1,6 @@
 """Groups of arguments that kernels share. Tensors that a launch does not have or need are None."""
 
-from functools import cache
 from typing import Any, NamedTuple
-
-import triton.language as tl
 
 
 class Rows(NamedTuple):
@@ -60,14 +57,3 @@ class Meta(NamedTuple):
     NORMALIZE: bool = False
     BACKWARDS: bool = False
     PRECISION: str = ""
-
-    @property
-    def compiled(self) -> "Meta":
-        """The same as Triton needs it."""
-        return compiled(self)
-
-
-@cache
-def compiled(meta: Any) -> Any:
-    """The same as Triton before 3.6 needs it, which takes numbers of a tuple for those of a program."""
-    return type(meta)(*map(tl.constexpr, meta))

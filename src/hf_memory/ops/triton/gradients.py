@@ -298,13 +298,13 @@ def query_and_key_gradients(
         z=S.new_empty(slots, HV, K) if decay and normalize else None,
     )
     call, grid = call._replace(tokens=B * T), (N * HV * tiles,)
-    compiled = meta._replace(NORMALIZE=normalize).compiled
+    meta = meta._replace(NORMALIZE=normalize)
     read = rows if decay == SCALAR else rows._replace(q=None)
-    launcher(dq_kernel, grid)(read, states, d_out, reads, call, compiled, **options)
+    launcher(dq_kernel, grid)(read, states, d_out, reads, call, meta=meta, **options)
     written = rows if decay or d_out.e is not None else rows._replace(k=None)
     reads = reads if decay == VECTOR else reads._replace(dq=None)
     d_states = d_states._replace(z0=dz0)
-    launcher(dk_kernel, grid)(written, d_out, reads, d_states, Rows(k=dk, g=dg), call, compiled, **options)
+    launcher(dk_kernel, grid)(written, d_out, reads, d_states, Rows(k=dk, g=dg), call, meta=meta, **options)
     if H != HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
     dq, dk = (x if x.dtype == rows.q.dtype else x.to(rows.q.dtype) for x in (dq, dk))

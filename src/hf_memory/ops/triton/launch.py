@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.triton.arguments import Meta
@@ -100,14 +102,20 @@ def rank_one_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> tuple[Con
     return Constants(chunk, {"num_warps": 2, "num_stages": 2}), Constants(by_key, {"num_warps": 8, "num_stages": 1})
 
 
+@cache
+def compiled(meta: Any) -> Any:
+    """Constants of a launch as Triton before 3.6 needs them, which takes numbers of a tuple for those of a program."""
+    return type(meta)(*map(tl.constexpr, meta))
+
+
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """A function that runs a kernel on the device of its tensors; Triton alone would take the current device."""
 
-    def run(*args, **options) -> None:
+    def run(*args, meta: tuple, **options) -> None:
         tensors = (x for given in args for x in (given if isinstance(given, tuple) else (given,)))
         device = next(x.device for x in tensors if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[grid](*args, **options, **REGISTERS)
+            kernel[grid](*args, compiled(meta), **options, **REGISTERS)
 
     return run
 

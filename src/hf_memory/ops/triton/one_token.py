@@ -76,7 +76,7 @@ def one_token(
     (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
     o, (meta, options) = torch.empty_like(v), one_token_constants(H, HV, K, V, decay_kind(g))
     rows, grid = Rows(*contiguous(q, k, v, beta, g, a, b)), (B * HV * triton.cdiv(V, meta.BV),)
-    launcher(one_token_kernel, grid)(rows, state, o, scale, meta.compiled, **options)
+    launcher(one_token_kernel, grid)(rows, state, o, scale, meta=meta, **options)
     return o
 
 

@@ -247,7 +247,7 @@ def boundary_states(
     meta = meta._replace(NORMALIZE=z is not None, BACKWARDS=backwards)
     call = Call(segments.bounds, tokens_of_sequences(rows.k, own), scale)
     launcher(sum_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
-        rows, own, own_z, decay, call, meta.compiled, **options
+        rows, own, own_z, decay, call, meta=meta, **options
     )  # fmt: skip
     states, final = _scan(own, decay, S, segments, backwards)
     if z is None or own_z is None:
@@ -263,7 +263,7 @@ def _scan(
     states, final = torch.empty_like(own), torch.empty_like(state)
     meta, call = scan_meta(HV, K, V)._replace(BACKWARDS=backwards), Call(segments.first, own.shape[0] // N)
     launcher(scan_kernel, (N * HV * triton.cdiv(K, meta.BK),))(
-        own, decay, state, states, final, call, meta.compiled, **SCAN
+        own, decay, state, states, final, call, meta=meta, **SCAN
     )
     return states, final
 
@@ -284,6 +284,6 @@ def boundary_states_of(
     states, final = torch.empty_like(own), torch.empty_like(state)
     meta = Meta(HV, HV, K, V, BK=width(K), BV=16, BACKWARDS=backwards)
     launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, meta.BV),))(
-        own, transition, state, states, final, Call(segments.first, own.shape[0] // N), meta.compiled, **SCAN
+        own, transition, state, states, final, Call(segments.first, own.shape[0] // N), meta=meta, **SCAN
     )
     return states, final

@@ -48,7 +48,7 @@ def _matrices(rows: Rows, cu_seqlens: Tensor | None, *, backward: bool) -> Matri
     P, inverse = (q.new_empty(B, T, HV, meta.C, dtype=dtype) for dtype in (q.dtype, torch.float32))
     matrices = Matrices(P, W=inverse) if backward else Matrices(P, U=inverse)
     bounds, chunks = chunks_of(q, cu_seqlens, meta.C)
-    launcher(chunk_kernel, (chunks * HV,))(rows._replace(v=None), matrices, Call(bounds, T), meta.compiled, **options)
+    launcher(chunk_kernel, (chunks * HV,))(rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options)
     return matrices
 
 
@@ -121,10 +121,9 @@ def _forward(
         M, HV, _, V = state.shape
         _, (meta, options) = _constants_of(q, V, HV, g)
         call = Call(bounds, tokens_of_sequences(q, state), scale)
+        given = rows._replace(v=v), matrices._replace(P=None if o is None else matrices.P)
         launcher(forward_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
-            *(rows._replace(v=v), matrices if o is not None else matrices._replace(P=None)),
-            *(States(S0, ST), Outputs(o, e=e), call, meta.compiled),
-            **options,
+            *given, States(S0, ST), Outputs(o, e=e), call, meta=meta, **options
         )
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
@@ -161,7 +160,7 @@ def _backward(
 
     def solve(rows, d_rows, d_states):
         launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
-            rows, matrices, d_out, d_rows, d_states, call, meta.compiled, **options
+            rows, matrices, d_out, d_rows, d_states, call, meta=meta, **options
         )
 
     if segments is not None and transition is not None:

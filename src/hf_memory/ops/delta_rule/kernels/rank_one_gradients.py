@@ -171,6 +171,6 @@ def row_gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Ro
     reads = Reads(db=S.new_empty(q.shape), S=q.new_empty(slots, HV, V, K))
     read = Rows(q=torch.empty_like(q), a=torch.empty_like(q))
     written = Rows(k=torch.empty_like(q), g=S.new_empty(q.shape), a=read.a, b=torch.empty_like(q))
-    launcher(rank_one_reads_kernel, grid)(pairs, S, read, reads, call, meta.compiled, **options)
-    launcher(rank_one_writes_kernel, grid)(pairs, dST, written, reads, call, meta.compiled, **options)
+    launcher(rank_one_reads_kernel, grid)(pairs, S, read, reads, call, meta=meta, **options)
+    launcher(rank_one_writes_kernel, grid)(pairs, dST, written, reads, call, meta=meta, **options)
     return written._replace(q=read.q)

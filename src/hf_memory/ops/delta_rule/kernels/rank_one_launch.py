@@ -51,7 +51,7 @@ def _matrices(rows: Rows, cu_seqlens: Tensor | None) -> Matrices:
     matrices = Matrices(*(rows.q.new_empty(B, T, HV, 2 * meta.C, dtype=x) for x in (rows.q.dtype, torch.float32)))
     bounds, chunks = chunks_of(rows.q, cu_seqlens, meta.C)
     launcher(rank_one_chunk_kernel, (chunks * HV,))(
-        rows._replace(v=None), matrices, Call(bounds, T), meta.compiled, **options
+        rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options
     )
     return matrices
 
@@ -60,7 +60,7 @@ def _walk(kernel, rows: Rows, given: tuple, state: Tensor, call: Call) -> None:
     """Launch the kernel of one direction, which has `given` besides rows, for states of the shape of `state`."""
     M, HV, K, V = state.shape
     meta, options = _walk_constants(HV, K, V, rows.q.dtype)
-    launcher(kernel, (M * HV * triton.cdiv(V, meta.BV),))(rows, *given, call, meta.compiled, **options)
+    launcher(kernel, (M * HV * triton.cdiv(V, meta.BV),))(rows, *given, call, meta=meta, **options)
 
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one", mutates_args=())

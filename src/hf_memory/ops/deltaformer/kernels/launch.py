@@ -46,7 +46,7 @@ def _normalizers(k: Tensor, scale: float) -> Tensor:
     meta, T = _tall(_meta(k), k.dtype), k.shape[1]
     L = k.new_empty(k.shape[:3], dtype=torch.float32)
     launcher(normalizer_kernel, _programs(k, T, meta.ROWS))(
-        k, L, scale, T, meta.compiled, num_warps=8, num_stages=3
+        k, L, scale, T, meta=meta, num_warps=8, num_stages=3
     )  # fmt: skip
     return L
 
@@ -64,11 +64,9 @@ def _solve(system: System, scale: float, *, backward: bool) -> tuple[Tensor, Ten
         end = min(panel + PANEL, T)
         place = Place(scale, panel, end, T)
         launcher(gather_kernel, _programs(k, end - panel, tall.ROWS))(
-            system, x, out, place, tall.compiled, num_warps=8, num_stages=2
+            system, x, out, place, meta=tall, num_warps=8, num_stages=2
         )
-        launcher(substitute_kernel, _programs(k, 1, 1))(
-            system, W, out, x, place, meta.compiled, num_warps=4, num_stages=1
-        )
+        launcher(substitute_kernel, _programs(k, 1, 1))(system, W, out, x, place, meta=meta, num_warps=4, num_stages=1)
     return out, x
 
 
@@ -77,7 +75,7 @@ def _inverses(system: System, scale: float) -> Tensor:
     k, meta = system.k, _meta(system.k)
     W, T = k.new_empty(*k.shape[:3], meta.C, dtype=torch.float32), k.shape[1]
     launcher(inverse_kernel, _programs(k, T, meta.C))(
-        system._replace(v=None, a=None), W, scale, T, meta.compiled, num_warps=4, num_stages=1
+        system._replace(v=None, a=None), W, scale, T, meta=meta, num_warps=4, num_stages=1
     )
     return W
 
@@ -105,12 +103,12 @@ def _backward(given: Sequence[Tensor], u: Tensor, du: Tensor, scale: float) -> t
     grads = Gradients(*map(torch.empty_like, system))
     tall = _tall(meta, k.dtype)
     launcher(beta_gradient_kernel, _programs(k, T, tall.ROWS))(
-        system, u, g, grads._replace(k=None), scale, T, tall.compiled, num_warps=8, num_stages=1
+        system, u, g, grads._replace(k=None), scale, T, meta=tall, num_warps=8, num_stages=1
     )
     square, of_keys = tall._replace(ROWS=0), grads._replace(v=None, a=None, beta=None)
     launcher(key_gradient_kernel, _programs(k, T, square.C))(
         system._replace(v=None, a=None, beta=None), u, z, of_keys, scale, T,
-        square.compiled, num_warps=4, num_stages=1,
+        meta=square, num_warps=4, num_stages=1,
     )  # fmt: skip
     return grads[:4]
 

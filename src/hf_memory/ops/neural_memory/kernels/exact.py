@@ -19,7 +19,6 @@ from torch import Tensor
 from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory.exact import Products
 from hf_memory.ops.neural_memory.kernels.parts import Sizes, load_part, load_tile, store_tile
-from hf_memory.ops.triton.arguments import compiled
 from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 
 TILE = 1024  # size of the part of the weights that a program holds
@@ -139,7 +138,7 @@ def _meta(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> Meta:
 def _launch(kernel, meta: Meta, *given) -> None:
     """Run a kernel, whose sizes are the last of what is given."""
     options = {"num_warps": 4 if meta.BK <= 64 else 8, "num_stages": 1}
-    launcher(kernel, (triton.cdiv(meta.V, meta.BV), given[-1].N))(*given, compiled(meta), **options)
+    launcher(kernel, (triton.cdiv(meta.V, meta.BV), given[-1].N))(*given, meta=meta, **options)
 
 
 class _Pass(torch.autograd.Function):

@@ -74,14 +74,14 @@ class _Tiled(NamedTuple):
         states = start.new_empty(sizes.NC + 1, *start.shape)
         states[0] = start
         chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
-        launcher(write_kernel, (sizes.N,))(chunks, sizes, meta.compiled, **LAUNCH)
+        launcher(write_kernel, (sizes.N,))(chunks, sizes, meta=meta, **LAUNCH)
         return cls(chunks, meta)
 
     @classmethod
     def forward(cls, o: Tensor, end: Tensor, *given) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
         (chunks, meta), sizes = cls.after(*given), Sizes(*o.shape[:3])
-        launcher(read_kernel, _grid(sizes, meta))(chunks, o, sizes, meta.compiled, **LAUNCH)
+        launcher(read_kernel, _grid(sizes, meta))(chunks, o, sizes, meta=meta, **LAUNCH)
         end.copy_(chunks.states[-1])
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
@@ -94,9 +94,7 @@ class _Tiled(NamedTuple):
         used, back = rows.P * scores, rows.P * G
         dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
         inner = Inner(dd, dx, de, torch.empty_like(dd), do.new_empty(sizes), grads.m)
-        launcher(write_backward_kernel, (sizes.N,))(
-            self.chunks, reads, do, d_states, inner, sizes, meta.compiled, **LAUNCH
-        )
+        launcher(write_backward_kernel, (sizes.N,))(self.chunks, reads, do, d_states, inner, sizes, meta=meta, **LAUNCH)
         dP = -(scores * G).sum(0)
         dP[:, :, -1] += inner.w
         dk = self._of_keys(inner, d_states[1:]) - back[0].mT @ rows.q
@@ -155,14 +153,14 @@ class _Held(NamedTuple):
         sizes = Sizes(*chunks.rows.q.shape[:3])
         states = torch.empty(sizes.NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
         chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
-        launcher(held_kernel, (sizes.N,))(chunks, start, None, None, sizes, meta.compiled, **LAUNCH)
+        launcher(held_kernel, (sizes.N,))(chunks, start, None, None, sizes, meta=meta, **LAUNCH)
         return cls(chunks, meta)
 
     @classmethod
     def forward(cls, o: Tensor, end: Tensor, start: Tensor, chunks: Chunks, meta: Meta) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
         sizes = Sizes(*o.shape[:3])
-        launcher(held_kernel, (sizes.N,))(chunks, start, end, o, sizes, meta.compiled, **LAUNCH)
+        launcher(held_kernel, (sizes.N,))(chunks, start, end, o, sizes, meta=meta, **LAUNCH)
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
@@ -171,7 +169,7 @@ class _Held(NamedTuple):
         d_states = StateGradients(d_after.contiguous(), torch.empty_like(d_after), d_initial)
         reads, grads = _read_backward(chunks, meta, do)
         launcher(held_backward_kernel, (sizes.N,))(
-            chunks, reads, do, grads, d_states, sizes, meta.compiled, **LAUNCH
+            chunks, reads, do, grads, d_states, sizes, meta=meta, **LAUNCH
         )  # fmt: skip
         return grads, d_states.start, d_initial
 
@@ -193,7 +191,7 @@ def _read_backward(chunks: Chunks, meta: Meta, do: Tensor) -> tuple[Reads, Rows]
     reads = Reads(*do.new_empty(2, NC, N, C, meta.HIDDEN), *do.new_empty(2, 2, NC, N, C, C))
     grads = Rows(*map(_empty, chunks.rows))
     launcher(read_backward_kernel, _grid(sizes, meta))(
-        chunks, do, reads, grads, sizes, meta.compiled, **LAUNCH
+        chunks, do, reads, grads, sizes, meta=meta, **LAUNCH
     )  # fmt: skip
     return reads, grads
 

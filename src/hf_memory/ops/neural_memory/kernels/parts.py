@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from hf_memory.ops.triton.arguments import compiled
 from hf_memory.ops.triton.tiles import split_dot
 
 
@@ -78,11 +77,6 @@ class Meta(NamedTuple):
     ANCHOR: bool  # whether the anchor is not always the weights
     HELD: bool  # whether a program holds the state of a head; then BH is the width of HIDDEN
     DTYPE: Any  # of operands of products
-
-    @property
-    def compiled(self) -> "Meta":
-        """The same as Triton needs it."""
-        return compiled(self)
 
 
 @triton.jit
