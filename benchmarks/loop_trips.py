@@ -2,7 +2,8 @@
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 SAMPLES = 64  # programs whose loops are counted; their distance is odd, so that they are of all blocks of a head
 INTEGERS: dict[str, Callable[..., float]] = {
@@ -31,8 +32,17 @@ def trips(ttir: str, arguments: dict, programs: int) -> list[float]:
     return [statistics.mean(x) for x in zip(*(_trips(ttir, arguments, program) for program in spread))]
 
 
+def leaves(arguments: dict, group: str = "") -> Iterator[tuple[str, Any]]:
+    """Arguments that are no groups, with their names in Triton's code, as `call.T`."""
+    for name, x in arguments.items():
+        if hasattr(x, "_asdict"):
+            yield from leaves(x._asdict(), f"{group}{name}.")
+        else:
+            yield group + name, x
+
+
 def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
-    known: dict[str, float] = {f"%{n}": x for n, x in arguments.items() if isinstance(x, int)}
+    known: dict[str, float] = {f"%{n}": x for n, x in leaves(arguments) if isinstance(x, int)}
     found = []
     for line in ttir.splitlines():
         if constant := re.search(r"(%\S+) = arith\.constant (-?\d+) : i\d+", line):
@@ -47,7 +57,7 @@ def _trips(ttir: str, arguments: dict, program_id: int) -> list[float]:
             found.append(max(0.0, -((first - end) // step)))
             known[loop[1]] = (first + end) // 2
         elif operation := re.search(r"(%\S+) = arith\.(\w+) ([^:]*) : (?!tensor)", line):
-            operands = re.findall(r"%[\w#]+", operation[3])
+            operands = re.findall(r"%[\w#.]+", operation[3])
             if operation[2] in INTEGERS and all(x in known for x in operands):
                 known[operation[1]] = INTEGERS[operation[2]](*(known[x] for x in operands))
     return found

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from hf_memory.ops import delta_rule, linear_attention, neural_memory
 from kernel_report import Launch, Report, assemble, compiled_launch, recorded, specialisation
-from loop_trips import trips
+from loop_trips import leaves, trips
 from machine_code import Instruction, cycles, disassembled, tensor_cycles
 
 RESULT = Path(__file__).parent / "results" / "kernels_predicted.json"
@@ -89,14 +89,14 @@ def _bytes(tree: Any) -> int:
 
 def moved(launch: Launch) -> float:
     """Bytes of the tensors of a launch; of a panel of DeltaFormer's tokens, those of it and of panels solved before."""
-    given = launch.arguments
-    if "panel" not in given:
+    given = dict(leaves(launch.arguments))
+    if "place.panel" not in given:
         return _bytes(list(given.values()))
-    first, end, T = (given[name] for name in ("panel", "end", "T"))
-    solved = T - end if given["BACKWARD"] else first
+    first, end, T = (given[f"place.{name}"] for name in ("panel", "end", "T"))
+    solved = T - end if given["meta.BACKWARDS"] else first
 
     def tokens(name: str) -> int:
-        if launch.name != "gather_kernel" or name not in ("k", "beta", "L", "x"):
+        if launch.name != "gather_kernel" or name not in ("system.k", "system.beta", "system.L", "x"):
             return end - first
         return solved if name == "x" else solved + end - first
 

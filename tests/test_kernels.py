@@ -19,7 +19,8 @@ from hf_memory import ops
 from hf_memory.ops import OPS, contract
 from hf_memory.ops.contract import choose_backend
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
-from hf_memory.ops.triton.launch import launcher
+from hf_memory.ops.triton.arguments import Meta
+from hf_memory.ops.triton.launch import compiled, launcher
 
 KERNEL_REPORT = Path(__file__).parents[1] / "benchmarks" / "kernel_report.py"
 LINEAR = [form for form in FORMS if form.values[0].is_linear]
@@ -206,8 +207,8 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     kernel = {(3,): lambda *args, **options: entered.append((*args, options))}
     with FakeTensorMode():
         x = torch.empty(2, device="cuda:1")
-    launcher(kernel, (3,))(None, x, N=2)
-    assert entered == [torch.device("cuda:1"), (None, x, {"N": 2, "maxnreg": 255})]
+    launcher(kernel, (3,))(None, x, meta=Meta(K=2), num_warps=1)
+    assert entered == [torch.device("cuda:1"), (None, x, compiled(Meta(K=2)), {"num_warps": 1, "maxnreg": 255})]
     sources = {path: path.read_text() for path in Path(ops.__file__).parent.rglob("*.py")}
     assert [path.name for path, source in sources.items() if re.search(r"kernel\[", source)] == ["launch.py"]
 

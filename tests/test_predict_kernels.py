@@ -1,6 +1,7 @@
 """The parts of the command that predicts kernel times which need no compiler."""
 
 import importlib
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def part(monkeypatch):
 def test_trips_follow_from_the_arguments_and_an_inner_loop_counts_as_in_the_middle_of_the_outer(part):
     trips = part("loop_trips", "trips")
     assert trips(LOOPS, {"T": 4096}, programs=1) == [128, 64]
+    call = namedtuple("Call", "T")
+    assert trips(LOOPS.replace("%T", "%call.T"), {"call": call(4096)}, programs=1) == [128, 64]
 
 
 def test_trips_of_programs_of_different_length_are_their_mean(part):
@@ -61,8 +64,10 @@ def test_a_last_wave_takes_as_long_as_a_full_one(part):
 def test_a_panel_moves_its_own_tokens_and_those_that_it_sums_over(part):
     """Float32 of 4,096 tokens with one head of one channel: 512 tokens of `out`, and 3 x 512 of `k`."""
     moved, Launch = part("predict_kernels", "moved"), part("kernel_report", "Launch")
-    given = {"k": torch.empty(1, 4096, 1, 1), "out": torch.empty(1, 4096, 1, 1), "T": 4096}
+    system, meta = namedtuple("System", "k"), namedtuple("Meta", "BACKWARDS")
+    place = namedtuple("Place", "panel end T")
+    given = {"system": system(torch.empty(1, 4096, 1, 1)), "out": torch.empty(1, 4096, 1, 1), "meta": meta(False)}
     assert moved(Launch("normalizer_kernel", None, given, {}, (1,))) == 4 * 2 * 4096
-    panel = {**given, "panel": 1024, "end": 1536, "BACKWARD": False}
+    panel = {**given, "place": place(1024, 1536, 4096)}
     assert moved(Launch("gather_kernel", None, panel, {}, (1,))) == 4 * (512 + 3 * 512)
     assert moved(Launch("substitute_kernel", None, panel, {}, (1,))) == 4 * 2 * 512

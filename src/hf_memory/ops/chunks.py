@@ -27,10 +27,10 @@ def chunk_size(T: int, largest: int) -> int:
 
 
 def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None, scale: float) -> tuple[Tensor, Any]:
-    """Run `op(C, S, q, *others, scale)` on one segment after the other, passing on the state, and join the outputs.
+    """Run `op(C, S, rows, scale)` on one segment after the other, passing on the state, and join the outputs.
 
     Args:
-        op: returns o, as from `joined_chunks`, and the state after the segment.
+        op: returns o, as from `joined_chunks`, and the state after a segment; rows are q and the others.
         C: number of tokens of a chunk.
         S: state before the first token.
         q: [B, T, H, K].
@@ -45,7 +45,7 @@ def in_segments(op: Callable, C: int, S: Any, q: Tensor, *others: Tensor | None,
     segments = zip(*([None] * -(-T // tokens) if x is None else x.split(tokens, dim=1) for x in (q, *others)))
     outputs = []
     for segment in segments:
-        o, S = op(C, S, *segment, scale)
+        o, S = op(C, S, segment, scale)
         outputs.append(o)
     return torch.cat(outputs, dim=1).flatten(1, 2)[:, :T], S
 

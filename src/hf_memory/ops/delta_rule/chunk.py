@@ -46,9 +46,8 @@ def delta_rule(
     return in_segments(_segment, chunk_size(T, CHUNK), initial_state, q, k, v, beta[..., None], g, scale=scale)
 
 
-def _segment(
-    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, g = rows
     B, _, H, _ = v.shape
     q, k, v, beta = (split_chunks(x, C) for x in (scale * q, k, v, beta))  # [NC, B * H, C, ...]
     q = grouped_rows(q, k)
@@ -76,9 +75,8 @@ def diagonal_plus_rank_one(
     return in_segments(_rank_one_segment, chunk_size(T, CHUNK), initial_state, q, k, v, g, a, b, scale=scale)
 
 
-def _rank_one_segment(
-    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _rank_one_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, g, a, b = rows
     B, _, H, _ = v.shape
     q, k, v, g, a, b = (split_chunks(x, C) for x in (scale * q, k, v, g, a, b))  # [NC, B * H, C, ...]
     queries = rows_by_head(grouped_rows(q, k), k)

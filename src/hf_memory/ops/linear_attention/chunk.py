@@ -41,16 +41,14 @@ def linear_attention(
     return o, LinearState(S[..., :-1].contiguous(), S[..., -1].contiguous())  # a later call may overwrite them
 
 
-def _normalized_segment(
-    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    o, S = _segment(C, S, q, k, F.pad(v, (0, 1), value=1.0), g, scale)
+def _normalized_segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, g = rows
+    o, S = _segment(C, S, (q, k, F.pad(v, (0, 1), value=1.0), g), scale)
     return o[..., :-1] / (o[..., -1:] + EPS), S
 
 
-def _segment(
-    C: int, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _segment(C: int, S: Tensor, rows: tuple, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v, g = rows
     B, _, H, _ = v.shape
     q, k, v = (split_chunks(x, C) for x in (scale * q, k, v))  # [NC, B * H, C, ...]
     q = grouped_rows(q, k)

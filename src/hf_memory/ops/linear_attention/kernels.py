@@ -11,14 +11,25 @@ Backward, with dS the gradient of the state after the chunk, and dQ, dK and dg a
 The normaliser is one more value channel, whose values are one: z is its part of S, and dd its part of dO.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.linear_attention.reference import EPS, LinearState
+from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import SCALAR, additive_constants, contiguous, decay_kind, launcher, or_empty
+from hf_memory.ops.triton.launch import (
+    SCALAR,
+    Constants,
+    additive_constants,
+    contiguous,
+    decay_kind,
+    launcher,
+    or_empty,
+)
 from hf_memory.ops.triton.segments import (
     boundary_states,
     cut,
@@ -27,146 +38,114 @@ from hf_memory.ops.triton.segments import (
     tokens_of_sequences,
 )
 from hf_memory.ops.triton.tiles import (
+    channels,
     decays,
     load_rows,
+    normalizer_tile,
     program,
     read,
     scores,
     sequence_bounds,
     state_tile,
+    store_numbers,
     store_rows,
     write,
 )
 
+LEAST = tl.constexpr(EPS)  # is added to denominators
+
 
 @triton.jit
 def _forward_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    S0,  # [N, HV, K, V]
-    z0,  # [N, HV, K] or None
-    o,  # [B, T, HV, V]
-    den,  # [B, T, HV] or None
-    ST,  # [N, HV, K, V] or None
-    zT,  # [N, HV, K] or None
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows,  # Rows
+    states,  # States
+    out,  # Outputs
+    call,  # Call
+    meta: tl.constexpr,
 ):
     """Holds S [BK, BV] for all key channels and the i-th tile of value channels."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    S = tl.load(S0 + i_s, mask=in_s, other=0.0)
-    if NORMALIZE:
-        z = tl.load(z0 + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
-    for first in range(start, end, C):
-        t = tl.cast(first, tl.int64) + tl.arange(0, C)
-        in_t = t < end
-        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
+    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    start, end = sequence_bounds(call, n)
+    i_s, in_s = state_tile(n, head, keys, values)
+    S = tl.load(states.S0 + i_s, mask=in_s, other=0.0)
+    if meta.NORMALIZE:
+        i_z, in_z = normalizer_tile(n, head, keys)
+        z = tl.load(states.z0 + i_z, mask=in_z, other=0.0)
+    for first in range(start, end, meta.C):
+        t = tl.cast(first, tl.int64) + tl.arange(0, meta.C)
+        tokens = (t, t < end)
+        q_c = load_rows(rows.q, tokens, key_head, keys)
+        k_c = load_rows(rows.k, tokens, key_head, keys)
+        v_c = load_rows(rows.v, tokens, head, values)
         gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-        if NORMALIZE:
+        if meta.DECAY > 0:
+            gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
+        if meta.NORMALIZE:
             den_c = tl.sum(tl.cast(q_c, tl.float32) * enter * z[None, :], axis=1)
-            if DECAY > 0:
+            if meta.DECAY > 0:
                 z *= tl.sum(whole, axis=0)
             z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
-        A = scores(q_c, k_c, gates, C, DECAY, False, PARTS, PRECISION)
-        o_c = read(q_c, S, enter, DECAY, PARTS, PRECISION)
-        o_c += tl.dot(tl.cast(A, v_c.dtype), v_c, input_precision=PRECISION)
-        if NORMALIZE:
-            den_c += tl.sum(A, axis=1) + EPS
+        A = scores(q_c, k_c, gates, False, meta)
+        o_c = read(q_c, S, enter, meta)
+        o_c += tl.dot(tl.cast(A, v_c.dtype), v_c, input_precision=meta.PRECISION)
+        if meta.NORMALIZE:
+            den_c += tl.sum(A, axis=1) + LEAST
             o_c /= den_c[:, None]
             if tile == 0:
-                tl.store(den + t * HV + hv, den_c, mask=in_t)
+                store_numbers(out.den, den_c, tokens, head)
         else:
-            o_c *= scale
-        store_rows(o, o_c, t, in_t, hv, HV, i_v, in_v, V)
-        if DECAY > 0:
+            o_c *= call.scale
+        store_rows(out.o, o_c, tokens, head, values)
+        if meta.DECAY > 0:
             S *= tl.trans(whole)
-        S += write(k_c, v_c, leave, DECAY, PRECISION)
-    if ST is not None:
-        tl.store(ST + i_s, S, mask=in_s)
-        if NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
+        S += write(k_c, v_c, leave, meta)
+    if states.ST is not None:
+        tl.store(states.ST + i_s, S, mask=in_s)
+        if meta.NORMALIZE:  # noqa: SIM102  (one is known at compile time, the other is not)
             if tile == 0:
-                tl.store(zT + (n * HV + hv) * K + i_k, z, mask=in_k)
+                tl.store(states.zT + i_z, z, mask=in_z)
 
 
 @triton.jit
 def _dv_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    do,  # [B, T, HV, V]
-    dST,  # [N, HV, K, V]; None for zeros
+    rows,  # Rows, without v
+    d_out,  # Outputs
+    d_states,  # States: those after are given, those before are computed
     dv,  # [B, T, HV, V]
-    dS0,  # [N, HV, K, V] or None
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    call,  # Call
+    meta: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and the i-th tile of value channels."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    dS = tl.zeros([BK, BV], tl.float32)
-    if dST is not None:
-        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
-    chunks = (end - start + C - 1) // C
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
+    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    start, end = sequence_bounds(call, n)
+    i_s, in_s = state_tile(n, head, keys, values)
+    dS = tl.zeros([meta.BK, meta.BV], tl.float32)
+    if d_states.ST is not None:
+        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    chunks = (end - start + meta.C - 1) // meta.C
     for back in range(chunks):
-        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + tl.arange(0, C)
-        in_t = t < end
-        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * meta.C + tl.arange(0, meta.C)
+        tokens = (t, t < end)
+        q_c = load_rows(rows.q, tokens, key_head, keys)
+        k_c = load_rows(rows.k, tokens, key_head, keys)
+        do_c = load_rows(d_out.o, tokens, head, values)
         gates, enter, leave, whole = 0.0, 1.0, 1.0, 1.0
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-        A = scale * scores(q_c, k_c, gates, C, DECAY, True, PARTS, PRECISION)
-        dv_c = read(k_c, dS, leave, DECAY, PARTS, PRECISION)
-        dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=PRECISION)
-        store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
-        if DECAY > 0:
+        if meta.DECAY > 0:
+            gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
+        A = call.scale * scores(q_c, k_c, gates, True, meta)
+        dv_c = read(k_c, dS, leave, meta)
+        dv_c += tl.dot(tl.cast(A, do_c.dtype), do_c, input_precision=meta.PRECISION)
+        store_rows(dv, dv_c, tokens, head, values)
+        if meta.DECAY > 0:
             dS *= tl.trans(whole)
-        dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
-    if dS0 is not None:
-        tl.store(dS0 + i_s, dS, mask=in_s)
+        dS += call.scale * write(q_c, do_c, enter, meta)
+    if d_states.S0 is not None:
+        tl.store(d_states.S0 + i_s, dS, mask=in_s)
 
 
-def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> dict:
+def _constants_of(q: Tensor, v: Tensor, g: Tensor | None) -> Constants:
     return additive_constants(q.shape[2], v.shape[2], q.shape[3], v.shape[3], decay_kind(g), q.dtype)[0]
 
 
@@ -185,17 +164,17 @@ def _forward(
     """o, the final S and z, the denominators, and S and z before each segment; absent ones are empty tensors."""
     q, k, v, g, S, z = contiguous(q, k, v, g, S, z)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    constants = _constants_of(q, v, g)
+    rows, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
-        (S, z), after = boundary_states(segments, k, v, None, g, S, z)
+        (S, z), after = boundary_states(segments, rows, S, z)
         cu_seqlens = segments.bounds
     o, den = torch.empty_like(v), None if z is None else S.new_empty(B, T, HV)
     ST, zT = (None if x is None or segments else torch.empty_like(x) for x in (S, z))
-    launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-        q, k, v, g, S, z, o, den, ST, zT, cu_seqlens, scale, tokens_of_sequences(q, S),
-        **constants, NORMALIZE=z is not None, EPS=EPS,
-    )  # fmt: skip
+    meta, call = meta._replace(NORMALIZE=z is not None), Call(cu_seqlens, tokens_of_sequences(q, S), scale)
+    launcher(_forward_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
+        rows, States(S, ST, z, zT), Outputs(o, den), call, meta=meta, **options
+    )
     if segments is None:
         return or_empty(S, o, ST, zT, den, None, None)
     return or_empty(S, o, *after, den, S, z)
@@ -212,36 +191,32 @@ def _(q, k, v, g, S, z, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::linear_attention_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    S: Tensor,
-    z: Tensor | None,
-    do: Tensor,
-    dd: Tensor | None,
-    dST: Tensor | None,
-    dzT: Tensor | None,
+    rows: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dS0 and dz0; absent ones are empty tensors.
 
-    `S` and `z` are the states before each segment, `do` and `dd` the gradients of the numerator and the denominator.
+    `rows` are q, k, v and g, `states` S and z before each segment, `gradients` those of the numerator and the
+    denominator and of the final S and z.
     """
-    q, k, v, g, do, dd, dST, dzT = contiguous(q, k, v, g, do, dd, dST, dzT)
+    (q, k, v, g), (S, z), (do, dd, dST, dzT) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    constants = _constants_of(q, v, g)
+    given, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
-        (dST, dzT), before = boundary_states(segments, q, do, dd, g, dST, dzT, scale=scale, backwards=True)
+        reads = Rows(k=q, v=do, beta=dd, g=g)
+        (dST, dzT), before = boundary_states(segments, reads, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds
-    dq, dk, dg, dz0 = query_and_key_gradients(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale)
     dv, dS0 = torch.empty_like(v), None if segments else torch.empty_like(S)
-    launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, constants["BV"]),))(
-        q, k, g, do, dST, dv, dS0, cu_seqlens, scale, tokens_of_sequences(q, S), **constants
+    call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
+    dq, dk, dg, dz0 = query_and_key_gradients(given, States(S, z0=z), Outputs(do, dd), States(ST=dST, zT=dzT), call)
+    launcher(_dv_kernel, (S.shape[0] * HV * triton.cdiv(V, meta.BV),))(
+        given._replace(v=None), Outputs(do), States(dS0, dST), dv, call, meta=meta, **options
     )
     if segments is not None:
         dS0, dz0 = before
@@ -249,7 +224,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, k, v, g), (S, z) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = (None if x is None else S.new_empty(N, *x.shape[1:]) for x in (S, z))
     wide = None if g is None else S.new_empty(g.shape), *wide
@@ -276,7 +252,7 @@ def _gradients(ctx, do, dST, dzT, *_):
         do = (wide / den[..., None]).to(v.dtype)
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dzT = z.new_zeros(N, *z.shape[1:]) if dzT is None else dzT
-    dq, dk, dv, dg, dS0, dz0 = _backward(q, k, v, g, S, z, do, dd, dST, dzT, cu_seqlens, ctx.scale, ctx.segment)
+    dq, dk, dv, dg, dS0, dz0 = _backward((q, k, v, g), (S, z), (do, dd, dST, dzT), cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dS0, None if z is None else dz0, None, None, None
 
 
@@ -294,8 +270,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | LinearState]:
     """Same function as the reference, for K and V up to 256."""
     S, z = state if isinstance(state, LinearState) else (state, None)
-    constants = _constants_of(q, v, g)
-    programs = v.shape[2] * triton.cdiv(v.shape[3], constants["BV"])
+    programs = v.shape[2] * triton.cdiv(v.shape[3], _constants_of(q, v, g).meta.BV)
     if decay_kind(g) == SCALAR:  # twice as many programs hide how long one takes to sum decays
         programs = triton.cdiv(programs, 2)
     segment = segment_length(q, S.shape[0], programs)

@@ -86,7 +86,8 @@ def _held(tokens_read: int | None, L: int) -> list[int]:
     return [level for level in range(1, L) if tokens_read >> level - 1 & 1] + [L] * (tokens_read >> L - 1 > 0)
 
 
-def _segment(C: int, past: Past, q, k, v, weights, beta, g, starts, ends, scale: float) -> tuple[Tensor, Past]:
+def _segment(C: int, past: Past, rows: tuple, scale: float) -> tuple[Tensor, Past]:
+    q, k, v, weights, beta, g, starts, ends = rows
     (B, T), L = v.shape[:2], weights.shape[-1] - 1
     tokens = torch.arange(-(-T // C) * C, device=q.device).clamp(max=T - 1).view(-1, C)
     position, after = starts[:, tokens].transpose(0, 1), ends[:, tokens[:, -1:]].transpose(0, 1)  # [NC, B, C or 1]

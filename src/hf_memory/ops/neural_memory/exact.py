@@ -11,12 +11,26 @@ these are added in the same proportion.
 Source: https://arxiv.org/abs/2412.06464, with momentum added.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops.neural_memory.network import Inputs, lift
 from hf_memory.ops.neural_memory.one_chunk import Memory
+
+
+class Products(NamedTuple):
+    """What needs no state of all chunks; M has PARTS, weights and momentum."""
+
+    reads: Any  # [NC, N, C, C]
+    asks: Any  # [NC, N, C, PARTS * K]
+    values: Any  # [NC, N, C, V]
+    keys: Any  # [NC, N, C, PARTS * K]
+    leaves: Any  # [NC, N, C, PARTS * K]
+    through: Any  # [NC, N, PARTS, PARTS] or None
+    back: Any  # [NC, N, K, V] or None
 
 
 def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
@@ -38,17 +52,17 @@ def run(inputs: Inputs, coefficients, memory: Memory, walk=None):
     values, keys = rows.tensor_split([v.shape[-1]], dim=-1)
     reads, asks = P * (q @ k.mT), _outer(enters, q)
     back = (1 - coefficients.beta[..., -1:, :]) * initial[0] if returns else None
-    o, M = (walk or _pass)(reads, asks, values, keys, leaves, through, back, M)
+    o, M = (walk or _pass)(Products(reads, asks, values, keys, leaves, through, back), M)
     if returns:
         o = o + (1 - coefficients.beta) * (q @ initial[0])
     layers = M.split(k.shape[-1], dim=-2)
     return (o + x if rule.residual else o), (layers[:1], layers[1:], ())
 
 
-def _pass(reads, asks, values, keys, leaves, through, back, M: Tensor) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk, all arguments but M [NC, N, ...]."""
-    outputs, none = [], [None] * reads.shape[0]
-    chunks = (none if x is None else x.unbind() for x in (reads, asks, values, keys, leaves, through, back))
+def _pass(products: Products, M: Tensor) -> tuple[Tensor, Tensor]:
+    """O and the last M, chunk by chunk."""
+    outputs, none = [], [None] * len(products.reads)
+    chunks = (none if x is None else x.unbind() for x in products)
     for read, ask, value, key, leave, change, initial in zip(*chunks):
         U = torch.baddbmm(value, key, M, alpha=-1)
         outputs.append(torch.baddbmm(read @ U, ask, M))

@@ -47,29 +47,17 @@ def ridge_regression(
 
 
 def _segment(
-    C: int,
-    M: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor,
-    alpha: Tensor,
-    scale: float,
-    *,
-    ridge: Tensor,
-    ratio: float,
-    steps: int,
+    C: int, M: Tensor, rows: tuple, scale: float, *, ridge: Tensor, ratio: float, steps: int
 ) -> tuple[Tensor, Tensor]:
-    (B, _, H, V), K = v.shape, k.shape[-1]
-    q, k, v, beta, g, alpha = (split_chunks(x, C) for x in (q, k, v, beta, g, alpha))  # [NC, B * H, C, ...]
+    B, _, H, V = rows[2].shape
+    q, k, v, beta, g, alpha = (split_chunks(x, C) for x in rows)  # [NC, B * H, C, ...]
     decays, enter, leave = scalar_decays(g)
     W, writes, values = decays * beta[..., None, :], (leave * beta[..., None] * k).mT, torch.cat([k, v], -1)
     before, after = [], M.flatten(0, 1)
     for decay, write, value in zip(enter[..., -1:, :], writes, values):
         before.append(after)
         after = add_product(after, write, value, decay)
-    keys, S = torch.stack(before).split([K, V], -1)
+    keys, S = torch.stack(before).split([k.shape[-1], V], -1)
     L = ridge.repeat(B, 1)[:, None] + ratio * (_squares(keys, k, W, enter) + EPS**2).sqrt()
     x = _solution(steps, q, keys, k, W, enter, L.expand_as(q))
     x = torch.lerp(q, x, alpha[..., None])

@@ -1,44 +1,51 @@
 """RWKV-7's gates in one kernel, without gradients."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.rwkv7_gates import STRONGEST_DECAY
+from hf_memory.ops.triton.arguments import Meta, Rows
 from hf_memory.ops.triton.launch import contiguous, launcher
+from hf_memory.ops.triton.tiles import channels
+
+DECAY = tl.constexpr(STRONGEST_DECAY)
+
+
+class Given(NamedTuple):
+    """What the op is given."""
+
+    k: Any  # [B, T, H, K]
+    a: Any  # [B, T, H, K]
+    w: Any  # [B, T, H, K]
+    k_k: Any  # [H, K]
+    k_a: Any  # [H, K]
 
 
 @triton.jit
 def _gates_kernel(
-    k,  # [B, T, H, K] as all but k_k and k_a
-    a,
-    w,
-    k_k,  # [H, K]
-    k_a,  # [H, K]
-    written,
-    g,
-    asked,
-    b,
-    largest_decay,
+    given,  # Given
+    rows,  # Rows, of which k, g, a and b are computed, [B, T, H, K]
     erasure,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """One head of a token."""
-    row, i = tl.cast(tl.program_id(0), tl.int64), tl.arange(0, BLOCK)
-    channel, at, inside = row % H * K + i, row * K + i, i < K
-    k_t = tl.cast(tl.load(k + at, mask=inside, other=0.0), tl.float32)
-    a_t = tl.sigmoid(tl.cast(tl.load(a + at, mask=inside, other=0.0), tl.float32))
-    w_t = tl.sigmoid(tl.cast(tl.load(w + at, mask=inside, other=0.0), tl.float32))
-    k_a_t = tl.cast(tl.load(k_a + channel, mask=inside, other=0.0), tl.float32)
-    asked_t = k_t * tl.cast(tl.load(k_k + channel, mask=inside, other=0.0), tl.float32)
+    i, inside, K = channels(0, meta.BK, meta.K)
+    row = tl.cast(tl.program_id(0), tl.int64)
+    channel, at = row % meta.H * K + i, row * K + i
+    k_t = tl.cast(tl.load(given.k + at, mask=inside, other=0.0), tl.float32)
+    a_t = tl.sigmoid(tl.cast(tl.load(given.a + at, mask=inside, other=0.0), tl.float32))
+    w_t = tl.sigmoid(tl.cast(tl.load(given.w + at, mask=inside, other=0.0), tl.float32))
+    k_a_t = tl.cast(tl.load(given.k_a + channel, mask=inside, other=0.0), tl.float32)
+    asked_t = k_t * tl.cast(tl.load(given.k_k + channel, mask=inside, other=0.0), tl.float32)
     asked_t /= tl.maximum(tl.sqrt(tl.sum(asked_t * asked_t)), 1e-12)
-    tl.store(written + at, tl.cast(k_t * (1 + (a_t - 1) * k_a_t), written.dtype.element_ty), mask=inside)
-    tl.store(g + at, -largest_decay * w_t, mask=inside)
-    tl.store(asked + at, asked_t, mask=inside)
-    tl.store(b + at, -erasure * a_t * asked_t, mask=inside)
+    tl.store(rows.k + at, tl.cast(k_t * (1 + (a_t - 1) * k_a_t), rows.k.dtype.element_ty), mask=inside)
+    tl.store(rows.g + at, -w_t * DECAY, mask=inside)
+    tl.store(rows.a + at, asked_t, mask=inside)
+    tl.store(rows.b + at, -erasure * a_t * asked_t, mask=inside)
 
 
 @torch.library.custom_op("hf_memory::rwkv7_gates", mutates_args=())
@@ -47,9 +54,10 @@ def rwkv7_gates(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same function as the op, for float32, bfloat16 and float16."""
     results, (*_, H, K) = _results(k), k.shape
-    options = {"H": H, "K": K, "BLOCK": triton.next_power_of_2(K), "num_warps": 1}
-    launch = launcher(_gates_kernel, (k.numel() // K,))
-    launch(*contiguous(k, a, w, k_k, k_a), *results, STRONGEST_DECAY, erasure, **options)
+    written, g, asked, b = results
+    given, rows = Given(*contiguous(k, a, w, k_k, k_a)), Rows(k=written, g=g, a=asked, b=b)
+    meta = Meta(H, K=K, BK=triton.next_power_of_2(K))
+    launcher(_gates_kernel, (k.numel() // K,))(given, rows, erasure, meta=meta, num_warps=1)
     return results
 
 

@@ -1,5 +1,7 @@
 """One token of a short convolution in one kernel, which moves the tokens of its state."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,15 @@ from torch import Tensor
 
 from hf_memory.ops.triton.launch import contiguous, launcher
 
-BLOCK = 256  # channels of a program
+BLOCK = tl.constexpr(256)  # channels of a program
+
+
+class Meta(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    D: int
+    W: int
+    SILU: bool
 
 
 @triton.jit
@@ -17,12 +27,11 @@ def _step_kernel(
     weight,  # [D, W]
     bias,  # [D] or None
     y,  # [B, D]
-    D: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """Channels of one row: the sum over the last W tokens, and the state without its oldest token."""
+    D: tl.constexpr = meta.D
+    W: tl.constexpr = meta.W
     row, i = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = i < D
     new = tl.load(x + row * D + i, mask=is_channel, other=0.0)
@@ -36,7 +45,7 @@ def _step_kernel(
         if w > 0:
             tl.store(at - D, old, mask=is_channel)
     tl.store(state + (row * (W - 1) + W - 2) * D + i, new, mask=is_channel)
-    if SILU:
+    if meta.SILU:
         total = total * tl.sigmoid(total)
     tl.store(y + row * D + i, tl.cast(total, y.dtype.element_ty), mask=is_channel)
 
@@ -46,8 +55,9 @@ def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | No
     """y [B, 1, channels] without gradients; `state` becomes that after x, see the package."""
     y, (B, _, D), W = torch.empty_like(x), x.shape, weight.shape[1]
     x, weight, bias = contiguous(x, weight, bias)
-    options = {"D": D, "W": W, "SILU": silu, "BLOCK": BLOCK, "num_warps": 4}
-    launcher(_step_kernel, (B, triton.cdiv(D, BLOCK)))(x, state, weight, bias, y, **options)
+    launcher(_step_kernel, (B, triton.cdiv(D, BLOCK.value)))(
+        x, state, weight, bias, y, meta=Meta(D, W, silu), num_warps=4
+    )
     return y
 
 

@@ -12,337 +12,300 @@ the gradient of the state after it:
     dg_t = sum over t' >= t of the block of (q dq + k dk' - k dk'') + sum(S dS) at its end
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, additive_constants, decay_kind, launcher
-from hf_memory.ops.triton.segments import tokens_of_sequences
+from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
+from hf_memory.ops.triton.launch import CHUNK, SCALAR, VECTOR, Constants, additive_constants, decay_kind, launcher
 from hf_memory.ops.triton.tiles import (
+    channels,
     decay_between,
     decay_of_level,
     decays,
     level_of_pairs,
+    load_numbers,
     load_rows,
+    normalizer_tile,
     program,
     sequence_bounds,
     split_dot,
+    state_tile,
     store_rows,
+    turned_state_tile,
     write_transposed,
 )
+
+BLOCK = tl.constexpr(CHUNK)  # tokens after which a state is stored
 
 SHUT = tl.constexpr(-150.0)  # below it e^g is zero, and so is its gradient
 
 
+class Reads(NamedTuple):
+    """What the loop forwards leaves for the loop backwards."""
+
+    dq: Any = None  # [B, T, HV, K], float32 with a decay for each channel; else only the first loop has it
+    dk: Any = None  # [B, T, HV, K] float32, of reads by k, or None
+    db: Any = None  # [tiles of K, B, T, HV] float32, sums of q dq + k dk, for a decay for each head, or None
+    S: Any = None  # [slots, HV, V, K]: the state after each block of CHUNK tokens; None without decay
+    z: Any = None  # [slots, HV, K] float32, the same of the normaliser, or None
+
+
 @triton.jit
-def block_slot(cu_seqlens, start, n, T, CHUNK: tl.constexpr):
+def block_slot(call, start, n):
     """The first slot of sequence n among the stored states; packed sequences have one more slot for a partial block."""
-    return start // CHUNK + n if cu_seqlens is not None else n * ((T + CHUNK - 1) // CHUNK)
+    return start // BLOCK + n if call.bounds is not None else n * ((call.T + BLOCK - 1) // BLOCK)
 
 
 @triton.jit
-def add_within(x, P, y, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PRECISION: tl.constexpr):
+def add_within(x, P, y, gates, OF_KEYS: tl.constexpr, meta: tl.constexpr):
     """x [C, BK] plus the sum over columns j of P_ij y_j, with the decay from j to i, or OF_KEYS from i to j."""
-    if DECAY == 2:
+    if meta.DECAY == 2:
         ROWS: tl.constexpr = x.shape[0]  # C, or 2 C with two rows of each token
-        tokens = tl.arange(0, ROWS) % C
+        tokens = tl.arange(0, ROWS) % meta.C
         same = tl.where(tokens[:, None] == tokens[None, :], P, 0.0)
-        if ROWS > C:
-            x += tl.dot(tl.cast(same, y.dtype), y, input_precision=PRECISION)
+        if ROWS > meta.C:
+            x += tl.dot(tl.cast(same, y.dtype), y, input_precision=meta.PRECISION)
         else:
             x += tl.sum(same, axis=1)[:, None] * y
         for level in tl.static_range(6):
-            if 2**level < C:
-                decay = decay_of_level(gates, 2**level, C, ROWS, PRECISION)
-                P_c = tl.cast(tl.where(level_of_pairs(2**level, C, ROWS, OF_KEYS), P, 0.0), y.dtype)
-                x += decay * tl.dot(P_c, tl.cast(y * decay, y.dtype), input_precision=PRECISION)
+            if 2**level < meta.C:
+                decay = decay_of_level(gates, 2**level, meta.C, ROWS, meta.PRECISION)
+                P_c = tl.cast(tl.where(level_of_pairs(2**level, meta.C, ROWS, OF_KEYS), P, 0.0), y.dtype)
+                x += decay * tl.dot(P_c, tl.cast(y * decay, y.dtype), input_precision=meta.PRECISION)
     else:
-        if DECAY == 1:
+        if meta.DECAY == 1:
             P = decay_between(P, gates, OF_KEYS)
-        x += tl.dot(tl.cast(P, y.dtype), y, input_precision=PRECISION)
+        x += tl.dot(tl.cast(P, y.dtype), y, input_precision=meta.PRECISION)
     return x
 
 
 @triton.jit
 def dq_kernel(
-    q,  # [B, T, H, K]; None unless the decay is one for each head
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    w,  # [B, T, HV], with dr, or None
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    S0,  # [N, HV, K, V]
-    z0,  # [N, HV, K] or None
-    do,  # [B, T, HV, V], of the numerator
-    dd,  # [B, T, HV], of the denominator, or None
-    dr,  # [B, T, HV, V], minus the gradient of reads by k, or None
-    dq,  # [B, T, HV, K]
-    dk,  # [B, T, HV, K] float32, of reads by k, or None
-    db,  # [tiles of K, B, T, HV] float32, sums of q dq + k dk; None unless the decay is one for each head
-    states,  # [slots, HV, V, K]: the state after each block of CHUNK tokens; or None
-    normalizers,  # [slots, HV, K] float32 or None
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    tokens,  # B * T
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows,  # Rows; q is None unless the decay is one for each head, and beta unless the gradient of e is given
+    states,  # States, of which those before are read
+    d_out,  # Outputs: gradients of the numerator, of the denominator or None, and of e or None
+    reads,  # Reads
+    call,  # Call
+    meta: tl.constexpr,
 ):
     """Holds S^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, hv, tile = program(HV, (K + BK - 1) // BK)
-    h = hv // (HV // H)
-    i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    slot = block_slot(cu_seqlens, start, n, T, CHUNK)
-    in_s = in_v[:, None] & in_k[None, :]
-    i_s = (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None]
-    S = tl.load(S0 + i_s, mask=in_s, other=0.0)
-    if NORMALIZE:
-        z = tl.load(z0 + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
-    rows = tl.arange(0, C)
-    for chunk in range(tl.cast((end - start + C - 1) // C, tl.int32)):  # for sm_100, Triton 3.5 pipelines no other type
-        first = start + tl.cast(chunk, tl.int64) * C
-        t = first + rows
-        in_t = t < end
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
-        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+    n, head, key_head, tile = program(meta.K, meta.BK, meta)
+    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    start, end = sequence_bounds(call, n)
+    slot = block_slot(call, start, n)
+    i_s, in_s = turned_state_tile(n, head, keys, values)
+    S = tl.load(states.S0 + i_s, mask=in_s, other=0.0)
+    if meta.NORMALIZE:
+        i_z, in_z = normalizer_tile(n, head, keys)
+        z = tl.load(states.z0 + i_z, mask=in_z, other=0.0)
+    cols = tl.arange(0, meta.C)
+    # for sm_100, Triton 3.5 pipelines no other type
+    for chunk in range(tl.cast((end - start + meta.C - 1) // meta.C, tl.int32)):
+        first = start + tl.cast(chunk, tl.int64) * meta.C
+        t = first + cols
+        tokens = (t, t < end)
+        k_c = load_rows(rows.k, tokens, key_head, keys)
+        v_c = load_rows(rows.v, tokens, head, values)
+        do_c = load_rows(d_out.o, tokens, head, values)
         gates, enter, leave = 0.0, 1.0, 1.0
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-        P = scale * split_dot(do_c, tl.trans(v_c), PARTS, PRECISION)
-        dq_c = scale * split_dot(do_c, tl.cast(S, do_c.dtype), PARTS, PRECISION)
-        if NORMALIZE:
-            dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)[:, None]
+        if meta.DECAY > 0:
+            gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
+        P = call.scale * split_dot(do_c, tl.trans(v_c), meta.PARTS, meta.PRECISION)
+        dq_c = call.scale * split_dot(do_c, tl.cast(S, do_c.dtype), meta.PARTS, meta.PRECISION)
+        if meta.NORMALIZE:
+            dd_c = load_numbers(d_out.den, tokens, head)[:, None]
             P += dd_c
             dq_c += dd_c * z[None, :]
-        if dr is not None:
-            w_c = tl.cast(tl.load(w + t * HV + hv, mask=in_t, other=0.0), tl.float32)
+        if d_out.e is not None:
+            w_c = tl.cast(load_numbers(rows.beta, tokens, head), tl.float32)
             P *= w_c[None, :]
             leave *= w_c[:, None]
-        P = tl.where(rows[:, None] >= rows[None, :], P, 0.0)
-        dq_c = add_within(dq_c * enter, P, k_c, gates, C, DECAY, False, PRECISION)
-        store_rows(dq, dq_c, t, in_t, hv, HV, i_k, in_k, K)
-        if DECAY == 1:
-            db_c = tl.sum(tl.cast(load_rows(q, t, in_t, h, H, i_k, in_k, K), tl.float32) * dq_c, axis=1)
-        if dr is not None:
-            dr_c = load_rows(dr, t, in_t, hv, HV, i_v, in_v, V)
-            R = split_dot(dr_c, tl.trans(v_c), PARTS, PRECISION)
-            R = tl.where(rows[:, None] > rows[None, :], -w_c[None, :] * R, 0.0)
-            dk_c = -enter * split_dot(dr_c, tl.cast(S, dr_c.dtype), PARTS, PRECISION)
-            dk_c = add_within(dk_c, R, k_c, gates, C, DECAY, False, PRECISION)
-            store_rows(dk, dk_c, t, in_t, hv, HV, i_k, in_k, K)
-            if DECAY == 1:
+        P = tl.where(cols[:, None] >= cols[None, :], P, 0.0)
+        dq_c = add_within(dq_c * enter, P, k_c, gates, False, meta)
+        store_rows(reads.dq, dq_c, tokens, head, keys)
+        if meta.DECAY == 1:
+            db_c = tl.sum(tl.cast(load_rows(rows.q, tokens, key_head, keys), tl.float32) * dq_c, axis=1)
+        if d_out.e is not None:
+            dr_c = load_rows(d_out.e, tokens, head, values)
+            R = split_dot(dr_c, tl.trans(v_c), meta.PARTS, meta.PRECISION)
+            R = tl.where(cols[:, None] > cols[None, :], -w_c[None, :] * R, 0.0)
+            dk_c = -enter * split_dot(dr_c, tl.cast(S, dr_c.dtype), meta.PARTS, meta.PRECISION)
+            dk_c = add_within(dk_c, R, k_c, gates, False, meta)
+            store_rows(reads.dk, dk_c, tokens, head, keys)
+            if meta.DECAY == 1:
                 db_c += tl.sum(tl.cast(k_c, tl.float32) * dk_c, axis=1)
-        if DECAY == 1:
-            tl.store(db + (tl.cast(tile, tl.int64) * tokens + t) * HV + hv, db_c, mask=in_t)
-        if DECAY > 0:
+        if meta.DECAY == 1:
+            i_b = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0]
+            tl.store(reads.db + i_b, db_c, mask=t < end)
+        if meta.DECAY > 0:
             S *= whole
-        S += write_transposed(k_c, v_c, leave, DECAY if dr is None or DECAY == 2 else 1, PRECISION)
-        if NORMALIZE:
-            if DECAY > 0:
+        S += write_transposed(k_c, v_c, leave, meta.DECAY if d_out.e is None or meta.DECAY == 2 else 1, meta.PRECISION)
+        if meta.NORMALIZE:
+            if meta.DECAY > 0:
                 z *= tl.sum(whole, axis=0)
             z += tl.sum(tl.cast(k_c, tl.float32) * leave, axis=0)
-        if DECAY > 0:
-            done = first + C - start
-            if (done % CHUNK == 0) | (start + done >= end):
-                block = (slot + (done - 1) // CHUNK) * HV + hv
-                tl.store(states + block * V * K + i_v[:, None] * K + i_k[None, :], S, mask=in_s)
-                if NORMALIZE:
-                    tl.store(normalizers + block * K + i_k, z, mask=in_k)
+        if meta.DECAY > 0:
+            done = first + meta.C - start
+            if (done % BLOCK == 0) | (start + done >= end):
+                block = slot + (done - 1) // BLOCK
+                at, inside = state_tile(block, head, values, keys)
+                tl.store(reads.S + at, S, mask=inside)
+                if meta.NORMALIZE:
+                    at, inside = normalizer_tile(block, head, keys)
+                    tl.store(reads.z + at, z, mask=inside)
 
 
 @triton.jit
 def dk_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]; None without decay and dr
-    v,  # [B, T, HV, V]
-    w,  # [B, T, HV], with dr, or None
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    do,  # [B, T, HV, V]
-    dd,  # [B, T, HV] or None
-    dr,  # [B, T, HV, V] or None
-    dq,  # [B, T, HV, K] float32; None unless the decay is one for each channel
-    dk_read,  # [B, T, HV, K] float32, of reads by k, or None
-    db,  # [tiles of K, B, T, HV] float32, of reads; None unless the decay is one for each head
-    states,  # [slots, HV, V, K] or None
-    normalizers,  # [slots, HV, K] float32 or None
-    dST,  # [N, HV, K, V]; None for zeros
-    dzT,  # [N, HV, K] or None
-    dk,  # [B, T, HV, K]
-    dg,  # [tiles of K, B, T, HV] or [B, T, HV, K] float32, or None
-    dz0,  # [N, HV, K] or None
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    tokens,  # B * T
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows,  # Rows; k is None without decay and gradient of e, and beta without the latter
+    d_out,  # Outputs, as above
+    reads,  # Reads, of which dq is None unless the decay is one for each channel
+    d_states,  # States: those after are given, those before are computed
+    d_rows,  # Rows, of which k and g are computed, g [tiles of K, B, T, HV] or [B, T, HV, K] float32, or None
+    call,  # Call
+    meta: tl.constexpr,
 ):
     """Holds dS^T [BV, BK] for all value channels and the i-th tile of key channels."""
-    n, hv, tile = program(HV, (K + BK - 1) // BK)
-    h = hv // (HV // H)
-    i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    slot = block_slot(cu_seqlens, start, n, T, CHUNK)
-    in_s = in_v[:, None] & in_k[None, :]
-    dS = tl.zeros([BV, BK], tl.float32)
-    if dST is not None:
-        i_s = (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None]
-        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
-    if NORMALIZE:
-        dz = tl.load(dzT + (n * HV + hv) * K + i_k, mask=in_k, other=0.0)
-    rows = tl.arange(0, C)  # of keys; columns are queries
-    tail = tl.zeros([1, BK if DECAY == 2 else 1], tl.float32)
-    chunks = tl.cast((end - start + C - 1) // C, tl.int32)
+    n, head, key_head, tile = program(meta.K, meta.BK, meta)
+    keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    start, end = sequence_bounds(call, n)
+    slot = block_slot(call, start, n)
+    dS = tl.zeros([meta.BV, meta.BK], tl.float32)
+    if d_states.ST is not None:
+        i_s, in_s = turned_state_tile(n, head, keys, values)
+        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    if meta.NORMALIZE:
+        i_z, in_z = normalizer_tile(n, head, keys)
+        dz = tl.load(d_states.zT + i_z, mask=in_z, other=0.0)
+    lines = tl.arange(0, meta.C)  # of keys; columns are queries
+    tail = tl.zeros([1, meta.BK if meta.DECAY == 2 else 1], tl.float32)
+    chunks = tl.cast((end - start + meta.C - 1) // meta.C, tl.int32)
     for back in range(chunks):
-        done = (chunks - tl.cast(back, tl.int64)) * C  # tokens up to the end of this chunk
-        if DECAY > 0:  # noqa: SIM102  (one is known at compile time, the other is not)
-            if (done % CHUNK == 0) | (back == 0):
-                block = (slot + (done - 1) // CHUNK) * HV + hv
-                S = tl.load(states + block * V * K + i_v[:, None] * K + i_k[None, :], mask=in_s, other=0.0)
+        done = (chunks - tl.cast(back, tl.int64)) * meta.C  # tokens up to the end of this chunk
+        if meta.DECAY > 0:  # noqa: SIM102  (one is known at compile time, the other is not)
+            if (done % BLOCK == 0) | (back == 0):
+                block = slot + (done - 1) // BLOCK
+                at, inside = state_tile(block, head, values, keys)
+                S = tl.load(reads.S + at, mask=inside, other=0.0)
                 end_sum = tl.sum(S * dS, axis=0)[None, :]
-                if NORMALIZE:
-                    end_sum += (tl.load(normalizers + block * K + i_k, mask=in_k, other=0.0) * dz)[None, :]
-                tail = end_sum if DECAY == 2 else tl.sum(end_sum, axis=1)[:, None]
-        t = start + done - C + rows
-        in_t = t < end
-        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        if k is not None:
-            k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        v_c = load_rows(v, t, in_t, hv, HV, i_v, in_v, V)
-        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
+                if meta.NORMALIZE:
+                    at, inside = normalizer_tile(block, head, keys)
+                    end_sum += (tl.load(reads.z + at, mask=inside, other=0.0) * dz)[None, :]
+                tail = end_sum if meta.DECAY == 2 else tl.sum(end_sum, axis=1)[:, None]
+        t = start + done - meta.C + lines
+        tokens = (t, t < end)
+        q_c = load_rows(rows.q, tokens, key_head, keys)
+        if rows.k is not None:
+            k_c = load_rows(rows.k, tokens, key_head, keys)
+        v_c = load_rows(rows.v, tokens, head, values)
+        do_c = load_rows(d_out.o, tokens, head, values)
         gates, enter, leave = 0.0, 1.0, 1.0
-        if DECAY > 0:
-            gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-        P = scale * split_dot(v_c, tl.trans(do_c), PARTS, PRECISION)
-        dk_c = split_dot(v_c, tl.cast(dS, v_c.dtype), PARTS, PRECISION)
-        if NORMALIZE:
-            dd_c = tl.load(dd + t * HV + hv, mask=in_t, other=0.0)
+        if meta.DECAY > 0:
+            gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
+        P = call.scale * split_dot(v_c, tl.trans(do_c), meta.PARTS, meta.PRECISION)
+        dk_c = split_dot(v_c, tl.cast(dS, v_c.dtype), meta.PARTS, meta.PRECISION)
+        if meta.NORMALIZE:
+            dd_c = load_numbers(d_out.den, tokens, head)
             P += dd_c[None, :]
             dk_c += dz[None, :]
-        P = tl.where(rows[:, None] <= rows[None, :], P, 0.0)
-        dk_c = add_within(dk_c * leave, P, q_c, gates, C, DECAY, True, PRECISION)
-        if dr is not None:
-            dr_c = load_rows(dr, t, in_t, hv, HV, i_v, in_v, V)
-            R = split_dot(v_c, tl.trans(dr_c), PARTS, PRECISION)
-            R = tl.where(rows[:, None] < rows[None, :], -R, 0.0)
-            dk_c = add_within(dk_c, R, k_c, gates, C, DECAY, True, PRECISION)
-        i_t = (t[:, None] * HV + hv) * K + i_k[None, :]
-        in_tk = in_t[:, None] & in_k[None, :]
+        P = tl.where(lines[:, None] <= lines[None, :], P, 0.0)
+        dk_c = add_within(dk_c * leave, P, q_c, gates, True, meta)
+        if d_out.e is not None:
+            dr_c = load_rows(d_out.e, tokens, head, values)
+            R = split_dot(v_c, tl.trans(dr_c), meta.PARTS, meta.PRECISION)
+            R = tl.where(lines[:, None] < lines[None, :], -R, 0.0)
+            dk_c = add_within(dk_c, R, k_c, gates, True, meta)
         dk_all = dk_c
-        if dr is not None:
-            dk_c *= tl.cast(tl.load(w + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
-            read_c = tl.load(dk_read + i_t, mask=in_tk, other=0.0)
+        if d_out.e is not None:
+            dk_c *= tl.cast(load_numbers(rows.beta, tokens, head), tl.float32)[:, None]
+            read_c = load_rows(reads.dk, tokens, head, keys)
             dk_all = dk_c + read_c
-        tl.store(dk + i_t, tl.cast(dk_all, dk.dtype.element_ty), mask=in_tk)
-        if DECAY > 0:
+        store_rows(d_rows.k, dk_all, tokens, head, keys)
+        if meta.DECAY > 0:
             written = tl.cast(k_c, tl.float32) * dk_c
-            if DECAY == 2:
-                db_c = tl.cast(q_c, tl.float32) * tl.load(dq + i_t, mask=in_tk, other=0.0) - written
-                if dr is not None:
+            if meta.DECAY == 2:
+                db_c = tl.cast(q_c, tl.float32) * load_rows(reads.dq, tokens, head, keys) - written
+                if d_out.e is not None:
                     db_c += tl.cast(k_c, tl.float32) * read_c
                 total = tl.sum(db_c, axis=0)[None, :]
                 dg_c = total - tl.cumsum(db_c, axis=0) + db_c + tail
-                tl.store(dg + i_t, tl.where(gates < SHUT, 0.0, dg_c), mask=in_tk)
+                store_rows(d_rows.g, tl.where(gates < SHUT, 0.0, dg_c), tokens, head, keys)
                 tail += total
             else:  # cumsum in one dimension, sums in two: Triton 3.6 compiles nothing else, for sm_100
-                i_g = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
-                db_c = tl.load(db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
+                i_g, in_t = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0], t < end
+                db_c = tl.load(reads.db + i_g, mask=in_t, other=0.0) - tl.sum(written, axis=1)
                 total = tl.sum(db_c[:, None], axis=0)[:, None]
                 dg_c = total + tail + (db_c - tl.cumsum(db_c, axis=0))[:, None]
                 shut = gates[:, None] < SHUT  # type: ignore[index]
-                tl.store(dg + i_g[:, None], tl.where(shut, 0.0, dg_c), mask=in_t[:, None])
+                tl.store(d_rows.g + i_g[:, None], tl.where(shut, 0.0, dg_c), mask=in_t[:, None])
                 tail += total
             dS *= whole
-        dS += scale * write_transposed(q_c, do_c, enter, DECAY, PRECISION)
-        if dr is not None:
-            dS -= write_transposed(k_c, dr_c, enter, DECAY, PRECISION)
-        if NORMALIZE:
-            if DECAY > 0:
+        dS += call.scale * write_transposed(q_c, do_c, enter, meta.DECAY, meta.PRECISION)
+        if d_out.e is not None:
+            dS -= write_transposed(k_c, dr_c, enter, meta.DECAY, meta.PRECISION)
+        if meta.NORMALIZE:
+            if meta.DECAY > 0:
                 dz *= tl.sum(whole, axis=0)
             dz += tl.sum(tl.cast(q_c, tl.float32) * enter * dd_c[:, None], axis=0)
-    if NORMALIZE:
-        tl.store(dz0 + (n * HV + hv) * K + i_k, dz, mask=in_k)
+    if meta.NORMALIZE:
+        tl.store(d_states.z0 + i_z, dz, mask=in_z)
 
 
-def _constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype, reads: bool) -> dict:
-    """Compile-time arguments and launch options; those of narrow heads that are read twice save registers."""
-    _, by_key = additive_constants(H, HV, K, V, decay, dtype)
-    if reads and decay and V <= 64:
-        by_key |= {"C": min(by_key["C"], 32)} if decay == SCALAR else {"num_warps": 8}
-    return by_key
+def _constants(rows: Rows, V: int, reads: bool) -> Constants:
+    """How both kernels are compiled and launched; those of narrow heads that are read twice save registers."""
+    (H, K), HV, decay = rows.q.shape[2:], rows.v.shape[2], decay_kind(rows.g)
+    _, (meta, options) = additive_constants(H, HV, K, V, decay, rows.q.dtype)
+    if reads and V <= 64 and decay == SCALAR:
+        meta = meta._replace(C=min(meta.C, 32))
+    elif reads and V <= 64 and decay == VECTOR:
+        options["num_warps"] = 8
+    return Constants(meta, options)
 
 
 def query_and_key_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    S: Tensor,
-    z: Tensor | None,
-    do: Tensor,
-    dd: Tensor | None,
-    dST: Tensor | None,
-    dzT: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float = 1.0,
-    w: Tensor | None = None,
-    dr: Tensor | None = None,
+    rows: Rows, states: States, d_out: Outputs, d_states: States, call: Call
 ) -> tuple[Tensor, Tensor, Any, Any]:
     """dq, dk, dg and dz0, of which the last two may be None; all tensors are contiguous.
 
-    `do` and `dd` are the gradients of the numerator and the denominator, `dST` and `dzT` those of the final state. `w`
-    [B, T, HV] and `dr` [B, T, HV, V] are those of the delta rule; see the module's docstring.
+    Args:
+        rows: q, k, v and g; for the delta rule errors as v, and beta.
+        states: the states before sequences.
+        d_out: gradients of the numerator and the denominator; for the delta rule those of the errors, too.
+        d_states: gradients of the states after sequences.
+        call: the sequences.
     """
-    (B, T, H, K), (N, HV, _, V) = q.shape, S.shape
-    decay, normalize = decay_kind(g), z is not None
-    by_key = _constants(H, HV, K, V, decay, q.dtype, dr is not None)
-    tiles = triton.cdiv(K, by_key["BK"])
-    slots = (B * triton.cdiv(T, CHUNK) if cu_seqlens is None else B * T // CHUNK + N) if decay else 0
-    states = q.new_empty(slots, HV, V, K) if decay else None
-    normalizers = S.new_empty(slots, HV, K) if decay and normalize else None
-    out = q if H == HV else S  # the sum over a group is taken in float32
+    S, z = states.S0, states.z0
+    (B, T, H, K), (N, HV, _, V) = rows.q.shape, S.shape
+    decay, normalize = decay_kind(rows.g), z is not None
+    meta, options = _constants(rows, V, d_out.e is not None)
+    tiles = triton.cdiv(K, meta.BK)
+    out = rows.q if H == HV else S  # the sum over a group is taken in float32
     dk, dz0 = out.new_empty(B, T, HV, K), None if z is None else torch.empty_like(z)
     dq = (S if decay == VECTOR else out).new_empty(B, T, HV, K)
-    dk_read = None if dr is None else S.new_empty(B, T, HV, K)
     db, dg = (S.new_empty(tiles, B, T, HV) if decay == SCALAR else None for _ in range(2))
     if decay == VECTOR:
         dg = S.new_empty(B, T, HV, K)
-    launch, grid = {**by_key, "NORMALIZE": normalize}, (N * HV * tiles,)
-    launcher(dq_kernel, grid)(
-        q if decay == SCALAR else None, k, v, w, g, S, z, do, dd, dr, dq, dk_read, db, states, normalizers,
-        cu_seqlens, scale, tokens_of_sequences(q, S), B * T, **launch,
-    )  # fmt: skip
-    launcher(dk_kernel, grid)(
-        q, None if dr is None and not decay else k, v, w, g, do, dd, dr, dq if decay == VECTOR else None, dk_read, db,
-        states, normalizers, dST, dzT, dk, dg, dz0, cu_seqlens, scale, tokens_of_sequences(q, S), B * T, **launch,
-    )  # fmt: skip
+    slots = (B * triton.cdiv(T, CHUNK) if call.bounds is None else B * T // CHUNK + N) if decay else 0
+    reads = Reads(
+        dq=dq,
+        dk=None if d_out.e is None else S.new_empty(B, T, HV, K),
+        db=db,
+        S=rows.q.new_empty(slots, HV, V, K) if decay else None,
+        z=S.new_empty(slots, HV, K) if decay and normalize else None,
+    )
+    call, grid = call._replace(tokens=B * T), (N * HV * tiles,)
+    meta = meta._replace(NORMALIZE=normalize)
+    read = rows if decay == SCALAR else rows._replace(q=None)
+    launcher(dq_kernel, grid)(read, states, d_out, reads, call, meta=meta, **options)
+    written = rows if decay or d_out.e is not None else rows._replace(k=None)
+    reads = reads if decay == VECTOR else reads._replace(dq=None)
+    d_states = d_states._replace(z0=dz0)
+    launcher(dk_kernel, grid)(written, d_out, reads, d_states, Rows(k=dk, g=dg), call, meta=meta, **options)
     if H != HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
-    dq, dk = (x if x.dtype == q.dtype else x.to(q.dtype) for x in (dq, dk))
+    dq, dk = (x if x.dtype == rows.q.dtype else x.to(rows.q.dtype) for x in (dq, dk))
     return dq, dk, dg.sum(0) if dg is not None and decay == SCALAR else dg, dz0

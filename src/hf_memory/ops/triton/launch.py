@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+
+from hf_memory.ops.triton.arguments import Meta
 
 CHUNK = 64  # tokens of a block; the sum for the gate's gradient restarts at the end of each block
 TILE = 4096  # size of the part of the state that a program holds
@@ -35,63 +39,83 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
-def shared_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, int, int]:
-    """Compile-time arguments of all kernels, and widths of tiles that hold all key channels or all value channels."""
-    constants = {"H": H, "HV": HV, "K": K, "V": V, "DECAY": decay, "PRECISION": precision(dtype)}
-    return constants, *(max(16, triton.next_power_of_2(D)) for D in (K, V))
+class Constants(NamedTuple):
+    """How a kernel is compiled and launched."""
+
+    meta: Meta
+    options: dict[str, int]
 
 
-def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Compile-time arguments and launch options for additive memories, chosen by register counts (kernel_report).
+def width(D: int) -> int:
+    """The width of a tile that holds all of D channels."""
+    return max(16, triton.next_power_of_2(D))
 
-    Returns those of kernels that hold all key channels, and those of kernels that hold all value channels. Four warps
-    share the rows of a chunk of 64 and the tensor cores of Hopper; more warps would compute the same products twice.
+
+def additive_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
+    """How kernels of additive memories are compiled and launched, chosen by register counts (kernel_report).
+
+    Returns those that hold all key channels, and those that hold all value channels. Four warps share the rows of a
+    chunk of 64 and the tensor cores of Hopper; more warps would compute the same products twice.
     """
-    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
+    width_k, width_v = width(K), width(V)
     narrow, wide = dtype != torch.float32, max(width_k, width_v) > 128
     rows = 64 if narrow and decay != VECTOR and not wide else 32 if narrow and decay != VECTOR else 16
     tile = TILE if narrow and max(width_k, width_v) > 64 else TILE // 2
     warps, stages = 8 if wide or not narrow or decay == VECTOR else 4, 2 if rows == 64 else 1
-    common |= {"C": rows, "num_warps": warps, "num_stages": stages}
-    by_value = {**common, "BK": width_k, "BV": min(width_v, max(16, tile // width_k))}
-    by_key = {**common, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "CHUNK": CHUNK}
-    by_value["PARTS"], by_key["PARTS"] = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
+    common = Meta(H, HV, K, V, C=rows, DECAY=decay, PRECISION=precision(dtype))
+    parts_k, parts_v = (max(1, x // 32) if wide or not narrow else 1 for x in (width_k, width_v))
+    tile_k, tile_v = min(width_k, max(16, tile // width_v)), min(width_v, max(16, tile // width_k))
+    warps_by_key = warps
     if decay == VECTOR and narrow and not wide:  # decays by pairs of tokens cost most: compute them once a chunk
-        by_value["BV"], by_key["num_warps"] = width_v, 4
-    return by_value, by_key
+        tile_v, warps_by_key = width_v, 4
+    by_value = common._replace(BK=width_k, BV=tile_v, PARTS=parts_k)
+    by_key = common._replace(BK=tile_k, BV=width_v, PARTS=parts_v)
+    return (
+        Constants(by_value, {"num_warps": warps, "num_stages": stages}),
+        Constants(by_key, {"num_warps": warps_by_key, "num_stages": stages}),
+    )
 
 
-def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[dict, dict]:
+def delta_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
     """The same for the delta rule: of kernels that compute chunks in parallel, and of those that loop over chunks."""
-    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
+    width_k, width_v = width(K), width(V)
     wide = dtype == torch.float32 or width_k > 128
     tile = TILE // 2 if wide else 2 * TILE if decay == VECTOR else TILE
-    common |= {"C": 16 if wide or decay == VECTOR else 32, "BK": width_k, "PARTS": max(1, width_k // 32) if wide else 1}
-    walk = {**common, "BV": min(width_v, max(16, tile // width_k)), "num_warps": 8 if wide else 4}
-    chunk = {name: x for name, x in common.items() if name != "V"}
-    chunk |= {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}
-    return chunk, {**walk, "num_stages": 3 if common["C"] == 32 else 1}
+    C, parts = 16 if wide or decay == VECTOR else 32, max(1, width_k // 32) if wide else 1
+    chunk = Meta(H, HV, K, C=C, BK=width_k, PARTS=parts, DECAY=decay, PRECISION=precision(dtype))
+    walk = chunk._replace(V=V, BV=min(width_v, max(16, tile // width_k)))
+    return (
+        Constants(chunk, {"num_warps": 4 if wide else 2 if decay == VECTOR else 1, "num_stages": 1}),
+        Constants(walk, {"num_warps": 8 if wide else 4, "num_stages": 3 if C == 32 else 1}),
+    )
 
 
-def rank_one_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> tuple[dict, dict]:
+def rank_one_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> tuple[Constants, Constants]:
     """The same with a and b: of the kernel for chunks, which takes key channels in turn, and of gradients."""
-    common, width_k, width_v = shared_constants(HV, HV, K, V, VECTOR, dtype)
+    width_k, width_v = width(K), width(V)
     wide = dtype == torch.float32 or max(width_k, width_v) > 128
-    common = {name: x for name, x in common.items() if name not in ("H", "DECAY")} | {"C": 16, "num_stages": 1}
-    chunk = {name: x for name, x in common.items() if name != "V"}
-    chunk |= {"BK": min(width_k, 32), "num_warps": 2, "num_stages": 2}
     tile = TILE // 2 if wide else 2 * TILE
-    by_key = {**common, "CHUNK": CHUNK, "BK": min(width_k, max(16, tile // width_v)), "BV": width_v, "num_warps": 8}
-    return chunk, {**by_key, "PARTS": max(1, width_v // 32) if wide else 1}
+    chunk = Meta(HV, HV, K, C=16, BK=min(width_k, 32), DECAY=VECTOR, PRECISION=precision(dtype))
+    by_key = chunk._replace(
+        V=V, BK=min(width_k, max(16, tile // width_v)), BV=width_v, PARTS=max(1, width_v // 32) if wide else 1
+    )
+    return Constants(chunk, {"num_warps": 2, "num_stages": 2}), Constants(by_key, {"num_warps": 8, "num_stages": 1})
+
+
+@cache
+def compiled(meta: Any) -> Any:
+    """Constants of a launch as Triton before 3.6 needs them, which takes numbers of a tuple for those of a program."""
+    return type(meta)(*map(tl.constexpr, meta))
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """A function that runs a kernel on the device of its tensors; Triton alone would take the current device."""
 
-    def run(*args, **options) -> None:
-        device = next(x.device for x in (*args, *options.values()) if isinstance(x, Tensor))
+    def run(*args, meta: tuple, **options) -> None:
+        tensors = (x for given in args for x in (given if isinstance(given, tuple) else (given,)))
+        device = next(x.device for x in tensors if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[grid](*args, **options, **REGISTERS)
+            kernel[grid](*args, compiled(meta), **options, **REGISTERS)
 
     return run
 

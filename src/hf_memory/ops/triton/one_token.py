@@ -1,58 +1,50 @@
 """Linear attention and the delta rule for one token, in one kernel that updates the state where it is."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import contiguous, decay_kind, launcher
-from hf_memory.ops.triton.tiles import program, state_tile
+from hf_memory.ops.triton.arguments import Meta, Rows
+from hf_memory.ops.triton.launch import Constants, contiguous, decay_kind, launcher, width
+from hf_memory.ops.triton.tiles import channels, program, state_tile
 
 
 @triton.jit
 def one_token_kernel(
-    q,  # [B, H, K]
-    k,  # [B, H, K]
-    v,  # [B, HV, V]
-    beta,  # [B, HV], or None for linear attention
-    g,  # [B, HV] or [B, HV, K] or None
-    a,  # [B, HV, K], or None for the delta rule without a and b
-    b,  # [B, HV, K] or None
+    rows,  # Rows of one token; beta is None for linear attention, a and b for the delta rule without
     S,  # [B, HV, K, V]
     o,  # [B, HV, V]
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """One token of each row; a program has all keys and BV values of a head."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v, row = i_k < K, i_v < V, n * HV + hv
-    key_row = n * H + hv // (HV // H)
-    at, inside = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    q_t = tl.cast(tl.load(q + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
-    k_t = tl.cast(tl.load(k + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
-    v_t = tl.cast(tl.load(v + row * V + i_v, mask=in_v, other=0.0), tl.float32)
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
+    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    i_k, in_k, K = keys
+    i_v, in_v, V = values
+    row, key_row = n * meta.HV + head[0], n * meta.H + key_head[0]
+    at, inside = state_tile(n, head, keys, values)
+    q_t = tl.cast(tl.load(rows.q + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
+    k_t = tl.cast(tl.load(rows.k + key_row * K + i_k, mask=in_k, other=0.0), tl.float32)
+    v_t = tl.cast(tl.load(rows.v + row * V + i_v, mask=in_v, other=0.0), tl.float32)
     S_t = tl.load(S + at, mask=inside, other=0.0)
-    if beta is not None:
-        strength = tl.cast(tl.load(beta + row), tl.float32)
-    if a is not None:
-        a_t = tl.cast(tl.load(a + row * K + i_k, mask=in_k, other=0.0), tl.float32)
-        b_t = tl.cast(tl.load(b + row * K + i_k, mask=in_k, other=0.0), tl.float32)
+    if rows.beta is not None:
+        strength = tl.cast(tl.load(rows.beta + row), tl.float32)
+    if rows.a is not None:
+        a_t = tl.cast(tl.load(rows.a + row * K + i_k, mask=in_k, other=0.0), tl.float32)
+        b_t = tl.cast(tl.load(rows.b + row * K + i_k, mask=in_k, other=0.0), tl.float32)
         read = tl.sum(S_t * a_t[:, None], axis=0)
-    if DECAY == 1:
-        S_t *= tl.exp(tl.cast(tl.load(g + row), tl.float32))
-    elif DECAY == 2:
-        S_t *= tl.exp(tl.cast(tl.load(g + row * K + i_k, mask=in_k, other=0.0), tl.float32))[:, None]
-    if a is not None:
+    if meta.DECAY == 1:
+        S_t *= tl.exp(tl.cast(tl.load(rows.g + row), tl.float32))
+    elif meta.DECAY == 2:
+        S_t *= tl.exp(tl.cast(tl.load(rows.g + row * K + i_k, mask=in_k, other=0.0), tl.float32))[:, None]
+    if rows.a is not None:
         S_t += b_t[:, None] * read[None, :]
         v_t *= strength
-    elif beta is not None:
+    elif rows.beta is not None:
         v_t = strength * (v_t - tl.sum(S_t * k_t[:, None], axis=0))
     S_t += k_t[:, None] * v_t[None, :]
     tl.store(S + at, S_t, mask=inside)
@@ -60,13 +52,12 @@ def one_token_kernel(
     tl.store(o + row * V + i_v, tl.cast(o_t, o.dtype.element_ty), mask=in_v)
 
 
-def one_token_constants(H: int, HV: int, K: int, V: int, decay: int) -> dict:
-    """Compile-time arguments and launch options: a tile of the state has 4096 numbers, 32 a thread."""
-    width_k, width_v = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
-    tile = min(width_v, max(16, 4096 // width_k))
-    return {
-        "H": H, "HV": HV, "K": K, "V": V, "BK": width_k, "BV": tile, "DECAY": decay, "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
+@cache  # decoding asks for each token
+def one_token_constants(H: int, HV: int, K: int, V: int, decay: int) -> Constants:
+    """How the kernel is compiled and launched: a tile of the state has 4096 numbers, 32 a thread."""
+    width_k = width(K)
+    meta = Meta(H, HV, K, V, BK=width_k, BV=min(width(V), max(16, 4096 // width_k)), DECAY=decay)
+    return Constants(meta, {"num_warps": 4, "num_stages": 1})
 
 
 @torch.library.custom_op("hf_memory::one_token", mutates_args=("state",))
@@ -83,9 +74,9 @@ def one_token(
 ) -> Tensor:
     """o [B, 1, HV, V] of one token of each row, without gradients; `state` [B, HV, K, V] becomes that after it."""
     (B, _, H, K), (HV, V) = k.shape, v.shape[2:]
-    o, constants = torch.empty_like(v), one_token_constants(H, HV, K, V, decay_kind(g))
-    grid = (B * HV * triton.cdiv(V, constants["BV"]),)
-    launcher(one_token_kernel, grid)(*contiguous(q, k, v, beta, g, a, b), state, o, scale, **constants)
+    o, (meta, options) = torch.empty_like(v), one_token_constants(H, HV, K, V, decay_kind(g))
+    rows, grid = Rows(*contiguous(q, k, v, beta, g, a, b)), (B * HV * triton.cdiv(V, meta.BV),)
+    launcher(one_token_kernel, grid)(rows, state, o, scale, meta=meta, **options)
     return o
 
 

@@ -20,12 +20,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_memory.ops.triton.launch import TILE, VECTOR, decay_kind, launcher, shared_constants
-from hf_memory.ops.triton.tiles import decays, load_rows, program, sequence_bounds, write
+from hf_memory.ops.triton.arguments import Call, Meta, Rows
+from hf_memory.ops.triton.launch import TILE, VECTOR, Constants, decay_kind, launcher, precision, width
+from hf_memory.ops.triton.tiles import (
+    channels,
+    decays,
+    load_numbers,
+    load_rows,
+    normalizer_tile,
+    program,
+    sequence_bounds,
+    state_tile,
+    write,
+)
 
 BLOCK = 64  # the length of a segment is a multiple of this
 SHORTEST = 512  # tokens of a segment: in shorter ones, states cost more than tokens
 PROGRAMS = 264  # fills a large GPU: two programs for each of 132 multiprocessors
+PIECE = tl.constexpr(16)  # key channels of a state that `matrix_scan_kernel` reads at once
+SCAN = {"num_warps": 4, "num_stages": 1}
 
 
 class Segments(NamedTuple):
@@ -84,62 +97,46 @@ def cut(cu_seqlens: Tensor | None, B: int, T: int, length: int, like: Tensor) ->
 
 @triton.jit
 def sum_kernel(
-    x,  # [B, T, H, K]
-    y,  # [B, T, HV, V]
-    w,  # [B, T, HV], or None for ones
-    g,  # [B, T, HV] or [B, T, HV, K] or None
+    rows,  # Rows: the sums are over k and v, and over k and beta, or k alone without beta
     own,  # [M, HV, K, V]
     own_z,  # [M, HV, K] or None
     decay,  # [M, HV, K] or None
-    bounds,  # [M + 1] or None
-    scale,
-    T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BACKWARDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    call,  # Call
+    meta: tl.constexpr,
 ):
-    """Sums of scale x y^T and x w, decayed to the end of a segment or BACKWARDS to its start; a tile of values."""
-    m, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(bounds, m, T)
-    S = tl.zeros([BK, BV], tl.float32)
-    z = tl.zeros([BK], tl.float32)
-    past = tl.full([1, BK if DECAY == 2 else 1], 1.0, tl.float32)  # the decay of chunks that were read
-    last = start + (end - start - 1) // C * C
-    for i in range(start, end, C):
-        begin = i if BACKWARDS else start + last - i  # the chunk nearest to the state first
-        t = tl.cast(begin, tl.int64) + tl.arange(0, C)
-        in_t = t < end
-        y_c = load_rows(y, t, in_t, hv, HV, i_v, in_v, V)
-        x_c = load_rows(x, t, in_t, h, H, i_k, in_k, K)
+    """Sums of scale k v^T and k beta, decayed to the end of a segment or BACKWARDS to its start; a tile of values."""
+    m, head, key_head, tile = program(meta.V, meta.BV, meta)
+    keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
+    start, end = sequence_bounds(call, m)
+    S = tl.zeros([meta.BK, meta.BV], tl.float32)
+    z = tl.zeros([meta.BK], tl.float32)
+    past = tl.full([1, meta.BK if meta.DECAY == 2 else 1], 1.0, tl.float32)  # the decay of chunks that were read
+    last = start + (end - start - 1) // meta.C * meta.C
+    for i in range(start, end, meta.C):
+        begin = i if meta.BACKWARDS else start + last - i  # the chunk nearest to the state first
+        t = tl.cast(begin, tl.int64) + tl.arange(0, meta.C)
+        tokens = (t, t < end)
+        v_c = load_rows(rows.v, tokens, head, values)
+        k_c = load_rows(rows.k, tokens, key_head, keys)
         weight = 1.0  # the decay from here to the state
-        if DECAY > 0:
-            _gates, enter, leave, whole = decays(g, t, end, hv, HV, i_k, in_k, K, DECAY)
-            weight = past * (enter if BACKWARDS else leave)
+        if meta.DECAY > 0:
+            _gates, enter, leave, whole = decays(rows.g, t, end, head, keys, meta.DECAY)
+            weight = past * (enter if meta.BACKWARDS else leave)
             past *= whole
-        S += write(x_c, y_c, weight, DECAY, PRECISION)
-        if NORMALIZE:
-            x32 = tl.cast(x_c, tl.float32) * weight
-            if w is not None:
-                x32 *= tl.load(w + t * HV + hv, mask=in_t, other=0.0)[:, None]
-            z += tl.sum(x32, axis=0)
-    i_m = (m * HV + hv) * K
-    tl.store(own + i_m * V + i_k[:, None] * V + i_v[None, :], scale * S, mask=in_k[:, None] & in_v[None, :])
+        S += write(k_c, v_c, weight, meta)
+        if meta.NORMALIZE:
+            k32 = tl.cast(k_c, tl.float32) * weight
+            if rows.beta is not None:
+                k32 *= load_numbers(rows.beta, tokens, head)[:, None]
+            z += tl.sum(k32, axis=0)
+    i_s, in_s = state_tile(m, head, keys, values)
+    tl.store(own + i_s, call.scale * S, mask=in_s)
     if tile == 0:
-        if DECAY > 0:
-            tl.store(decay + i_m + i_k, tl.sum(past, axis=0) + tl.zeros([BK], tl.float32), mask=in_k)
-        if NORMALIZE:
-            tl.store(own_z + i_m + i_k, z, mask=in_k)
+        i_z, in_z = normalizer_tile(m, head, keys)
+        if meta.DECAY > 0:
+            tl.store(decay + i_z, tl.sum(past, axis=0) + tl.zeros([meta.BK], tl.float32), mask=in_z)
+        if meta.NORMALIZE:
+            tl.store(own_z + i_z, z, mask=in_z)
 
 
 @triton.jit
@@ -149,25 +146,20 @@ def scan_kernel(
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
     final,  # [N, HV, K, V]: the state after the last segment, or BACKWARDS before the first
-    first,  # [N + 1] or None
-    segments,  # of each sequence, without `first`
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BACKWARDS: tl.constexpr,
+    call,  # Call of the segments of sequences
+    meta: tl.constexpr,
 ):
     """A tile of key channels, with all value channels, of one sequence and head."""
-    n, hv, tile = program(HV, (K + BK - 1) // BK)
-    i_k, i_v = tile * BK + tl.arange(0, BK), tl.arange(0, BV)
-    in_k = i_k < K
-    in_s, i_s = in_k[:, None] & (i_v < V)[None, :], i_k[:, None] * V + i_v[None, :]
-    start, end = sequence_bounds(first, n, segments)
+    n, head, _, tile = program(meta.K, meta.BK, meta)
+    i_k, in_k, K = channels(tile, meta.BK, meta.K)
+    i_v, in_v, V = channels(0, meta.BV, meta.V)
+    hv, HV = head
+    in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
+    start, end = sequence_bounds(call, n)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
         m = tl.cast(step, tl.int64)
-        if BACKWARDS:
+        if meta.BACKWARDS:
             m = start + end - 1 - m
         i_m = (m * HV + hv) * K
         tl.store(boundary + i_m * V + i_s, S, mask=in_s)
@@ -184,35 +176,29 @@ def matrix_scan_kernel(
     state,  # [N, HV, K, V]
     boundary,  # [M, HV, K, V]: the state before each segment, or BACKWARDS after it
     final,  # [N, HV, K, V]: the state after the last segment, or BACKWARDS before the first
-    first,  # [N + 1] or None
-    segments,  # of each sequence, without `first`
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BJ: tl.constexpr,
-    BACKWARDS: tl.constexpr,
+    call,  # Call of the segments of sequences
+    meta: tl.constexpr,
 ):
     """A tile of value channels of one sequence and head. States are read back in pieces: registers hold no matrix."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
+    n, head, _, tile = program(meta.V, meta.BV, meta)
+    i_k, in_k, K = channels(0, meta.BK, meta.K)
+    i_v, in_v, V = channels(tile, meta.BV, meta.V)
+    hv, HV = head
     in_s, i_s = in_k[:, None] & in_v[None, :], i_k[:, None] * V + i_v[None, :]
-    start, end = sequence_bounds(first, n, segments)
+    start, end = sequence_bounds(call, n)
     S = tl.load(state + (n * HV + hv) * K * V + i_s, mask=in_s, other=0.0)
     for step in range(start, end):
         m = tl.cast(step, tl.int64)
-        if BACKWARDS:
+        if meta.BACKWARDS:
             m = start + end - 1 - m
         i_m = (m * HV + hv) * K
         tl.store(boundary + i_m * V + i_s, S, mask=in_s)
         tl.debug_barrier()  # all of the state is read below
         S = tl.load(own + i_m * V + i_s, mask=in_s, other=0.0)
-        for j in range(0, K, BJ):
-            i_j = j + tl.arange(0, BJ)
+        for j in range(0, K, PIECE):
+            i_j = j + tl.arange(0, PIECE)
             in_j = i_j < K
-            i_M = i_j[None, :] * K + i_k[:, None] if BACKWARDS else i_k[:, None] * K + i_j[None, :]
+            i_M = i_j[None, :] * K + i_k[:, None] if meta.BACKWARDS else i_k[:, None] * K + i_j[None, :]
             M_j = tl.load(transition + i_m * K + i_M, mask=in_k[:, None] & in_j[None, :], other=0.0)
             i_S = i_m * V + i_j[:, None] * V + i_v[None, :]
             S_j = tl.load(boundary + i_S, mask=in_j[:, None] & in_v[None, :], other=0.0)
@@ -220,53 +206,31 @@ def matrix_scan_kernel(
     tl.store(final + (n * HV + hv) * K * V + i_s, S, mask=in_s)
 
 
-def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of `sum_kernel`."""
-    common, width_k, width_v = shared_constants(H, HV, K, V, decay, dtype)
+def sum_constants(H: int, HV: int, K: int, V: int, decay: int, dtype: torch.dtype) -> Constants:
+    """How `sum_kernel` is compiled and launched."""
+    width_k = width(K)
     is_large = decay == VECTOR and dtype == torch.float32 and width_k > 128  # for 99 KB of shared memory
     is_small = decay != VECTOR and dtype != torch.float32 and width_k <= 128
+    tile = min(width(V), max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
     C = 16 if is_large else 64 if is_small else 32
-    tile = min(width_v, max(16, (TILE if dtype == torch.float32 else 2 * TILE) // width_k))
-    return {**common, "C": C, "BK": width_k, "BV": tile, "num_warps": 8, "num_stages": 2}
+    meta = Meta(H, HV, K, V, C=C, BK=width_k, BV=tile, DECAY=decay, PRECISION=precision(dtype))
+    return Constants(meta, {"num_warps": 8, "num_stages": 2})
 
 
-def scan_constants(HV: int, K: int, V: int) -> dict:
-    """Compile-time arguments and launch options of `scan_kernel`."""
+def scan_meta(HV: int, K: int, V: int) -> Meta:
+    """What `scan_kernel` is compiled for."""
     width_k, width_v = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    return {
-        "HV": HV, "K": K, "V": V, "BK": min(width_k, max(1, 1024 // width_v)), "BV": width_v,
-        "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
-
-
-def matrix_scan_constants(HV: int, K: int, V: int) -> dict:
-    """Compile-time arguments and launch options of `matrix_scan_kernel`."""
-    return {
-        "HV": HV, "K": K, "V": V, "BK": max(16, triton.next_power_of_2(K)), "BV": 16, "BJ": 16,
-        "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
+    return Meta(HV, HV, K, V, BK=min(width_k, max(1, 1024 // width_v)), BV=width_v)
 
 
 def boundary_states(
-    segments: Segments,
-    x: Tensor,
-    y: Tensor,
-    w: Tensor | None,
-    g: Tensor | None,
-    S: Tensor,
-    z: Tensor | None,
-    *,
-    scale: float = 1.0,
-    backwards: bool = False,
+    segments: Segments, rows: Rows, S: Tensor, z: Tensor | None, *, scale: float = 1.0, backwards: bool = False
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """States of linear attention before each segment and after all, or gradients of states after each and before all.
 
     Args:
         segments: M segments of N sequences.
-        x: keys [B, T, H, K], or queries for gradients.
-        y: values [B, T, HV, V], or gradients of outputs.
-        w: the weights of the normaliser, [B, T, HV]; None for ones.
-        g: decay [B, T, HV], [B, T, HV, K] or None.
+        rows: k, v, g and for the normaliser beta, None for ones; for gradients q and the gradients of outputs instead.
         S: the state before each sequence, or the gradient after it, [N, HV, K, V].
         z: the same of the normaliser [N, HV, K], or None.
         scale: factor of products of keys and values.
@@ -277,12 +241,13 @@ def boundary_states(
     """
     M, (_, HV, K, V) = segments.number, S.shape
     own, own_z = S.new_empty(M, HV, K, V), None if z is None else S.new_empty(M, HV, K)
-    kind = decay_kind(g)
+    kind = decay_kind(rows.g)
     decay = S.new_empty(M, HV, K) if kind else None
-    constants = sum_constants(x.shape[2], HV, K, V, kind, x.dtype)
-    launcher(sum_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-        x, y, w, g, own, own_z, decay, segments.bounds, scale, tokens_of_sequences(x, own),
-        **constants, NORMALIZE=z is not None, BACKWARDS=backwards,
+    meta, options = sum_constants(rows.k.shape[2], HV, K, V, kind, rows.k.dtype)
+    meta = meta._replace(NORMALIZE=z is not None, BACKWARDS=backwards)
+    call = Call(segments.bounds, tokens_of_sequences(rows.k, own), scale)
+    launcher(sum_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
+        rows, own, own_z, decay, call, meta=meta, **options
     )  # fmt: skip
     states, final = _scan(own, decay, S, segments, backwards)
     if z is None or own_z is None:
@@ -295,9 +260,10 @@ def _scan(
     own: Tensor, decay: Tensor | None, state: Tensor, segments: Segments, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     N, HV, K, V = state.shape
-    states, final, constants = torch.empty_like(own), torch.empty_like(state), scan_constants(HV, K, V)
-    launcher(scan_kernel, (N * HV * triton.cdiv(K, constants["BK"]),))(
-        own, decay, state, states, final, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
+    states, final = torch.empty_like(own), torch.empty_like(state)
+    meta, call = scan_meta(HV, K, V)._replace(BACKWARDS=backwards), Call(segments.first, own.shape[0] // N)
+    launcher(scan_kernel, (N * HV * triton.cdiv(K, meta.BK),))(
+        own, decay, state, states, final, call, meta=meta, **SCAN
     )
     return states, final
 
@@ -315,8 +281,9 @@ def boundary_states_of(
         backwards: whether to compute gradients.
     """
     N, HV, K, V = state.shape
-    states, final, constants = torch.empty_like(own), torch.empty_like(state), matrix_scan_constants(HV, K, V)
-    launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, constants["BV"]),))(
-        own, transition, state, states, final, segments.first, own.shape[0] // N, **constants, BACKWARDS=backwards
+    states, final = torch.empty_like(own), torch.empty_like(state)
+    meta = Meta(HV, HV, K, V, BK=width(K), BV=16, BACKWARDS=backwards)
+    launcher(matrix_scan_kernel, (N * HV * triton.cdiv(V, meta.BV),))(
+        own, transition, state, states, final, Call(segments.first, own.shape[0] // N), meta=meta, **SCAN
     )
     return states, final

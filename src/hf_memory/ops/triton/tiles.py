@@ -1,4 +1,8 @@
-"""Functions that kernels share: program indices, loads and stores, decays, scores and small triangular systems."""
+"""Functions that kernels share: program indices, loads and stores, decays, scores and small triangular systems.
+
+They take what belongs together in tuples: tokens (t, in_t) and channels (i, in_i, D) with the masks of those that
+exist, and a head (h, heads).
+"""
 
 import triton
 import triton.language as tl
@@ -8,62 +12,114 @@ SHUT = tl.constexpr(-16384.0)  # 2^SHUT is zero, and a sum of 64 such gates is e
 
 
 @triton.jit
-def program(HEADS: tl.constexpr, TILES: tl.constexpr):
-    """Sequence (int64), head and tile of this program among sequences * HEADS * TILES; tiles of a head are adjacent."""
+def program(D: tl.constexpr, B: tl.constexpr, meta: tl.constexpr):
+    """Sequence (int64), head of values, head of its keys, and tile of B of D channels; tiles of a head are adjacent."""
+    TILES: tl.constexpr = (D + B - 1) // B
     i = tl.program_id(0)
-    return tl.cast(i // (HEADS * TILES), tl.int64), i // TILES % HEADS, i % TILES
+    hv = i // TILES % meta.HV
+    return tl.cast(i // (meta.HV * TILES), tl.int64), (hv, meta.HV), (hv // (meta.HV // meta.H), meta.H), i % TILES
 
 
 @triton.jit
-def sequence_bounds(cu_seqlens, n, T):
+def channels(tile, B: tl.constexpr, D: tl.constexpr):
+    """The channels of a tile of B among D."""
+    i = tile * B + tl.arange(0, B)
+    return i, i < D, D
+
+
+@triton.jit
+def sequence_bounds(call, n):
     """First token of sequence n, and the one after its last, among all rows."""
-    if cu_seqlens is not None:
-        start = tl.cast(tl.load(cu_seqlens + n), tl.int64)
-        end = tl.cast(tl.load(cu_seqlens + n + 1), tl.int64)
+    if call.bounds is not None:
+        start = tl.cast(tl.load(call.bounds + n), tl.int64)
+        end = tl.cast(tl.load(call.bounds + n + 1), tl.int64)
     else:
-        start = n * T
-        end = start + T
+        start = n * call.T
+        end = start + call.T
     return start, end
 
 
 @triton.jit
-def chunk_bounds(bounds, c, T, C: tl.constexpr):
+def chunk_bounds(call, c, C: tl.constexpr):
     """First token of chunk c, and the one after its last: of packed sequences by their bounds, else of rows of T."""
-    if bounds is not None:
-        start, end = sequence_bounds(bounds, c, T)
+    if call.bounds is not None:
+        start, end = sequence_bounds(call, c)
     else:
-        chunks = (T + C - 1) // C
-        start = c // chunks * T + c % chunks * C
-        end = tl.minimum(start + C, c // chunks * T + T)
+        chunks = (call.T + C - 1) // C
+        start = c // chunks * call.T + c % chunks * C
+        end = tl.minimum(start + C, c // chunks * call.T + call.T)
     return start, end
 
 
 @triton.jit
-def load_rows(x, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+def rows_tile(tokens, head, channels):
+    """Offsets of x[t, h, i] in a tensor [tokens, heads, D], and the mask of those that exist."""
+    t, in_t = tokens
+    h, heads = head
+    i, in_i, D = channels
+    return (t[:, None] * heads + h) * D + i[None, :], in_t[:, None] & in_i[None, :]
+
+
+@triton.jit
+def load_rows(x, tokens, head, channels):
     """x[t, h, i] of a tensor [tokens, heads, D], zero outside."""
-    return tl.load(x + (t[:, None] * heads + h) * D + i[None, :], mask=in_t[:, None] & in_i[None, :], other=0.0)
+    at, inside = rows_tile(tokens, head, channels)
+    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(x, value, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+def store_rows(x, value, tokens, head, channels):
     """The inverse of `load_rows`."""
-    at = (t[:, None] * heads + h) * D + i[None, :]
-    tl.store(x + at, tl.cast(value, x.dtype.element_ty), mask=in_t[:, None] & in_i[None, :])
+    at, inside = rows_tile(tokens, head, channels)
+    tl.store(x + at, tl.cast(value, x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K: tl.constexpr, V: tl.constexpr):
+def load_numbers(x, tokens, head):
+    """x[t, h] of a tensor [tokens, heads], zero outside."""
+    t, in_t = tokens
+    h, heads = head
+    return tl.load(x + t * heads + h, mask=in_t, other=0.0)
+
+
+@triton.jit
+def store_numbers(x, value, tokens, head):
+    """The inverse of `load_numbers`."""
+    t, in_t = tokens
+    h, heads = head
+    tl.store(x + t * heads + h, tl.cast(value, x.dtype.element_ty), mask=in_t)
+
+
+@triton.jit
+def state_tile(n, head, keys, values):
     """Offsets of S[n, hv, i_k, i_v] in states [N, HV, K, V], and the mask of those that exist."""
+    hv, HV = head
+    i_k, in_k, K = keys
+    i_v, in_v, V = values
     return (n * HV + hv) * K * V + i_k[:, None] * V + i_v[None, :], in_k[:, None] & in_v[None, :]
 
 
 @triton.jit
-def load_gates(g, t, in_t, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+def turned_state_tile(n, head, keys, values):
+    """The same as `state_tile` for a tile S^T."""
+    hv, HV = head
+    i_k, in_k, K = keys
+    i_v, in_v, V = values
+    return (n * HV + hv) * K * V + i_k[None, :] * V + i_v[:, None], in_v[:, None] & in_k[None, :]
+
+
+@triton.jit
+def normalizer_tile(n, head, keys):
+    """Offsets of z[n, hv, i_k] in normalisers [N, HV, K], and the mask of those that exist."""
+    hv, HV = head
+    i_k, in_k, K = keys
+    return (n * HV + hv) * K + i_k, in_k
+
+
+@triton.jit
+def load_gates(g, tokens, head, keys, DECAY: tl.constexpr):
     """Gates g [C] or [C, BK] with base two, zero outside."""
-    if DECAY == 2:
-        gates = load_rows(g, t, in_t, hv, HV, i_k, in_k, K)
-    else:
-        gates = tl.load(g + t * HV + hv, mask=in_t, other=0.0)
+    gates = load_rows(g, tokens, head, keys) if DECAY == 2 else load_numbers(g, tokens, head)
     return tl.cast(gates, tl.float32) * LOG2E
 
 
@@ -91,19 +147,19 @@ def decay_from_here(following, DECAY: tl.constexpr):
 
 
 @triton.jit
-def decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
-    """`decay_from_here` for the tokens t of a chunk, where `has_next` says whether the next token is in the chunk."""
-    return decay_from_here(load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY), DECAY)
+def decay_to_end(g, t, end, head, keys, DECAY: tl.constexpr):
+    """`decay_from_here` for the tokens t of a chunk."""
+    has_next = (t + 1 < end) & (tl.arange(0, t.shape[0]) < t.shape[0] - 1)  # in the chunk
+    return decay_from_here(load_gates(g, (t + 1, has_next), head, keys, DECAY), DECAY)
 
 
 @triton.jit
-def decays(g, t, end, hv, HV, i_k, in_k, K: tl.constexpr, DECAY: tl.constexpr):
+def decays(g, t, end, head, keys, DECAY: tl.constexpr):
     """Gates of a chunk, and its decays: to each token, from each, and of the whole."""
-    gates = load_gates(g, t, t < end, hv, HV, i_k, in_k, K, DECAY)
-    has_next = (t + 1 < end) & (t < tl.max(t, axis=0))  # in the chunk
-    following = load_gates(g, t + 1, has_next, hv, HV, i_k, in_k, K, DECAY)
+    gates = load_gates(g, (t, t < end), head, keys, DECAY)
+    leave = decay_to_end(g, t, end, head, keys, DECAY)
     enter, whole = decay_to_here(gates, DECAY)
-    return gates, enter, decay_from_here(following, DECAY), whole
+    return gates, enter, leave, whole
 
 
 @triton.jit
@@ -133,24 +189,24 @@ def split_dot(x, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def read(x, S, decay, DECAY: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def read(x, S, decay, meta: tl.constexpr):
     """(x decay) S [C, BV] for x [C, BK] and decay [C, 1] or [C, BK]; operands stay as loaded if they can."""
-    if DECAY == 2:
-        return split_dot(tl.cast(x * decay, x.dtype), tl.cast(S, x.dtype), PARTS, PRECISION)
-    y = split_dot(x, tl.cast(S, x.dtype), PARTS, PRECISION)
-    if DECAY == 1:
+    if meta.DECAY == 2:
+        return split_dot(tl.cast(x * decay, x.dtype), tl.cast(S, x.dtype), meta.PARTS, meta.PRECISION)
+    y = split_dot(x, tl.cast(S, x.dtype), meta.PARTS, meta.PRECISION)
+    if meta.DECAY == 1:
         y *= decay
     return y
 
 
 @triton.jit
-def write(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+def write(x, y, decay, meta: tl.constexpr):
     """(x decay)^T y [BK, BV] for x [C, BK], y [C, BV] of one dtype, and decay [C, 1] or [C, BK]."""
-    if DECAY == 2:
+    if meta.DECAY == 2:
         x = tl.cast(x * decay, x.dtype)
-    elif DECAY == 1:
+    elif meta.DECAY == 1:
         y = tl.cast(y * decay, y.dtype)
-    return tl.dot(tl.trans(x), y, input_precision=PRECISION)
+    return tl.dot(tl.trans(x), y, input_precision=meta.PRECISION)
 
 
 @triton.jit
@@ -164,19 +220,19 @@ def write_transposed(x, y, decay, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, y, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+def load_pairs(x, y, tokens, head, channels):
     """Rows of x, then those of y: `load_rows` for t [2 C], which has the same tokens twice."""
-    at = (t[:, None] * heads + h) * D + i[None, :]
-    is_x = (tl.arange(0, t.shape[0]) < t.shape[0] // 2)[:, None]
-    return tl.load(tl.where(is_x, x + at, y + at), mask=in_t[:, None] & in_i[None, :], other=0.0)
+    at, inside = rows_tile(tokens, head, channels)
+    is_x = (tl.arange(0, at.shape[0]) < at.shape[0] // 2)[:, None]
+    return tl.load(tl.where(is_x, x + at, y + at), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_pairs(x, y, value, t, in_t, h, heads, i, in_i, D: tl.constexpr):
+def store_pairs(x, y, value, tokens, head, channels):
     """The inverse of `load_pairs`, for x and y of one dtype."""
-    at = (t[:, None] * heads + h) * D + i[None, :]
-    is_x = (tl.arange(0, t.shape[0]) < t.shape[0] // 2)[:, None]
-    tl.store(tl.where(is_x, x + at, y + at), tl.cast(value, x.dtype.element_ty), mask=in_t[:, None] & in_i[None, :])
+    at, inside = rows_tile(tokens, head, channels)
+    is_x = (tl.arange(0, at.shape[0]) < at.shape[0] // 2)[:, None]
+    tl.store(tl.where(is_x, x + at, y + at), tl.cast(value, x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -232,25 +288,22 @@ def scores_by_level(x, y, gates, C: tl.constexpr, OF_KEYS: tl.constexpr, PRECISI
 
 
 @triton.jit
-def scores(
-    q, k, gates, C: tl.constexpr, DECAY: tl.constexpr, OF_KEYS: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def scores(q, k, gates, OF_KEYS: tl.constexpr, meta: tl.constexpr):
     """A [C, C] without scale; rows are queries, or keys if OF_KEYS (a transposed product was wrong on Hopper)."""
-    rows = tl.arange(0, C)
+    rows = tl.arange(0, meta.C)
     if OF_KEYS:
         x, y = k, q
         seen = rows[:, None] <= rows[None, :]
     else:
         x, y = q, k
         seen = rows[:, None] >= rows[None, :]
-    if DECAY == 2:
+    if meta.DECAY == 2:
         same = tl.sum(tl.cast(x, tl.float32) * tl.cast(y, tl.float32), axis=1)
-        A = scores_by_level(x, y, gates, C, OF_KEYS, PRECISION)
+        A = scores_by_level(x, y, gates, meta.C, OF_KEYS, meta.PRECISION)
         A = tl.where(rows[:, None] == rows[None, :], same[:, None], A)
     else:
-        A = split_dot(x, tl.trans(y), PARTS, PRECISION)
-        if DECAY == 1:
+        A = split_dot(x, tl.trans(y), meta.PARTS, meta.PRECISION)
+        if meta.DECAY == 1:
             A = decay_between(A, gates, OF_KEYS)
         A = tl.where(seen, A, 0.0)
     return A

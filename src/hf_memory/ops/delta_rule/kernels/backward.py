@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 
 from hf_memory.ops.triton.tiles import (
+    channels,
     decay_to_end,
     decay_to_here,
     load_gates,
+    load_numbers,
     load_rows,
     program,
     read,
@@ -19,70 +21,47 @@ from hf_memory.ops.triton.tiles import (
 
 @triton.jit
 def solve_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    beta,  # [B, T, HV]
-    g,  # [B, T, HV] or [B, T, HV, K] or None
-    P,  # [B, T, HV, C]
-    W,  # [B, T, HV, C] float32
-    e,  # [B, T, HV, V]; None for the gradient of the state alone
-    do,  # [B, T, HV, V]
-    dST,  # [N, HV, K, V]; None for zeros
-    dv,  # [B, T, HV, V]; None likewise
-    dbeta,  # [tiles of V, B, T, HV] float32; None likewise
-    dS0,  # [N, HV, K, V] or None
-    cu_seqlens,  # [N + 1] or None
-    scale,
-    T,
-    tokens,  # B * T
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows,  # Rows, whose v are the errors; without them for the gradient of the state alone
+    matrices,  # Matrices P and W
+    d_out,  # Outputs
+    d_rows,  # Rows, of which v and beta are computed here, [tiles of V, B, T, HV] float32 for beta; None likewise
+    d_states,  # States: those after are given, those before are computed
+    call,  # Call
+    meta: tl.constexpr,
 ):
     """Holds dS [BK, BV] for all key channels and a tile of value channels, and walks backwards."""
-    n, hv, tile = program(HV, (V + BV - 1) // BV)
-    h = hv // (HV // H)
-    i_k, i_v = tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    in_k, in_v = i_k < K, i_v < V
-    start, end = sequence_bounds(cu_seqlens, n, T)
-    i_s, in_s = state_tile(n, hv, HV, i_k, in_k, i_v, in_v, K, V)
-    dS = tl.zeros([BK, BV], tl.float32)
-    if dST is not None:
-        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
-    rows = tl.arange(0, C)
-    chunks = (end - start + C - 1) // C
+    n, head, key_head, tile = program(meta.V, meta.BV, meta)
+    keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
+    start, end = sequence_bounds(call, n)
+    i_s, in_s = state_tile(n, head, keys, values)
+    dS = tl.zeros([meta.BK, meta.BV], tl.float32)
+    if d_states.ST is not None:
+        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    chunks = (end - start + meta.C - 1) // meta.C
     for back in range(chunks):
-        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * C + rows
-        in_t = t < end
-        q_c = load_rows(q, t, in_t, h, H, i_k, in_k, K)
-        k_c = load_rows(k, t, in_t, h, H, i_k, in_k, K)
-        do_c = load_rows(do, t, in_t, hv, HV, i_v, in_v, V)
-        P_c = load_rows(P, t, in_t, hv, HV, rows, rows < C, C)
-        W_c = load_rows(W, t, in_t, hv, HV, rows, rows < C, C)
-        d_c, enter, leave = scale * tl.dot(tl.trans(P_c), do_c, input_precision=PRECISION), 1.0, 1.0
-        if DECAY > 0:
-            has_next = (t + 1 < end) & (rows < C - 1)
-            leave = decay_to_end(g, t, has_next, hv, HV, i_k, in_k, K, DECAY)
-        d_c += read(k_c, dS, leave, DECAY, PARTS, PRECISION)
-        d_c = tl.dot(tl.trans(W_c), d_c, input_precision=PRECISION)
-        beta_c = tl.cast(tl.load(beta + t * HV + hv, mask=in_t, other=0.0), tl.float32)[:, None]
+        t = start + (chunks - 1 - tl.cast(back, tl.int64)) * meta.C + tl.arange(0, meta.C)
+        tokens = (t, t < end)
+        q_c = load_rows(rows.q, tokens, key_head, keys)
+        k_c = load_rows(rows.k, tokens, key_head, keys)
+        do_c = load_rows(d_out.o, tokens, head, values)
+        P_c = load_rows(matrices.P, tokens, head, own)
+        W_c = load_rows(matrices.W, tokens, head, own)
+        d_c, enter, leave = call.scale * tl.dot(tl.trans(P_c), do_c, input_precision=meta.PRECISION), 1.0, 1.0
+        if meta.DECAY > 0:
+            leave = decay_to_end(rows.g, t, end, head, keys, meta.DECAY)
+        d_c += read(k_c, dS, leave, meta)
+        d_c = tl.dot(tl.trans(W_c), d_c, input_precision=meta.PRECISION)
+        beta_c = tl.cast(load_numbers(rows.beta, tokens, head), tl.float32)[:, None]
         dv_c = tl.cast(beta_c * d_c, k_c.dtype)
-        if dv is not None:
-            store_rows(dv, dv_c, t, in_t, hv, HV, i_v, in_v, V)
-            e_c = tl.cast(load_rows(e, t, in_t, hv, HV, i_v, in_v, V), tl.float32)
-            i_t = (tl.cast(tile, tl.int64) * tokens + t) * HV + hv
-            tl.store(dbeta + i_t, tl.sum(d_c * e_c, axis=1), mask=in_t)
-        if DECAY > 0:
-            enter, whole = decay_to_here(load_gates(g, t, in_t, hv, HV, i_k, in_k, K, DECAY), DECAY)
+        if d_rows.v is not None:
+            store_rows(d_rows.v, dv_c, tokens, head, values)
+            e_c = tl.cast(load_rows(rows.v, tokens, head, values), tl.float32)
+            i_t = (tl.cast(tile, tl.int64) * call.tokens + t) * meta.HV + head[0]
+            tl.store(d_rows.beta + i_t, tl.sum(d_c * e_c, axis=1), mask=t < end)
+        if meta.DECAY > 0:
+            enter, whole = decay_to_here(load_gates(rows.g, tokens, head, keys, meta.DECAY), meta.DECAY)
             dS *= tl.trans(whole)
-        dS += scale * write(q_c, do_c, enter, DECAY, PRECISION)
-        dS -= write(k_c, dv_c, enter, DECAY, PRECISION)
-    if dS0 is not None:
-        tl.store(dS0 + i_s, dS, mask=in_s)
+        dS += call.scale * write(q_c, do_c, enter, meta)
+        dS -= write(k_c, dv_c, enter, meta)
+    if d_states.S0 is not None:
+        tl.store(d_states.S0 + i_s, dS, mask=in_s)

@@ -15,16 +15,17 @@ memory, and the state from the identity with v = 0, which is the segment's trans
 transition of gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 from torch import Tensor
 
 from hf_memory.ops.delta_rule.kernels.backward import solve_kernel
-from hf_memory.ops.delta_rule.kernels.forward import chunk_kernel, forward_kernel
+from hf_memory.ops.delta_rule.kernels.forward import Matrices, chunk_kernel, forward_kernel
+from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
 from hf_memory.ops.triton.gradients import query_and_key_gradients
-from hf_memory.ops.triton.launch import contiguous, decay_kind, delta_constants, launcher, or_empty
+from hf_memory.ops.triton.launch import Constants, contiguous, decay_kind, delta_constants, launcher, or_empty
 from hf_memory.ops.triton.segments import (
     boundary_states_of,
     cut,
@@ -36,20 +37,19 @@ from hf_memory.ops.triton.segments import (
 Walk = Callable[..., None]
 
 
-def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> tuple[dict, dict]:
+def _constants_of(q: Tensor, V: int, HV: int, g: Tensor | None) -> tuple[Constants, Constants]:
     return delta_constants(q.shape[2], HV, q.shape[3], V, decay_kind(g), q.dtype)
 
 
-def _matrices(q, k, beta, g, cu_seqlens, *, backward: bool) -> tuple[Tensor, Tensor]:
+def _matrices(rows: Rows, cu_seqlens: Tensor | None, *, backward: bool) -> Matrices:
     """P and U of every chunk, or P and W for the backward."""
-    (B, T), HV = q.shape[:2], beta.shape[2]
-    constants, _ = _constants_of(q, 1, HV, g)
-    C = constants["C"]
-    P, inverse = (q.new_empty(B, T, HV, C, dtype=dtype) for dtype in (q.dtype, torch.float32))
-    U, W = (None, inverse) if backward else (inverse, None)
-    bounds, chunks = chunks_of(q, cu_seqlens, C)
-    launcher(chunk_kernel, (chunks * HV,))(q, k, beta, g, P, U, W, bounds, T, **constants)
-    return P, inverse
+    q, (B, T, HV) = rows.q, rows.beta.shape
+    (meta, options), _ = _constants_of(q, 1, HV, rows.g)
+    P, inverse = (q.new_empty(B, T, HV, meta.C, dtype=dtype) for dtype in (q.dtype, torch.float32))
+    matrices = Matrices(P, W=inverse) if backward else Matrices(P, U=inverse)
+    bounds, chunks = chunks_of(q, cu_seqlens, meta.C)
+    launcher(chunk_kernel, (chunks * HV,))(rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options)
+    return matrices
 
 
 def chunks_of(q: Tensor, cu_seqlens: Tensor | None, C: int) -> tuple[Tensor | None, int]:
@@ -113,14 +113,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final state, errors, and before each segment the state and of each the transition; empty without."""
     q, k, v, beta, g, S = contiguous(q, k, v, beta, g, S)
-    P, U = _matrices(q, k, beta, g, cu_seqlens, backward=False)
+    rows = Rows(q, k, v, beta, g)
+    matrices = _matrices(rows, cu_seqlens, backward=False)
 
     def walk(v, S0, o, e, ST, bounds):
-        state, matrix = S0 if ST is None else ST, None if o is None else P
+        state = S0 if ST is None else ST
         M, HV, _, V = state.shape
-        _, constants = _constants_of(q, V, HV, g)
-        launcher(forward_kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-            q, k, v, beta, g, S0, matrix, U, o, e, ST, bounds, scale, tokens_of_sequences(q, state), **constants
+        _, (meta, options) = _constants_of(q, V, HV, g)
+        call = Call(bounds, tokens_of_sequences(q, state), scale)
+        given = rows._replace(v=v), matrices._replace(P=None if o is None else matrices.P)
+        launcher(forward_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
+            *given, States(S0, ST), Outputs(o, e=e), call, meta=meta, **options
         )
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
@@ -133,47 +136,45 @@ def _(q, k, v, beta, g, S, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::delta_rule_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    S: Tensor,
-    transition: Tensor | None,
-    e: Tensor,
-    do: Tensor,
-    dST: Tensor | None,
+    rows: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbeta, dg (empty without g) and dS0, from the states before each segment."""
-    q, k, beta, g, do, dST = contiguous(q, k, beta, g, do, dST)
+    """dq, dk, dv, dbeta, dg (empty without g) and dS0.
+
+    `rows` are q, k, the errors, beta and g, `states` those before each segment and the transitions or None, `gradients`
+    those of o and of the final state.
+    """
+    (q, k, e, beta, g), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
     (B, T), (HV, V) = q.shape[:2], e.shape[2:]
-    _, constants = _constants_of(q, V, HV, g)
-    tiles = triton.cdiv(V, constants["BV"])
-    P, W = _matrices(q, k, beta, g, cu_seqlens, backward=True)
+    _, (meta, options) = _constants_of(q, V, HV, g)
+    given, d_out, tiles = Rows(q, k, e, beta, g), Outputs(do), triton.cdiv(V, meta.BV)
+    matrices = _matrices(given, cu_seqlens, backward=True)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
+    call = Call(cu_seqlens, tokens_of_sequences(q, S), scale, B * T)
     dv, dbeta, dS0 = torch.empty_like(e), S.new_empty(tiles, B, T, HV), torch.empty_like(S)
 
-    def solve(dST, dv, dS0):
-        length = tokens_of_sequences(q, S)
-        of_values = (None, dST, None, None) if dv is None else (e, dST, dv, dbeta)
+    def solve(rows, d_rows, d_states):
         launcher(solve_kernel, (S.shape[0] * HV * tiles,))(
-            q, k, beta, g, P, W, of_values[0], do, *of_values[1:], dS0, cu_seqlens, scale, length, B * T, **constants
+            rows, matrices, d_out, d_rows, d_states, call, meta=meta, **options
         )
 
     if segments is not None and transition is not None:
-        solve(None, None, dS0)
+        solve(given._replace(v=None), Rows(), States(dS0))
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    solve(dST, dv, None if segments else dS0)
-    dq, dk, dg, _ = query_and_key_gradients(q, k, e, g, S, None, do, None, dST, None, cu_seqlens, scale, w=beta, dr=dv)
+    solve(given, Rows(v=dv, beta=dbeta), States(None if segments else dS0, dST))
+    dq, dk, dg, _ = query_and_key_gradients(given, States(S), Outputs(do, e=dv), States(ST=dST), call)
     return or_empty(S, dq, dk, dv, dbeta.sum(0), dg, dS0)
 
 
 @_backward.register_fake
-def _(q, k, beta, g, S, transition, e, do, dST, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, k, e, beta, g), (S, _) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dq, dk, dv = (q.new_empty(x.shape) for x in (q, k, e))
     dbeta, dg = (None if x is None else S.new_empty(x.shape) for x in (beta, g))
@@ -185,14 +186,14 @@ def _save(ctx, inputs, output):
     q, k, _, beta, g, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
-    ctx.save_for_backward(q, k, beta, g, S, transition, e, cu_seqlens)
+    ctx.save_for_backward(q, k, e, beta, g, S, transition, cu_seqlens)
 
 
 def _gradients(ctx, do, dST, *_):
-    *saved, e, cu_seqlens = ctx.saved_tensors
-    _, _, beta, g, *_ = saved
-    do = torch.zeros_like(e) if do is None else do
-    dq, dk, dv, dbeta, dg, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
+    *rows, S, transition, cu_seqlens = ctx.saved_tensors
+    _, _, e, beta, g = rows
+    gradients = torch.zeros_like(e) if do is None else do, dST
+    dq, dk, dv, dbeta, dg, dS0 = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
     return dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dS0, None, None, None
 
 
@@ -211,6 +212,6 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
-    programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)[1]["BV"])
+    programs = HV * triton.cdiv(V, _constants_of(q, V, HV, g)[1].meta.BV)
     segment = segment_length(q, state.shape[0], programs)
     return _forward(q, k, v, beta, g, state, cu_seqlens, scale, segment)[:2]

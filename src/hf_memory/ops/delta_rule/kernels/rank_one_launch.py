@@ -15,6 +15,8 @@ The remaining gradients are those of an additive memory: for each token it is re
 written at b and V at k, and it is read by q (with gradient dO); see rank_one_gradients.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -26,39 +28,39 @@ from hf_memory.ops.delta_rule.kernels.launch import (
     forward_by_segments,
 )
 from hf_memory.ops.delta_rule.kernels.rank_one import (
+    Matrices,
     rank_one_backward_kernel,
     rank_one_chunk_kernel,
     rank_one_forward_kernel,
 )
-from hf_memory.ops.delta_rule.kernels.rank_one_gradients import gradients
-from hf_memory.ops.triton.launch import VECTOR, contiguous, delta_constants, launcher, rank_one_constants
+from hf_memory.ops.delta_rule.kernels.rank_one_gradients import Pairs, row_gradients
+from hf_memory.ops.triton.arguments import Call, Outputs, Rows, States
+from hf_memory.ops.triton.launch import VECTOR, Constants, contiguous, delta_constants, launcher, rank_one_constants
 from hf_memory.ops.triton.segments import boundary_states_of, cut, segment_length, tokens_of_sequences
 
 
-def _walk_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of the kernels that loop over chunks."""
-    _, constants = delta_constants(HV, HV, K, V, VECTOR, dtype)
-    return {name: x for name, x in constants.items() if name not in ("H", "DECAY")}
+def _walk_constants(HV: int, K: int, V: int, dtype: torch.dtype) -> Constants:
+    """How the kernels that loop over chunks are compiled and launched."""
+    return delta_constants(HV, HV, K, V, VECTOR, dtype)[1]
 
 
-def _matrices(q, k, g, a, b, cu_seqlens) -> tuple[Tensor, ...]:
+def _matrices(rows: Rows, cu_seqlens: Tensor | None) -> Matrices:
     """[P, R] and [W, U] of every chunk."""
-    B, T, HV, K = q.shape
-    constants, _ = rank_one_constants(HV, K, 1, q.dtype)
-    C = constants["C"]
-    matrices = [q.new_empty(B, T, HV, 2 * C, dtype=dtype) for dtype in (q.dtype, torch.float32)]
-    bounds, chunks = chunks_of(q, cu_seqlens, C)
-    launcher(rank_one_chunk_kernel, (chunks * HV,))(q, k, g, a, b, *matrices, bounds, T, **constants)
-    return tuple(matrices)
-
-
-def _walk(kernel, vectors: list[Tensor], matrices, results: list, state: Tensor, cu_seqlens, scale: float) -> None:
-    """Launch the kernel of one direction, which writes to `results`, for states of the shape of `state`."""
-    (M, HV, K, V), T = state.shape, tokens_of_sequences(vectors[0], state)
-    constants = _walk_constants(HV, K, V, vectors[0].dtype)
-    launcher(kernel, (M * HV * triton.cdiv(V, constants["BV"]),))(
-        *vectors, *matrices, *results, cu_seqlens, scale, T, **constants
+    B, T, HV, K = rows.q.shape
+    (meta, options), _ = rank_one_constants(HV, K, 1, rows.q.dtype)
+    matrices = Matrices(*(rows.q.new_empty(B, T, HV, 2 * meta.C, dtype=x) for x in (rows.q.dtype, torch.float32)))
+    bounds, chunks = chunks_of(rows.q, cu_seqlens, meta.C)
+    launcher(rank_one_chunk_kernel, (chunks * HV,))(
+        rows._replace(v=None), matrices, Call(bounds, T), meta=meta, **options
     )
+    return matrices
+
+
+def _walk(kernel, rows: Rows, given: tuple, state: Tensor, call: Call) -> None:
+    """Launch the kernel of one direction, which has `given` besides rows, for states of the shape of `state`."""
+    M, HV, K, V = state.shape
+    meta, options = _walk_constants(HV, K, V, rows.q.dtype)
+    launcher(kernel, (M * HV * triton.cdiv(V, meta.BV),))(rows, *given, call, meta=meta, **options)
 
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one", mutates_args=())
@@ -76,11 +78,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final state, E, and the state before and the transition of each segment; empty without segments."""
     q, k, v, g, a, b, S = contiguous(q, k, v, g, a, b, S)
-    matrices = _matrices(q, k, g, a, b, cu_seqlens)
+    rows = Rows(q, k, v, g=g, a=a, b=b)
+    matrices = _matrices(rows, cu_seqlens)
 
     def walk(v, S0, o, e, ST, bounds):
         state = S0 if ST is None else ST
-        _walk(rank_one_forward_kernel, [q, k, v, g, a, b, S0], matrices, [o, e, ST], state, bounds, scale)
+        call, given = Call(bounds, tokens_of_sequences(q, state), scale), (matrices, States(S0, ST), Outputs(o, e=e))
+        _walk(rank_one_forward_kernel, rows._replace(v=v), given, state, call)
 
     return forward_by_segments(walk, q, v, S, cu_seqlens, segment)
 
@@ -92,45 +96,43 @@ def _(q, k, v, g, a, b, S, cu_seqlens, scale, segment):
 
 @torch.library.custom_op("hf_memory::diagonal_plus_rank_one_backward", mutates_args=())
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    a: Tensor,
-    b: Tensor,
-    S: Tensor,
-    transition: Tensor | None,
-    e: Tensor,
-    do: Tensor,
-    dST: Tensor | None,
+    rows: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     cu_seqlens: Tensor | None,
     scale: float,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, da, db and dS0, given the states before each segment."""
-    q, k, v, g, a, b, do, dST = contiguous(q, k, v, g, a, b, do, dST)
-    matrices = _matrices(q, k, g, a, b, cu_seqlens)
-    B, T = q.shape[:2]
+    """dq, dk, dv, dg, da, db and dS0.
+
+    `rows` are q, k, v, g, a, b and E, `states` those before each segment and the transitions or None, `gradients` those
+    of o and of the final state.
+    """
+    (q, k, v, g, a, b, e), (S, transition), (do, dST) = contiguous(*rows), contiguous(*states), contiguous(*gradients)
+    read, (B, T) = Rows(q, k, g=g, a=a, b=b), q.shape[:2]
+    matrices = _matrices(read, cu_seqlens)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     cu_seqlens = cu_seqlens if segments is None else segments.bounds
+    call = Call(cu_seqlens, tokens_of_sequences(q, S), scale)
     de, dv, dS0 = torch.empty_like(do), torch.empty_like(do), torch.empty_like(S)
 
-    def walk(dST, de, dv, dS0):
-        _walk(rank_one_backward_kernel, [q, k, g, a, b], matrices, [do, dST, de, dv, dS0], S, cu_seqlens, scale)
+    def walk(d_states, de, dv):
+        _walk(rank_one_backward_kernel, read, (matrices, d_states, Outputs(do, e=de), dv), S, call)
 
     if segments is not None and transition is not None:
-        walk(None, None, None, dS0)
+        walk(States(dS0), None, None)
         dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
-    walk(dST, de, dv, None if segments else dS0)
-    dq, dk, dg, da, db = gradients(q, k, v, g, a, b, S, e, do, de, dST, cu_seqlens, scale)
-    return dq, dk, dv, dg, da, db, dS0
+    walk(States(None if segments else dS0, dST), de, dv)
+    d_rows = row_gradients(Pairs(q, a, k, b, v, e, do, de, g), S, dST, call)
+    return d_rows.q, d_rows.k, dv, d_rows.g, d_rows.a, d_rows.b, dS0
 
 
 @_backward.register_fake
-def _(q, k, v, g, a, b, S, transition, e, do, dST, cu_seqlens, scale, segment):
+def _(rows, states, gradients, cu_seqlens, scale, segment):
+    (q, *others, _), (S, _) = rows, states
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, k, v, g, a, b)))
+    dq, dk, dv, dg, da, db = (like.new_empty(x.shape) for like, x in zip((q, q, q, S, q, q), (q, *others)))
     return dq, dk, dv, dg, da, db, S.new_empty(N, *S.shape[1:])
 
 
@@ -139,14 +141,14 @@ def _save(ctx, inputs, output):
     q, k, v, g, a, b, S, cu_seqlens, ctx.scale, ctx.segment = inputs
     _, _, e, states, transition = output
     S, transition = (states, transition) if ctx.segment else (S, None)
-    ctx.save_for_backward(q, k, v, g, a, b, S, transition, e, cu_seqlens)
+    ctx.save_for_backward(q, k, v, g, a, b, e, S, transition, cu_seqlens)
 
 
 def _gradients(ctx, do, dST, *_):
-    *saved, e, cu_seqlens = ctx.saved_tensors
-    do = torch.zeros_like(e) if do is None else do
-    dq, dk, dv, dg, da, db, dS0 = _backward(*saved, e, do, dST, cu_seqlens, ctx.scale, ctx.segment)
-    return dq, dk, dv, dg.to(saved[3].dtype), da, db, dS0, None, None, None
+    *rows, S, transition, cu_seqlens = ctx.saved_tensors
+    gradients = torch.zeros_like(rows[-1]) if do is None else do, dST
+    dq, dk, dv, dg, *others = _backward(rows, (S, transition), gradients, cu_seqlens, ctx.scale, ctx.segment)
+    return dq, dk, dv, dg.to(rows[3].dtype), *others, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -167,6 +169,6 @@ def diagonal_plus_rank_one(
     """Same function as the reference, for K and V up to 256."""
     HV, V = v.shape[2:]
     q, k, v = repeat_heads(q, HV), repeat_heads(k, HV), (beta[..., None] * v).to(v.dtype)
-    programs = HV * triton.cdiv(V, _walk_constants(HV, q.shape[3], V, q.dtype)["BV"])
+    programs = HV * triton.cdiv(V, _walk_constants(HV, q.shape[3], V, q.dtype).meta.BV)
     segment = segment_length(q, state.shape[0], programs)
     return _forward(q, k, v, g, a.to(q.dtype), b.to(q.dtype), state, cu_seqlens, scale, segment)[:2]

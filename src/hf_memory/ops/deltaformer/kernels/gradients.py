@@ -5,104 +5,94 @@
 With Z = beta G and p = beta r, which are saved, dX_ts = -P_ts (Z_t u_s + p_t). A key is in dX as row and as column.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from hf_memory.ops.deltaformer.kernels.blocks import LOG2E, head_and_block, load_row, load_tile, store_tile
+from hf_memory.ops.deltaformer.kernels.blocks import head_and_block, load_row
+from hf_memory.ops.triton.tiles import LOG2E, channels, load_rows, store_numbers, store_rows
+
+
+class Gradients(NamedTuple):
+    """What both kernels compute."""
+
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, H, V]
+    a: Any  # [B, T, H]
+    beta: Any  # [B, T, H]
+    p: Any  # [B, T, H] float32
 
 
 @triton.jit
 def beta_gradient_kernel(
-    k,  # [B, T, H, K]
-    v,  # [B, T, H, V]
-    a,  # [B, T, H]
-    beta,  # [B, T, H]
+    system,  # System
     u,  # [B, T, H, V]
-    L,  # [B, T, H] float32
     g,  # [B, T, H, V] float32
-    dv,  # [B, T, H, V]
-    da,  # [B, T, H]
-    dbeta,  # [B, T, H]
-    p,  # [B, T, H] float32
+    grads,  # Gradients, without those of k
     scale,
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """dbeta = r, p = beta r, da = rowsum(G v) and dv = a G for a block of ROWS rows."""
-    blocks = (T + ROWS - 1) // ROWS
-    row, h, block = head_and_block(T, H, blocks)
-    k, u, g, v, dv = k + row * H * K, u + row * H * V, g + row * H * V, v + row * H * V, dv + row * H * V
-    a, beta, L, p, da, dbeta = a + row * H, beta + row * H, L + row * H, p + row * H, da + row * H, dbeta + row * H
+    blocks = (T + meta.ROWS - 1) // meta.ROWS
+    row, head, block = head_and_block(T, blocks, meta)
     scale *= LOG2E
-    first = (blocks - 1 - block) * ROWS  # the longest sums begin first
-    i_k, i_v, t = tl.arange(0, BK), tl.arange(0, BV), tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-    g_t, a_t = load_tile(g, t, T, h, H, i_v, V), load_row(a, t, T, h, H, 0.0)
-    store_tile(dv, a_t[:, None] * g_t, t, T, h, H, i_v, V)
-    v_t = tl.cast(load_tile(v, t, T, h, H, i_v, V), tl.float32)
-    tl.store(da + t * H + h, tl.cast(tl.sum(g_t * v_t, axis=1), da.dtype.element_ty), mask=t < T)
-    k_t, g_t = load_tile(k, t, T, h, H, i_k, K), tl.cast(g_t, u.dtype.element_ty)
-    L_t, r = load_row(L, t, T, h, H, float("inf")), tl.zeros([ROWS], tl.float32)
-    for start in range(0, tl.minimum(first + ROWS, T), C):
-        s = tl.cast(start, tl.int64) + tl.arange(0, C)
-        X = scale * tl.dot(k_t, tl.trans(load_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
-        Y = tl.dot(g_t, tl.trans(load_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
+    first = (blocks - 1 - block) * meta.ROWS  # the longest sums begin first
+    keys, values = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    t = first + tl.arange(0, meta.ROWS)
+    tokens = (row + t, t < T)
+    g_t, a_t = load_rows(g, tokens, head, values), load_row(system.a, tokens, head, 0.0)
+    store_rows(grads.v, a_t[:, None] * g_t, tokens, head, values)
+    v_t = tl.cast(load_rows(system.v, tokens, head, values), tl.float32)
+    store_numbers(grads.a, tl.sum(g_t * v_t, axis=1), tokens, head)
+    k_t, g_t = load_rows(system.k, tokens, head, keys), tl.cast(g_t, u.dtype.element_ty)
+    L_t, r = load_row(system.L, tokens, head, float("inf")), tl.zeros([meta.ROWS], tl.float32)
+    for start in range(0, tl.minimum(first + meta.ROWS, T), meta.C):
+        s = start + tl.arange(0, meta.C)
+        others = (row + s, s < T)
+        X = scale * tl.dot(k_t, tl.trans(load_rows(system.k, others, head, keys)), input_precision=meta.PRECISION)
+        Y = tl.dot(g_t, tl.trans(load_rows(u, others, head, values)), input_precision=meta.PRECISION)
         r -= tl.sum(tl.where(t[:, None] > s[None, :], tl.exp2(X - L_t[:, None]) * Y, 0.0), axis=1)
-    tl.store(dbeta + t * H + h, tl.cast(r, dbeta.dtype.element_ty), mask=t < T)
-    tl.store(p + t * H + h, load_row(beta, t, T, h, H, 0.0) * r, mask=t < T)
+    store_numbers(grads.beta, r, tokens, head)
+    store_numbers(grads.p, load_row(system.beta, tokens, head, 0.0) * r, tokens, head)
 
 
 @triton.jit
 def key_gradient_kernel(
-    k,  # [B, T, H, K]
+    system,  # System, of which k and L are read
     u,  # [B, T, H, V]
     z,  # [B, T, H, V]
-    L,  # [B, T, H] float32
-    p,  # [B, T, H] float32
-    dk,  # [B, T, H, K]
+    grads,  # Gradients, of which p is read and those of k are computed
     scale,
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """dk_t = scale (sum_{s<t} dX_ts k_s + sum_{s>t} dX_st k_s) for a block of C rows."""
-    blocks = (T + C - 1) // C
-    row, h, block = head_and_block(T, H, blocks)
-    k, dk, u, z, L, p = k + row * H * K, dk + row * H * K, u + row * H * V, z + row * H * V, L + row * H, p + row * H
+    row, head, block = head_and_block(T, (T + meta.C - 1) // meta.C, meta)
     factor = scale * LOG2E
-    i_k, i_v = tl.arange(0, BK), tl.arange(0, BV)
-    t = tl.cast(block, tl.int64) * C + tl.arange(0, C)
-    k_t, dk_t = load_tile(k, t, T, h, H, i_k, K), tl.zeros([C, BK], tl.float32)
-    z_t, L_t, p_t = (
-        load_tile(z, t, T, h, H, i_v, V),
-        load_row(L, t, T, h, H, float("inf")),
-        load_row(p, t, T, h, H, 0.0),
-    )
-    for start in range(0, tl.minimum((block + 1) * C, T), C):  # the row's weights
-        s = tl.cast(start, tl.int64) + tl.arange(0, C)
-        k_s = load_tile(k, s, T, h, H, i_k, K)
-        X = factor * tl.dot(k_t, tl.trans(k_s), input_precision=PRECISION)
-        Y = tl.dot(z_t, tl.trans(load_tile(u, s, T, h, H, i_v, V)), input_precision=PRECISION)
+    keys, values = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V)
+    t = row + block * meta.C + tl.arange(0, meta.C)
+    tokens = (t, t < row + T)
+    k_t, dk_t = load_rows(system.k, tokens, head, keys), tl.zeros([meta.C, meta.BK], tl.float32)
+    z_t, p_t = load_rows(z, tokens, head, values), load_row(grads.p, tokens, head, 0.0)
+    L_t = load_row(system.L, tokens, head, float("inf"))
+    for start in range(0, tl.minimum((block + 1) * meta.C, T), meta.C):  # the row's weights
+        s = row + start + tl.arange(0, meta.C)
+        others = (s, s < row + T)
+        k_s = load_rows(system.k, others, head, keys)
+        X = factor * tl.dot(k_t, tl.trans(k_s), input_precision=meta.PRECISION)
+        Y = tl.dot(z_t, tl.trans(load_rows(u, others, head, values)), input_precision=meta.PRECISION)
         dX = tl.where(t[:, None] > s[None, :], tl.exp2(X - L_t[:, None]) * (Y + p_t[:, None]), 0.0)
-        dk_t += tl.dot(tl.cast(dX, k_s.dtype), k_s, input_precision=PRECISION)
-    u_t = load_tile(u, t, T, h, H, i_v, V)
-    for start in range(block * C, T, C):  # weights of later rows
-        s = tl.cast(start, tl.int64) + tl.arange(0, C)
-        k_s = load_tile(k, s, T, h, H, i_k, K)
-        X = factor * tl.dot(k_t, tl.trans(k_s), input_precision=PRECISION)
-        Y = tl.dot(u_t, tl.trans(load_tile(z, s, T, h, H, i_v, V)), input_precision=PRECISION)
-        L_s, p_s = load_row(L, s, T, h, H, float("inf")), load_row(p, s, T, h, H, 0.0)
+        dk_t += tl.dot(tl.cast(dX, k_s.dtype), k_s, input_precision=meta.PRECISION)
+    u_t = load_rows(u, tokens, head, values)
+    for start in range(block * meta.C, T, meta.C):  # weights of later rows
+        s = row + start + tl.arange(0, meta.C)
+        others = (s, s < row + T)
+        k_s = load_rows(system.k, others, head, keys)
+        X = factor * tl.dot(k_t, tl.trans(k_s), input_precision=meta.PRECISION)
+        Y = tl.dot(u_t, tl.trans(load_rows(z, others, head, values)), input_precision=meta.PRECISION)
+        L_s, p_s = load_row(system.L, others, head, float("inf")), load_row(grads.p, others, head, 0.0)
         dX = tl.where(s[None, :] > t[:, None], tl.exp2(X - L_s[None, :]) * (Y + p_s[None, :]), 0.0)
-        dk_t += tl.dot(tl.cast(dX, k_s.dtype), k_s, input_precision=PRECISION)
-    store_tile(dk, -scale * dk_t, t, T, h, H, i_k, K)
+        dk_t += tl.dot(tl.cast(dX, k_s.dtype), k_s, input_precision=meta.PRECISION)
+    store_rows(grads.k, -scale * dk_t, tokens, head, keys)

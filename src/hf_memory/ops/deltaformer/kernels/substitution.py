@@ -7,16 +7,8 @@ for each block of rows; then one program a head goes through the panel's blocks,
 import triton
 import triton.language as tl
 
-from hf_memory.ops.deltaformer.kernels.blocks import (
-    LOG2E,
-    head_and_block,
-    load_row,
-    load_tile,
-    own_weights,
-    recalled,
-    store_tile,
-)
-from hf_memory.ops.triton.tiles import unit_lower_inverse
+from hf_memory.ops.deltaformer.kernels.blocks import head_and_block, load_row, own_weights, recalled
+from hf_memory.ops.triton.tiles import LOG2E, channels, load_rows, store_numbers, store_rows, unit_lower_inverse
 
 
 @triton.jit
@@ -25,150 +17,109 @@ def normalizer_kernel(
     L,  # [B, T, H] float32
     scale,
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """L_t = log2 sum_{i<t} exp(scale k_i k_t), infinite for the first row, for a block of ROWS rows."""
-    blocks = (T + ROWS - 1) // ROWS
-    row, h, block = head_and_block(T, H, blocks)
-    k, L, scale = k + row * H * K, L + row * H, scale * LOG2E
-    first = (blocks - 1 - block) * ROWS  # the longest sums begin first
-    i_k, t = tl.arange(0, BK), tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-    k_t = load_tile(k, t, T, h, H, i_k, K)
-    m, l = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
-    for start in range(0, tl.minimum(first + ROWS, T), C):
-        s = tl.cast(start, tl.int64) + tl.arange(0, C)
-        X = scale * tl.dot(k_t, tl.trans(load_tile(k, s, T, h, H, i_k, K)), input_precision=PRECISION)
+    blocks = (T + meta.ROWS - 1) // meta.ROWS
+    row, head, block = head_and_block(T, blocks, meta)
+    scale *= LOG2E
+    first = (blocks - 1 - block) * meta.ROWS  # the longest sums begin first
+    keys, t = channels(0, meta.BK, meta.K), first + tl.arange(0, meta.ROWS)
+    tokens = (row + t, t < T)
+    k_t = load_rows(k, tokens, head, keys)
+    m, l = tl.full([meta.ROWS], -1e30, tl.float32), tl.zeros([meta.ROWS], tl.float32)
+    for start in range(0, tl.minimum(first + meta.ROWS, T), meta.C):
+        s = start + tl.arange(0, meta.C)
+        k_s = load_rows(k, (row + s, s < T), head, keys)
+        X = scale * tl.dot(k_t, tl.trans(k_s), input_precision=meta.PRECISION)
         X = tl.where(t[:, None] > s[None, :], X, -float("inf"))
         m_new = tl.maximum(m, tl.max(X, axis=1))
         l = l * tl.exp2(m - m_new) + tl.sum(tl.exp2(X - m_new[:, None]), axis=1)
         m = m_new
-    tl.store(L + t * H + h, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")), mask=t < T)
+    store_numbers(L, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("inf")), tokens, head)
 
 
 @triton.jit
 def inverse_kernel(
-    k,  # [B, T, H, K]
-    beta,  # [B, T, H]
-    L,  # [B, T, H] float32
+    system,  # System, of which k, beta and L are read
     W,  # [B, T, H, C] float32
     scale,
     T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    meta: tl.constexpr,
 ):
     """W = (I + diag(beta) P)^-1 of a block of C rows."""
-    row, h, block = head_and_block(T, H, (T + C - 1) // C)
-    k, beta, L, W = k + row * H * K, beta + row * H, L + row * H, W + row * H * C
-    rows = tl.arange(0, C)
-    t = tl.cast(block, tl.int64) * C + rows
-    k_t, b_t = load_tile(k, t, T, h, H, tl.arange(0, BK), K), load_row(beta, t, T, h, H, 0.0)
-    P = own_weights(k_t, load_row(L, t, T, h, H, float("inf")), scale * LOG2E, C, PRECISION)
-    store_tile(W, unit_lower_inverse(b_t[:, None] * P, C), t, T, h, H, rows, C)
+    row, head, block = head_and_block(T, (T + meta.C - 1) // meta.C, meta)
+    t = row + block * meta.C + tl.arange(0, meta.C)
+    tokens = (t, t < row + T)
+    k_t = load_rows(system.k, tokens, head, channels(0, meta.BK, meta.K))
+    b_t, L_t = load_row(system.beta, tokens, head, 0.0), load_row(system.L, tokens, head, float("inf"))
+    P = own_weights(k_t, L_t, scale * LOG2E, meta)
+    store_rows(W, unit_lower_inverse(b_t[:, None] * P, meta.C), tokens, head, channels(0, meta.C, meta.C))
 
 
 @triton.jit
 def gather_kernel(
-    k,  # [B, T, H, K]
-    right,  # [B, T, H, V]
-    a,  # [B, T, H]
-    beta,  # [B, T, H]
-    L,  # [B, T, H] float32
+    system,  # System
     x,  # [B, T, H, V], what the solved panels hold
     out,  # [B, T, H, V] float32
-    scale,
-    panel,  # the first token of this panel
-    end,  # the token after its last
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    place,  # Place
+    meta: tl.constexpr,
 ):
-    """out_t = a_t right_t - beta_t sum_s P_ts x_s over all panels before; BACKWARD: right_t - sum_s P_st x_s, after."""
-    row, h, block = head_and_block(T, H, (end - panel + ROWS - 1) // ROWS)
-    k, x, right, out = k + row * H * K, x + row * H * V, right + row * H * V, out + row * H * V
-    a, beta, L, scale = a + row * H, beta + row * H, L + row * H, scale * LOG2E
-    i_k, i_v = tl.arange(0, BK), tl.arange(0, BV)
-    t = tl.cast(panel + block * ROWS, tl.int64) + tl.arange(0, ROWS)
-    k_t, L_t = load_tile(k, t, end, h, H, i_k, K), load_row(L, t, end, h, H, float("inf"))
-    if BACKWARD:
+    """out_t = a_t v_t - beta_t sum_s P_ts x_s over all panels before; BACKWARDS: v_t - sum_s P_st x_s, after."""
+    panel, end, T = place.panel, place.end, place.T
+    row, head, block = head_and_block(T, (end - panel + meta.ROWS - 1) // meta.ROWS, meta)
+    values = channels(0, meta.BV, meta.V)
+    t = row + panel + block * meta.ROWS + tl.arange(0, meta.ROWS)
+    tokens = (t, t < row + end)
+    k_t = load_rows(system.k, tokens, head, channels(0, meta.BK, meta.K))
+    L_t = load_row(system.L, tokens, head, float("inf"))
+    if meta.BACKWARDS:
         first, last = end, T
     else:
         first, last = panel * 0, panel
-    total = tl.zeros([ROWS, BV], tl.float32)
-    total = recalled(
-        total, k_t, L_t, k, x, L, first, last, scale, T, h, H, K, V, C, BK, BV, BACKWARD, PRECISION
-    )  # fmt: skip
-    right_t = tl.cast(load_tile(right, t, end, h, H, i_v, V), tl.float32)
-    if BACKWARD:
-        right_t -= total
+    total = recalled((k_t, L_t), system, x, (row, first, last), place.scale * LOG2E, head, meta)
+    v_t = tl.cast(load_rows(system.v, tokens, head, values), tl.float32)
+    if meta.BACKWARDS:
+        v_t -= total
     else:
-        a_t, b_t = load_row(a, t, end, h, H, 0.0), load_row(beta, t, end, h, H, 0.0)
-        right_t = a_t[:, None] * right_t - b_t[:, None] * total
-    store_tile(out, right_t, t, end, h, H, i_v, V)
+        a_t, b_t = load_row(system.a, tokens, head, 0.0), load_row(system.beta, tokens, head, 0.0)
+        v_t = a_t[:, None] * v_t - b_t[:, None] * total
+    store_rows(out, v_t, tokens, head, values)
 
 
 @triton.jit
 def substitute_kernel(
-    k,  # [B, T, H, K]
-    beta,  # [B, T, H]
-    L,  # [B, T, H] float32
+    system,  # System, of which k, beta and L are read
     W,  # [B, T, H, C] float32
     out,  # [B, T, H, V] float32, the right side, which becomes the solution
-    x,  # [B, T, H, V], what later blocks read: the solution, times beta if BACKWARD
-    scale,
-    panel,
-    end,
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x,  # [B, T, H, V], what later blocks read: the solution, times beta if BACKWARDS
+    place,  # Place
+    meta: tl.constexpr,
 ):
-    """Solve for the tokens of a panel, block by block, BACKWARD the transposed system from the last block on."""
-    row, h, _ = head_and_block(T, H, 1)
-    k, x, out, W = k + row * H * K, x + row * H * V, out + row * H * V, W + row * H * C
-    beta, L, scale = beta + row * H, L + row * H, scale * LOG2E
-    i_k, i_v, rows = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
-    blocks = (end - panel + C - 1) // C
+    """Solve for the tokens of a panel, block by block, BACKWARDS the transposed system from the last block on."""
+    panel, end = place.panel, place.end
+    row, head, _ = head_and_block(place.T, 1, meta)
+    keys, values, own = channels(0, meta.BK, meta.K), channels(0, meta.BV, meta.V), channels(0, meta.C, meta.C)
+    blocks = (end - panel + meta.C - 1) // meta.C
     for n in range(blocks):
-        if BACKWARD:
-            here = panel + (blocks - 1 - n) * C
-            first, last = tl.minimum(here + C, end), end
+        if meta.BACKWARDS:
+            here = panel + (blocks - 1 - n) * meta.C
+            first, last = tl.minimum(here + meta.C, end), end
         else:
-            here = panel + n * C
+            here = panel + n * meta.C
             first, last = panel, here
-        t = tl.cast(here, tl.int64) + rows
-        k_t, b_t = load_tile(k, t, end, h, H, i_k, K), load_row(beta, t, end, h, H, 0.0)
-        L_t, W_t = load_row(L, t, end, h, H, float("inf")), load_tile(W, t, end, h, H, rows, C)
-        total = tl.zeros([C, BV], tl.float32)
-        total = recalled(
-            total, k_t, L_t, k, x, L, first, last, scale, end, h, H, K, V, C, BK, BV, BACKWARD, PRECISION
-        )  # fmt: skip
-        right = load_tile(out, t, end, h, H, i_v, V)
-        if BACKWARD:
-            solved = tl.dot(tl.trans(W_t), right - total, input_precision=PRECISION)
+        t = row + here + tl.arange(0, meta.C)
+        tokens = (t, t < row + end)
+        k_t, b_t = load_rows(system.k, tokens, head, keys), load_row(system.beta, tokens, head, 0.0)
+        L_t, W_t = load_row(system.L, tokens, head, float("inf")), load_rows(W, tokens, head, own)
+        total = recalled((k_t, L_t), system, x, (row, first, last), place.scale * LOG2E, head, meta)
+        right = load_rows(out, tokens, head, values)
+        if meta.BACKWARDS:
+            solved = tl.dot(tl.trans(W_t), right - total, input_precision=meta.PRECISION)
             read = b_t[:, None] * solved
         else:
-            solved = tl.dot(W_t, right - b_t[:, None] * total, input_precision=PRECISION)
+            solved = tl.dot(W_t, right - b_t[:, None] * total, input_precision=meta.PRECISION)
             read = solved
-        store_tile(out, solved, t, end, h, H, i_v, V)
-        store_tile(x, read, t, end, h, H, i_v, V)
+        store_rows(out, solved, tokens, head, values)
+        store_rows(x, read, tokens, head, values)
         tl.debug_barrier()  # the next blocks read x

@@ -9,48 +9,56 @@ Backward, a kernel loops backwards with dM, the gradient of M after a chunk; pro
     dU = reads^T dO + leaves dM,   dM <- through^T dM + asks^T dO - keys^T dU
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_memory.ops.contract import first_derivatives_only
-from hf_memory.ops.neural_memory.kernels.parts import load_part, load_tile, store_tile
-from hf_memory.ops.triton.launch import launcher, precision
+from hf_memory.ops.neural_memory.exact import Products
+from hf_memory.ops.neural_memory.kernels.parts import Sizes, load_part, load_tile, store_tile
+from hf_memory.ops.triton.launch import contiguous, launcher, precision, width
 
 TILE = 1024  # size of the part of the weights that a program holds
 
 
+class Meta(NamedTuple):
+    """What is known when the kernels are compiled."""
+
+    K: int
+    V: int
+    PARTS: int  # of the state: weights and momentum
+    BC: int  # tile sizes
+    BK: int
+    BV: int
+    PRECISION: str
+
+
 @triton.jit
 def _forward_kernel(
-    reads,  # [NC, N, C, C]
-    asks,  # [NC, N, C, PARTS, K]
-    values,  # [NC, N, C, V]
-    keys,  # [NC, N, C, PARTS, K]
-    leaves,  # [NC, N, C, PARTS, K]
-    through,  # [NC, N, PARTS, PARTS] or None
-    back,  # [NC, N, K, V] or None
+    products,  # Products
     states,  # [NC + 1, N, PARTS, K, V]: the first is given
     u,  # [NC, N, C, V]
     o,  # [NC, N, C, V]
-    chunks,
-    N,
-    C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    sizes,  # Sizes
+    meta: tl.constexpr,
 ):
     """Program (i, n) holds the i-th tile of head n."""
-    n, rows, i_k, i_v = tl.program_id(1), tl.arange(0, BC), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    PARTS: tl.constexpr = meta.PARTS
+    PRECISION: tl.constexpr = meta.PRECISION
+    reads, asks, values, keys, leaves, through, back = products
+    N, C = sizes.N, sizes.C
+    n, rows, i_k = tl.program_id(1), tl.arange(0, meta.BC), tl.arange(0, meta.BK)
+    i_v = tl.program_id(0) * meta.BV + tl.arange(0, meta.BV)
     WIDTH, STATE = PARTS * K, PARTS * K * V
     W = load_tile(states + tl.cast(n, tl.int64) * STATE, i_k, K, i_v, V)
     if PARTS == 2:
         S = load_tile(states + tl.cast(n, tl.int64) * STATE + K * V, i_k, K, i_v, V)
-    for chunk in tl.range(chunks, disable_licm=True):
+    for chunk in tl.range(sizes.NC, disable_licm=True):
         at = tl.cast(chunk, tl.int64) * N + n
         row = at * C * WIDTH
         u_c = load_tile(values + at * C * V, rows, C, i_v, V)
@@ -78,34 +86,29 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    reads,  # [NC, N, C, C]
-    asks,  # [NC, N, C, PARTS, K]
-    keys,  # [NC, N, C, PARTS, K]
-    leaves,  # [NC, N, C, PARTS, K]
-    through,  # [NC, N, PARTS, PARTS] or None
+    products,  # Products, without values and back
     do,  # [NC, N, C, V]
     d_states,  # [NC + 1, N, PARTS, K, V]: the last is given
     du,  # [NC, N, C, V]
-    chunks,
-    N,
-    C,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    BC: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    sizes,  # Sizes
+    meta: tl.constexpr,
 ):
     """Program (i, n) holds the gradient of the i-th tile of head n."""
-    n, rows, i_k, i_v = tl.program_id(1), tl.arange(0, BC), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    K: tl.constexpr = meta.K
+    V: tl.constexpr = meta.V
+    PARTS: tl.constexpr = meta.PARTS
+    PRECISION: tl.constexpr = meta.PRECISION
+    reads, asks, _, keys, leaves, through, _ = products
+    N, C = sizes.N, sizes.C
+    n, rows, i_k = tl.program_id(1), tl.arange(0, meta.BC), tl.arange(0, meta.BK)
+    i_v = tl.program_id(0) * meta.BV + tl.arange(0, meta.BV)
     WIDTH, STATE = PARTS * K, PARTS * K * V
-    end = d_states + (tl.cast(chunks, tl.int64) * N + n) * STATE
+    end = d_states + (tl.cast(sizes.NC, tl.int64) * N + n) * STATE
     dW = load_tile(end, i_k, K, i_v, V)
     if PARTS == 2:
         dS = load_tile(end + K * V, i_k, K, i_v, V)
-    for reverse in tl.range(chunks, disable_licm=True):
-        at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
+    for reverse in tl.range(sizes.NC, disable_licm=True):
+        at = (sizes.NC - 1 - tl.cast(reverse, tl.int64)) * N + n
         row = at * C * WIDTH
         do_c = load_tile(do + at * C * V, rows, C, i_v, V)
         du_c = tl.dot(tl.trans(load_tile(reads + at * C * C, rows, C, rows, C)), do_c, input_precision=PRECISION)
@@ -126,52 +129,51 @@ def _backward_kernel(
             store_tile(d_states + at * STATE + K * V, dS, i_k, K, i_v, V)
 
 
-def _constants(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> dict:
-    """Compile-time arguments and launch options of both kernels."""
-    width_c, width_k, width_v = (max(16, triton.next_power_of_2(D)) for D in (C, K, V))
-    return {
-        "K": K, "V": V, "PARTS": parts, "BC": width_c, "BK": width_k, "BV": min(width_v, max(16, TILE // width_k)),
-        "PRECISION": precision(dtype),
-        "num_warps": 4 if width_k <= 64 else 8, "num_stages": 1,
-    }  # fmt: skip
+def _meta(C: int, K: int, V: int, parts: int, dtype: torch.dtype) -> Meta:
+    """What both kernels are compiled for."""
+    BK = width(K)
+    return Meta(K, V, parts, width(C), BK, min(width(V), max(16, TILE // BK)), precision(dtype))
+
+
+def _launch(kernel, meta: Meta, *given) -> None:
+    """Run a kernel, whose sizes are the last of what is given."""
+    options = {"num_warps": 4 if meta.BK <= 64 else 8, "num_stages": 1}
+    launcher(kernel, (triton.cdiv(meta.V, meta.BV), given[-1].N))(*given, meta=meta, **options)
 
 
 class _Pass(torch.autograd.Function):
     """The loop over all chunks; the arguments are those of `exact._pass`."""
 
     @staticmethod
-    def forward(ctx, dtype, reads, asks, values, keys, leaves, through, back, M):
-        given = [x if x is None else x.contiguous() for x in (reads, asks, values, keys, leaves, through, back)]
-        (NC, N, C, V), width = values.shape, M.shape[1]
+    def forward(ctx, dtype, M, *products):
+        given = Products(*contiguous(*products))
+        (NC, N, C, V), through = given.values.shape, given.through
         parts = 1 if through is None else through.shape[-1]
-        states, u, o = M.new_empty(NC + 1, *M.shape), torch.empty_like(given[2]), torch.empty_like(given[2])
+        states, u, o = M.new_empty(NC + 1, *M.shape), torch.empty_like(given.values), torch.empty_like(given.values)
         states[0] = M
-        constants = _constants(C, width // parts, V, parts, dtype)
-        launcher(_forward_kernel, (triton.cdiv(V, constants["BV"]), N))(*given, states, u, o, NC, N, C, **constants)
-        reads, asks, _, keys, leaves, through, _ = given
-        ctx.save_for_backward(reads, asks, keys, leaves, through, states, u)
-        ctx.constants, ctx.returns = constants, back is not None
+        ctx.meta = _meta(C, M.shape[1] // parts, V, parts, dtype)
+        _launch(_forward_kernel, ctx.meta, given, states, u, o, Sizes(NC, N, C))
+        ctx.save_for_backward(states, u, *given._replace(values=None, back=None))
+        ctx.returns = given.back is not None
         return o, states[-1].clone()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, do, dM):
-        reads, asks, keys, leaves, through, states, u = ctx.saved_tensors
-        (NC, N, C, V), do = u.shape, do.contiguous()
+        (states, u, *products), sizes = ctx.saved_tensors, Sizes(*do.shape[:3])
+        do, through = do.contiguous(), products[5]
         d_states, du = torch.empty_like(states), torch.empty_like(u)
         d_states[-1] = dM
-        launcher(_backward_kernel, (triton.cdiv(V, ctx.constants["BV"]), N))(
-            reads, asks, keys, leaves, through, do, d_states, du, NC, N, C, **ctx.constants
-        )
+        _launch(_backward_kernel, ctx.meta, Products(*products), do, d_states, du, sizes)
         before, after = states[:-1], d_states[1:]
-        d_through, parts = None, ctx.constants["PARTS"]
+        d_through, parts = None, ctx.meta.PARTS
         if through is not None:
-            d_through = after.reshape(NC, N, parts, -1) @ before.reshape(NC, N, parts, -1).mT
-        d_back = after[:, :, : ctx.constants["K"]] if ctx.returns else None
+            d_through = after.reshape(*sizes[:2], parts, -1) @ before.reshape(*sizes[:2], parts, -1).mT
+        d_back = after[:, :, : ctx.meta.K] if ctx.returns else None
         d_rows = (do @ u.mT, do @ before.mT, du, -du @ before.mT, u @ after.mT)
-        return None, *d_rows, d_through, d_back, d_states[0].clone()
+        return None, d_states[0].clone(), *d_rows, d_through, d_back
 
 
-def walk(reads, asks, values, keys, leaves, through, back, M: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def walk(products: Products, M: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Same function as `exact._pass`; products are as exact as `dtype`."""
-    return _Pass.apply(dtype, reads, asks, values, keys, leaves, through, back, M)
+    return _Pass.apply(dtype, M, *products)

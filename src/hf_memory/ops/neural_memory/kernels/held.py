@@ -5,17 +5,21 @@ in most products. Rows of hidden channels are turned as well, [BH, C]. The ancho
 For letters see launch.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from hf_memory.ops.neural_memory.kernels.parts import (
     activate,
     add_dot,
-    column,
     dot,
     load,
+    load_layer,
     load_tile,
+    of_read,
     of_write,
+    store_layer,
     store_tile,
 )
 
@@ -57,16 +61,18 @@ def _load_state(x, i_k, j, i_v, meta: tl.constexpr):
 
 
 @triton.jit
-def _store_state(x, W_1, W_2, S_1, S_2, i_k, j, i_v, meta: tl.constexpr):
+def _store_state(x, state, i_k, j, i_v, meta: tl.constexpr):
     """The inverse of `_load_state`."""
+    W_1, W_2, S_1, S_2 = state
     _store_layers(x, W_1, W_2, i_k, j, i_v, meta)
     if meta.MOMENTUM:
         _store_layers(x + meta.SIZE, S_1, S_2, i_k, j, i_v, meta)
 
 
 @triton.jit
-def _write(W, S, I, x, y, w, m, beta, c, H, meta: tl.constexpr):
+def _write(W, S, I, x, y, coefficients, meta: tl.constexpr):
     """A layer's weights and momentum after the chunk, whose gradient is x y; w and m are rows for x [BH, C]."""
+    w, m, beta, c, H = coefficients
     W *= beta
     if meta.RETURNS:
         W += (1 - beta) * I
@@ -78,16 +84,11 @@ def _write(W, S, I, x, y, w, m, beta, c, H, meta: tl.constexpr):
 
 @triton.jit
 def held_kernel(
-    given,  # Rows
-    initial,  # [N, SIZE] or None
+    chunks,  # Chunks
     start,  # [N, PARTS, SIZE]
     end,  # [N, PARTS, SIZE], or None
-    states,  # [NC, N, PARTS, SIZE], those before each chunk, of which initial weights are subtracted; or None
-    learned,  # Learned, or None
     o,  # [NC, N, C, V], or None
-    chunks,
-    N,
-    C,
+    sizes,  # Sizes
     meta: tl.constexpr,
 ):
     """Program n writes all chunks of head n; it reads them if there is o, and keeps states and what is learned."""
@@ -95,17 +96,18 @@ def held_kernel(
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
     DTYPE: tl.constexpr = meta.DTYPE
+    given, learned, N, C = chunks.rows, chunks.learned, sizes.N, sizes.C
     n = tl.cast(tl.program_id(0), tl.int64)
     STATE = meta.PARTS * meta.SIZE
     i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
     W_1, W_2, S_1, S_2 = _load_state(start + n * STATE, i_k, j, i_v, meta)
-    for i in tl.range(chunks, disable_licm=True):
+    for i in tl.range(sizes.NC, disable_licm=True):
         at = tl.cast(i, tl.int64) * N + n
         I_1, I_2 = 0.0, 0.0
         if meta.RETURNS:
-            I_1, I_2 = _load_layers(initial + n * meta.SIZE, i_k, j, i_v, meta)
-        if states is not None:
-            _store_state(states + at * STATE, W_1 - I_1, W_2 - I_2, S_1, S_2, i_k, j, i_v, meta)
+            I_1, I_2 = _load_layers(chunks.initial + n * meta.SIZE, i_k, j, i_v, meta)
+        if chunks.states is not None:
+            _store_state(chunks.states + at * STATE, (W_1 - I_1, W_2 - I_2, S_1, S_2), i_k, j, i_v, meta)
         k_c = load_tile(given.k + at * C * K, rows, C, i_k, K)
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
         w_r, m_r = tl.trans(w_c), 0.0
@@ -118,13 +120,13 @@ def held_kernel(
             e += k_c
         f = dot(W_2, tl.trans(e), DTYPE)
         d = slope * f
-        if learned is not None:
+        if chunks.learned is not None:
             _store_turned(learned.z + at * C * HIDDEN, z, rows, C, j, HIDDEN)
             _store_turned(learned.f + at * C * HIDDEN, f, rows, C, j, HIDDEN)
             store_tile(learned.e + at * C * V, e, rows, C, i_v, V)
         if o is not None:
             q_c = load_tile(given.q + at * C * K, rows, C, i_k, K)
-            beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+            beta_c, c_c = of_read(given, at, rows, C)
             P_c = load_tile(given.P + at * C * C, rows, C, rows, C)
             u = dot(W_1, tl.trans(beta_c * q_c), DTYPE)
             if meta.RETURNS:
@@ -142,60 +144,62 @@ def held_kernel(
             if meta.RESIDUAL:
                 output += q_c
             store_tile(o + at * C * V, output, rows, C, i_v, V)
-        W_1, S_1 = _write(W_1, S_1, I_1, d, k_c, w_r, m_r, beta_n, c_n, H_n, meta)
-        W_2, S_2 = _write(W_2, S_2, I_2, x, e, w_r, m_r, beta_n, c_n, H_n, meta)
+        coefficients = (w_r, m_r, beta_n, c_n, H_n)
+        W_1, S_1 = _write(W_1, S_1, I_1, d, k_c, coefficients, meta)
+        W_2, S_2 = _write(W_2, S_2, I_2, x, e, coefficients, meta)
     if end is not None:
-        _store_state(end + n * STATE, W_1, W_2, S_1, S_2, i_k, j, i_v, meta)
+        _store_state(end + n * STATE, (W_1, W_2, S_1, S_2), i_k, j, i_v, meta)
 
 
 @triton.jit
-def _take(taken, G_1, G_2, k, d, x, e, w, DTYPE: tl.constexpr):
+def _take(taken, G_1, G_2, written, w, DTYPE: tl.constexpr):
     """Add what a write takes from gradients of D, X, K and E, by those that it leaves; minus the gradient of w."""
     of_d, of_x, of_k, of_e = taken
+    d, x, k, e = written
     by_k, by_e = dot(tl.trans(d), G_1, DTYPE), dot(tl.trans(x), G_2, DTYPE)
     of_d, of_x = add_dot(of_d, G_1, tl.trans(w * k), DTYPE), add_dot(of_x, G_2, tl.trans(w * e), DTYPE)
     return (of_d, of_x, of_k + w * by_k, of_e + w * by_e), tl.sum(k * by_k, axis=1) + tl.sum(e * by_e, axis=1)
 
 
 @triton.jit
-def _sums(dW, dS, D, state, at, inside, meta: tl.constexpr):
+def _sums(dW, dS, D, state, tile, meta: tl.constexpr):
     """What a layer gives to the gradients of a chunk's last beta and c, and of H."""
     dbeta, dc, dH = tl.sum(dW * D), 0.0, 0.0
     if meta.MOMENTUM:
-        S = load(state + meta.SIZE + at, inside)
+        S = load_layer(state + meta.SIZE, tile)
         dc, dH = tl.sum(dW * S), tl.sum(dS * S)
     return dbeta, dc, dH
 
 
 @triton.jit
-def _put_back(dW, dS, x, g, d_initial, at, inside, beta, c, beta_n, c_n, H, meta: tl.constexpr):
+def _put_back(after, x, g, d_initial, tile, coefficients, meta: tl.constexpr):
     """Gradients of a layer's weights and momentum before the chunk, with what reads of x^T with a gradient g give."""
+    dW, dS = after
+    beta, c, beta_n, c_n, H = coefficients
     if meta.RETURNS:
-        rest = load(d_initial + at, inside) + (1 - beta_n) * dW
-        tl.store(d_initial + at, add_dot(rest, x, (1 - beta) * g, meta.DTYPE), mask=inside)
+        rest = load_layer(d_initial, tile) + (1 - beta_n) * dW
+        store_layer(d_initial, add_dot(rest, x, (1 - beta) * g, meta.DTYPE), tile)
     if meta.MOMENTUM:
         dS = add_dot(c_n * dW + H * dS, x, c * g, meta.DTYPE)
     return add_dot(beta_n * dW, x, beta * g, meta.DTYPE), dS
 
 
+class StateGradients(NamedTuple):
+    """Gradients of the states after and before all chunks, and of initial weights."""
+
+    end: Any  # [N, PARTS, SIZE]
+    start: Any  # [N, PARTS, SIZE]
+    initial: Any  # [N, SIZE] or None; added to
+
+
 @triton.jit
 def held_backward_kernel(
-    given,  # Rows
-    initial,  # [N, SIZE] or None
-    states,  # [NC, N, PARTS, SIZE], of which initial weights are subtracted
-    learned,  # Learned
-    y,  # [NC, N, C, HIDDEN]
-    du,  # [NC, N, C, HIDDEN]
+    chunks,  # Chunks
+    reads,  # Reads
     do,  # [NC, N, C, V]
-    scores,  # [2, NC, N, C, C]: Q K^T and Y X^T
-    G,  # [2, NC, N, C, C]: dU D^T and dO E^T, minus the gradients of P .* scores
     grads,  # Rows, of which those of k, v, P, m and H are computed here, and the last of beta and c
-    d_end,  # [N, PARTS, SIZE]
-    d_start,  # [N, PARTS, SIZE]
-    d_initial,  # [N, SIZE] or None; added to
-    chunks,
-    N,
-    C,
+    d_states,  # StateGradients
+    sizes,  # Sizes
     meta: tl.constexpr,
 ):
     """Program n loops over the chunks of head n backwards, and holds the gradients of weights and momentum."""
@@ -203,18 +207,20 @@ def held_backward_kernel(
     V: tl.constexpr = meta.V
     HIDDEN: tl.constexpr = meta.HIDDEN
     DTYPE: tl.constexpr = meta.DTYPE
+    given, learned, initial, N, C = chunks.rows, chunks.learned, chunks.initial, sizes.N, sizes.C
+    scores, G, d_initial = reads.scores, reads.G, d_states.initial
     n = tl.cast(tl.program_id(0), tl.int64)
-    STATE, SECOND = meta.PARTS * meta.SIZE, tl.cast(chunks, tl.int64) * N * C * C
+    STATE, SECOND = meta.PARTS * meta.SIZE, tl.cast(sizes.NC, tl.int64) * N * C * C
     i_k, i_v, rows, j = tl.arange(0, meta.BK), tl.arange(0, meta.BV), tl.arange(0, meta.BC), tl.arange(0, meta.BH)
     in_1 = (i_k[None, :] < K) & (j[:, None] < HIDDEN)
     in_2 = (j[:, None] < HIDDEN) & (i_v[None, :] < V)
-    at_1, at_2 = i_k[None, :] * HIDDEN + j[:, None], K * HIDDEN + j[:, None] * V + i_v[None, :]
+    first, second = (i_k[None, :] * HIDDEN + j[:, None], in_1), (K * HIDDEN + j[:, None] * V + i_v[None, :], in_2)
     if meta.RETURNS:
         initial, d_initial = initial + n * meta.SIZE, d_initial + n * meta.SIZE
-    dW_1, dW_2, dS_1, dS_2 = _load_state(d_end + n * STATE, i_k, j, i_v, meta)
-    for reverse in tl.range(chunks, disable_licm=True):
-        at = (chunks - 1 - tl.cast(reverse, tl.int64)) * N + n
-        state, row_h = states + at * STATE, at * C * HIDDEN
+    dW_1, dW_2, dS_1, dS_2 = _load_state(d_states.end + n * STATE, i_k, j, i_v, meta)
+    for reverse in tl.range(sizes.NC, disable_licm=True):
+        at = (sizes.NC - 1 - tl.cast(reverse, tl.int64)) * N + n
+        state, row_h = chunks.states + at * STATE, at * C * HIDDEN
         w_c, m_c, beta_n, c_n, H_n = of_write(given, at, rows, C, meta)
         k_c, e_c = load_tile(given.k + at * C * K, rows, C, i_k, K), load_tile(learned.e + at * C * V, rows, C, i_v, V)
         x, slope, bend = activate(_load_turned(learned.z + row_h, rows, C, j, HIDDEN), meta.ACTIVATION)
@@ -222,16 +228,17 @@ def held_backward_kernel(
         d, bend = slope * f, bend * f
         # what the weights and the momentum that are left take away, as do reads of earlier tokens
         nothing = tl.zeros_like(d), tl.zeros_like(x), tl.zeros_like(k_c), tl.zeros_like(e_c)
-        taken, dw = _take(nothing, dW_1, dW_2, k_c, d, x, e_c, w_c, DTYPE)
+        written = (d, x, k_c, e_c)
+        taken, dw = _take(nothing, dW_1, dW_2, written, w_c, DTYPE)
         if meta.MOMENTUM:
-            taken, dm = _take(taken, dS_1, dS_2, k_c, d, x, e_c, m_c, DTYPE)
+            taken, dm = _take(taken, dS_1, dS_2, written, m_c, DTYPE)
             tl.store(grads.m + at * C + rows, -dm, mask=rows < C)
         taken_d, taken_x, taken_k, taken_e = taken
         at_P = at * C * C
         P_c = load_tile(given.P + at_P, rows, C, rows, C)
         q_c, do_c = load_tile(given.q + at * C * K, rows, C, i_k, K), load_tile(do + at * C * V, rows, C, i_v, V)
-        y_r = _load_turned(y + row_h, rows, C, j, HIDDEN)
-        du_r = _load_turned(du + row_h, rows, C, j, HIDDEN)
+        y_r = _load_turned(reads.y + row_h, rows, C, j, HIDDEN)
+        du_r = _load_turned(reads.du + row_h, rows, C, j, HIDDEN)
         scores_1 = load_tile(scores + at_P, rows, C, rows, C)
         scores_2 = load_tile(scores + SECOND + at_P, rows, C, rows, C)
         G_1, G_2 = load_tile(G + at_P, rows, C, rows, C), load_tile(G + SECOND + at_P, rows, C, rows, C)
@@ -242,25 +249,26 @@ def held_backward_kernel(
         taken_e = add_dot(taken_e, tl.trans(P_c * scores_2), do_c, DTYPE)
         taken_k = add_dot(taken_k, tl.trans(P_c * G_1), q_c, DTYPE)
         # through the gradients at the anchor, and to the state before the chunk
-        beta_c, c_c = column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
+        beta_c, c_c = of_read(given, at, rows, C)
+        coefficients = (beta_c, c_c, beta_n, c_n, H_n)
         ds = slope * dd
-        D = load(state + at_2, in_2)
-        dbeta, dc, dH = _sums(dW_2, dS_2, D, state, at_2, in_2, meta)
+        D = load_layer(state, second)
+        dbeta, dc, dH = _sums(dW_2, dS_2, D, state, second, meta)
         W = D
         if meta.RETURNS:
-            W += load(initial + at_2, in_2)
+            W += load_layer(initial, second)
         de = dot(tl.trans(ds), W, DTYPE) - taken_e
         dz = slope * add_dot(-taken_x, W, tl.trans(de), DTYPE) + bend * dd
-        dW_2, dS_2 = _put_back(dW_2, dS_2, y_r, do_c, d_initial, at_2, in_2, beta_c, c_c, beta_n, c_n, H_n, meta)
+        dW_2, dS_2 = _put_back((dW_2, dS_2), y_r, do_c, d_initial, second, coefficients, meta)
         dW_2 = add_dot(add_dot(dW_2, x, de, DTYPE), ds, e_c, DTYPE)
         tl.debug_barrier()  # frees the registers of the second layer
-        D = load(state + at_1, in_1)
-        dbeta_1, dc_1, dH_1 = _sums(dW_1, dS_1, D, state, at_1, in_1, meta)
+        D = load_layer(state, first)
+        dbeta_1, dc_1, dH_1 = _sums(dW_1, dS_1, D, state, first, meta)
         W = D
         if meta.RETURNS:
-            W += load(initial + at_1, in_1)
+            W += load_layer(initial, first)
         dk = dot(tl.trans(dz), W, DTYPE) - taken_k
-        dW_1, dS_1 = _put_back(dW_1, dS_1, du_r, q_c, d_initial, at_1, in_1, beta_c, c_c, beta_n, c_n, H_n, meta)
+        dW_1, dS_1 = _put_back((dW_1, dS_1), du_r, q_c, d_initial, first, coefficients, meta)
         dW_1 = add_dot(dW_1, dz, k_c, DTYPE)
         if meta.RESIDUAL:
             dk += de
@@ -274,4 +282,4 @@ def held_backward_kernel(
             tl.store(last, tl.load(last) + dc + dc_1)
             tl.store(grads.H + at, dH + dH_1)
         tl.debug_barrier()  # all have read the gradient of the initial weights before one adds to it again
-    _store_state(d_start + n * STATE, dW_1, dW_2, dS_1, dS_2, i_k, j, i_v, meta)
+    _store_state(d_states.start + n * STATE, (dW_1, dW_2, dS_1, dS_2), i_k, j, i_v, meta)

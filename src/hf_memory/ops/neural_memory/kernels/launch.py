@@ -16,7 +16,7 @@ before each group of chunks is saved, and the group is recomputed.
 from functools import partial
 from itertools import pairwise
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,10 +27,10 @@ from hf_memory.ops.contract import first_derivatives_only
 from hf_memory.ops.neural_memory import chunk, exact
 from hf_memory.ops.neural_memory.dual import pick
 from hf_memory.ops.neural_memory.kernels import exact as exact_kernels
-from hf_memory.ops.neural_memory.kernels.backward import read_backward_kernel, write_backward_kernel
+from hf_memory.ops.neural_memory.kernels.backward import Inner, read_backward_kernel, write_backward_kernel
 from hf_memory.ops.neural_memory.kernels.forward import read_kernel, write_kernel
-from hf_memory.ops.neural_memory.kernels.held import held_backward_kernel, held_kernel
-from hf_memory.ops.neural_memory.kernels.parts import Learned, Meta, Rows
+from hf_memory.ops.neural_memory.kernels.held import StateGradients, held_backward_kernel, held_kernel
+from hf_memory.ops.neural_memory.kernels.parts import Chunks, Learned, Meta, Reads, Rows, Sizes
 from hf_memory.ops.neural_memory.network import ACTIVATIONS, Inputs, NeuralMemoryState, Rule, pack, unpack
 from hf_memory.ops.neural_memory.one_chunk import Memory
 from hf_memory.ops.triton.launch import architecture, contiguous, launcher
@@ -64,80 +64,79 @@ def _meta(q: Tensor, V: int, hidden: int, rule: Rule, dtype: torch.dtype, decay,
 class _Tiled(NamedTuple):
     """Some chunks with the states before and after them, which programs process by tiles."""
 
-    rows: Rows
-    initial: Any  # [N, SIZE], or None
-    states: Tensor  # [NC + 1, N, PARTS, SIZE]
-    learned: Learned
+    chunks: Chunks
     meta: Meta
-    closed: Any  # [NC, N] int32, or None
 
     @classmethod
-    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Tiled":
-        """Write the chunks of `rows` after the state `start`."""
-        (NC, N, C), states = rows.q.shape[:3], start.new_empty(len(rows.q) + 1, *start.shape)
-        states[0], learned = start, _learned(rows, meta)
-        launcher(write_kernel, (N,))(rows, closed, initial, states, learned, NC, N, C, meta.compiled, **LAUNCH)
-        return cls(rows, initial, states, learned, meta, closed)
+    def after(cls, start: Tensor, chunks: Chunks, meta: Meta) -> "_Tiled":
+        """Write the chunks after the state `start`."""
+        sizes = Sizes(*chunks.rows.q.shape[:3])
+        states = start.new_empty(sizes.NC + 1, *start.shape)
+        states[0] = start
+        chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
+        launcher(write_kernel, (sizes.N,))(chunks, sizes, meta=meta, **LAUNCH)
+        return cls(chunks, meta)
 
     @classmethod
     def forward(cls, o: Tensor, end: Tensor, *given) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
-        group = cls.after(*given)
-        launcher(read_kernel, _grid(o, group.meta))(*group[:4], o, *o.shape[1:3], group.meta.compiled, **LAUNCH)
-        end.copy_(group.states[-1])
+        (chunks, meta), sizes = cls.after(*given), Sizes(*o.shape[:3])
+        launcher(read_kernel, _grid(sizes, meta))(chunks, o, sizes, meta=meta, **LAUNCH)
+        end.copy_(chunks.states[-1])
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
-        (NC, N, C), rows, meta = do.shape[:3], self.rows, self.meta
-        d_states, dz = torch.empty_like(self.states), do.new_empty(NC, N, C, meta.HIDDEN)
+        sizes, (rows, _, states, *_), meta = Sizes(*do.shape[:3]), self.chunks, self.meta
+        d_states = torch.empty_like(states)
         d_states[-1] = d_after
-        y, du, scores, G, grads = _read_backward(*self[:5], do)
-        used, back, dw = rows.P * scores, rows.P * G, do.new_empty(NC, N, C)
+        reads, grads = _read_backward(self.chunks, meta, do)
+        y, du, scores, G = reads
+        used, back = rows.P * scores, rows.P * G
         dd, dx, de = -used[0].mT @ du, -back[1].mT @ y, -used[1].mT @ do
-        launcher(write_backward_kernel, (N,))(
-            *(rows, self.closed, self.states, self.learned, y, du, do, d_states, dd, dx, de, dz, dw, grads.m),
-            *(NC, N, C, meta.compiled),
-            **LAUNCH,
-        )
+        inner = Inner(dd, dx, de, torch.empty_like(dd), do.new_empty(sizes), grads.m)
+        launcher(write_backward_kernel, (sizes.N,))(self.chunks, reads, do, d_states, inner, sizes, meta=meta, **LAUNCH)
         dP = -(scores * G).sum(0)
-        dP[:, :, -1] += dw
-        dk = self._of_keys(dz, de, d_states[1:]) - back[0].mT @ rows.q
+        dP[:, :, -1] += inner.w
+        dk = self._of_keys(inner, d_states[1:]) - back[0].mT @ rows.q
         d_initial = self._of_initial(y, du, do, d_states[1:])
         self._add_last(grads, d_states[1:])
         return grads._replace(k=dk, v=-de, P=dP), d_states[0].clone(), d_initial
 
-    def _of_keys(self, dz: Tensor, de: Tensor, after: Tensor) -> Tensor:
+    def _of_keys(self, inner: Inner, after: Tensor) -> Tensor:
         """Gradient of the keys: through Z, and through the update of the first layer."""
-        meta, rows, A = self.meta, self.rows, self.states[:-1, :, 0]
+        meta, (rows, _, states, learned, closed) = self.meta, self.chunks
+        A = states[:-1, :, 0]
         if meta.ANCHOR:
-            A = torch.where(self.closed[..., None] != 0, A, self.states[:-1, :, -1])
+            A = torch.where(closed[..., None] != 0, A, states[:-1, :, -1])
 
         def first(flat: Tensor) -> Tensor:
             """The first layer, transposed, of weights [..., SIZE]."""
             return flat[..., : meta.K * meta.HIDDEN].unflatten(-1, (meta.K, meta.HIDDEN)).mT
 
-        d = ACTIVATIONS[meta.ACTIVATION].backward(self.learned.f, self.learned.z)
-        dk = dz @ first(A) - (rows.P[:, :, -1, :, None] * d) @ first(after[:, :, 0])
+        d = ACTIVATIONS[meta.ACTIVATION].backward(learned.f, learned.z)
+        dk = inner.z @ first(A) - (rows.P[:, :, -1, :, None] * d) @ first(after[:, :, 0])
         if meta.MOMENTUM:
             dk -= (rows.m * d) @ first(after[:, :, 1])
-        return dk + de if meta.RESIDUAL else dk
+        return dk + inner.e if meta.RESIDUAL else dk
 
     def _of_initial(self, y: Tensor, du: Tensor, do: Tensor, after: Tensor) -> Tensor | None:
         """Gradient of the initial weights, None if weights do not decay to them."""
         if not self.meta.RETURNS:
             return None
-        rest = 1 - self.rows.beta
-        reads = ((self.rows.q, rest * du), (y, rest * do))
+        rows = self.chunks.rows
+        rest = 1 - rows.beta
+        reads = ((rows.q, rest * du), (y, rest * do))
         read = pack([torch.einsum("inck,incv->nkv", x, g) for x, g in reads])
         return read + (rest[:, :, -1] * after[:, :, 0]).sum(0)
 
     def _add_last(self, grads: Rows, after: Tensor) -> None:
         """Add what the states after chunks give to gradients of beta and c, and compute that of H."""
-        W, dW = self.states[:-1, :, 0], after[:, :, 0]
+        states, initial = self.chunks.states, self.chunks.initial
+        W, dW = states[:-1, :, 0], after[:, :, 0]
         if self.meta.DECAY:
-            grads.beta[:, :, -1, 0] += (dW * (W - self.initial if self.meta.RETURNS else W)).sum(-1)
+            grads.beta[:, :, -1, 0] += (dW * (W - initial if self.meta.RETURNS else W)).sum(-1)
         if self.meta.MOMENTUM:
-            S, dS = self.states[:-1, :, 1], after[:, :, 1]
+            S, dS = states[:-1, :, 1], after[:, :, 1]
             grads.c[:, :, -1, 0] += (dW * S).sum(-1)
             grads.H[..., 0, 0] = (dS * S).sum(-1)
 
@@ -145,39 +144,34 @@ class _Tiled(NamedTuple):
 class _Held(NamedTuple):
     """Some chunks with the states before them, where a program holds the state of a head."""
 
-    rows: Rows
-    initial: Any  # [N, SIZE], or None
-    states: Tensor  # [NC, N, PARTS, SIZE], as products round them
-    learned: Learned
+    chunks: Chunks
     meta: Meta
 
     @classmethod
-    def after(cls, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> "_Held":
-        """Write the chunks of `rows` after the state `start`."""
-        (NC, N, C), learned = rows.q.shape[:3], _learned(rows, meta)
-        states = torch.empty(NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
-        given = rows, initial, start, None, states, learned, None
-        launcher(held_kernel, (N,))(*given, NC, N, C, meta.compiled, **LAUNCH)
-        return cls(rows, initial, states, learned, meta)
+    def after(cls, start: Tensor, chunks: Chunks, meta: Meta) -> "_Held":
+        """Write the chunks after the state `start`."""
+        sizes = Sizes(*chunks.rows.q.shape[:3])
+        states = torch.empty(sizes.NC, *start.shape, dtype=_TORCH_TYPES[meta.DTYPE], device=start.device)
+        chunks = chunks._replace(states=states, learned=_learned(chunks.rows, meta))
+        launcher(held_kernel, (sizes.N,))(chunks, start, None, None, sizes, meta=meta, **LAUNCH)
+        return cls(chunks, meta)
 
     @classmethod
-    def forward(cls, o: Tensor, end: Tensor, start: Tensor, rows: Rows, closed, initial, meta: Meta) -> None:
+    def forward(cls, o: Tensor, end: Tensor, start: Tensor, chunks: Chunks, meta: Meta) -> None:
         """Write the output [NC, N, C, V] to o, and the state after the chunks to end."""
-        sizes = *o.shape[:3], meta.compiled
-        launcher(held_kernel, sizes[1:2])(rows, initial, start, end, None, None, o, *sizes, **LAUNCH)
+        sizes = Sizes(*o.shape[:3])
+        launcher(held_kernel, (sizes.N,))(chunks, start, end, o, sizes, meta=meta, **LAUNCH)
 
     def backward(self, do: Tensor, d_after: Tensor) -> tuple[Rows, Tensor, Tensor | None]:
         """Gradients of the rows, of the state before the group, and of the initial weights, None for zero."""
-        (NC, N, C), d_before = do.shape[:3], torch.empty_like(d_after)
-        d_initial = torch.zeros_like(self.initial) if self.meta.RETURNS else None
-        *read, grads = _read_backward(*self, do)
-        y, du, scores, G = read
-        launcher(held_backward_kernel, (N,))(
-            *(*self[:4], y, du, do, scores, G, grads, d_after.contiguous(), d_before, d_initial),
-            *(NC, N, C, self.meta.compiled),
-            **LAUNCH,
-        )
-        return grads, d_before, d_initial
+        chunks, meta, sizes = *self, Sizes(*do.shape[:3])
+        d_initial = torch.zeros_like(chunks.initial) if meta.RETURNS else None
+        d_states = StateGradients(d_after.contiguous(), torch.empty_like(d_after), d_initial)
+        reads, grads = _read_backward(chunks, meta, do)
+        launcher(held_backward_kernel, (sizes.N,))(
+            chunks, reads, do, grads, d_states, sizes, meta=meta, **LAUNCH
+        )  # fmt: skip
+        return grads, d_states.start, d_initial
 
 
 def _learned(rows: Rows, meta: Meta) -> Learned:
@@ -186,22 +180,20 @@ def _learned(rows: Rows, meta: Meta) -> Learned:
     return Learned(z, f, torch.empty_like(rows.v))
 
 
-def _grid(o: Tensor, meta: Meta) -> tuple[int, int, int]:
+def _grid(sizes: Sizes, meta: Meta) -> tuple[int, int, int]:
     """The grid of kernels that read."""
-    NC, N, C = o.shape[:3]
-    return N, NC, triton.cdiv(C, meta.BR)
+    return sizes.N, sizes.NC, triton.cdiv(sizes.C, meta.BR)
 
 
-def _read_backward(rows: Rows, initial, states: Tensor, learned: Learned, meta: Meta, do: Tensor):
-    """Y, dU, the scores and their gradients G, and `Rows` of gradients, in which those of q, beta and c are."""
-    NC, N, C = do.shape[:3]
-    y, du = do.new_empty(2, NC, N, C, meta.HIDDEN)
-    scores, G = do.new_empty(2, 2, NC, N, C, C)
-    grads = Rows(*map(_empty, rows))
-    launcher(read_backward_kernel, _grid(do, meta))(
-        rows, initial, states, learned, do, y, du, scores, G, grads, NC, N, C, meta.compiled, **LAUNCH
-    )
-    return y, du, scores, G, grads
+def _read_backward(chunks: Chunks, meta: Meta, do: Tensor) -> tuple[Reads, Rows]:
+    """What the backward of writes needs, and gradients of rows, of which those of q, beta and c are computed."""
+    NC, N, C = sizes = Sizes(*do.shape[:3])
+    reads = Reads(*do.new_empty(2, NC, N, C, meta.HIDDEN), *do.new_empty(2, 2, NC, N, C, C))
+    grads = Rows(*map(_empty, chunks.rows))
+    launcher(read_backward_kernel, _grid(sizes, meta))(
+        chunks, do, reads, grads, sizes, meta=meta, **LAUNCH
+    )  # fmt: skip
+    return reads, grads
 
 
 def _empty(x: Tensor | None) -> Tensor | None:
@@ -219,7 +211,7 @@ class _Walk(torch.autograd.Function):
         kept[0] = start
         for n, (before, after) in enumerate(pairwise(kept)):
             part = slice(n * size, (n + 1) * size)
-            _form(meta).forward(o[part], after, before, *_part(part, given, closed), initial, meta)
+            _form(meta).forward(o[part], after, before, _part(part, given, initial, closed), meta)
         ctx.save_for_backward(closed, initial, kept[:-1], *given)
         ctx.meta, ctx.size = meta, size
         return o, kept[-1].clone()
@@ -232,7 +224,7 @@ class _Walk(torch.autograd.Function):
         d_rows = Rows(*map(_empty, rows))
         for n in reversed(range(len(kept))):
             part = slice(n * ctx.size, (n + 1) * ctx.size)
-            group = _form(ctx.meta).after(kept[n], *_part(part, rows, closed), initial, ctx.meta)
+            group = _form(ctx.meta).after(kept[n], _part(part, rows, initial, closed), ctx.meta)
             grads, d_start, added = group.backward(do[part], d_start)
             d_initial = added if d_initial is None else d_initial + added
             for whole, grad in zip(d_rows, grads):
@@ -246,9 +238,10 @@ def _form(meta: Meta) -> type[_Held] | type[_Tiled]:
     return _Held if meta.HELD else _Tiled
 
 
-def _part(part: slice, rows: Rows, closed: Tensor | None) -> tuple[Rows, Tensor | None]:
-    """Some of the chunks."""
-    return Rows(*(None if x is None else x[part] for x in rows)), None if closed is None else closed[part]
+def _part(part: slice, rows: Rows, initial: Tensor | None, closed: Tensor | None) -> Chunks:
+    """Some of the chunks, without states."""
+    *some, closed = (None if x is None else x[part] for x in (*rows, closed))
+    return Chunks(Rows(*some), initial, None, None, closed)
 
 
 def neural_memory(*rows: Tensor | None, **memory) -> tuple[Tensor, NeuralMemoryState]:

@@ -29,6 +29,33 @@ class Learned(NamedTuple):
     e: Any  # [NC, N, C, V]
 
 
+class Chunks(NamedTuple):
+    """Chunks with the states before them; tiled ones have the state after the last, too."""
+
+    rows: Any  # Rows
+    initial: Any  # [N, SIZE] or None
+    states: Any  # [NC or NC + 1, N, PARTS, SIZE]; held ones without initial weights, as products round them; or None
+    learned: Any  # Learned, or None
+    closed: Any = None  # [NC, N] int32, whether the anchor becomes the weights before the chunk; or None for always
+
+
+class Reads(NamedTuple):
+    """What the backward of reads leaves for that of writes."""
+
+    y: Any  # [NC, N, C, HIDDEN]
+    du: Any  # [NC, N, C, HIDDEN]
+    scores: Any  # [2, NC, N, C, C]: Q K^T and Y X^T
+    G: Any  # [2, NC, N, C, C]: dU D^T and dO E^T, minus the gradients of P .* scores
+
+
+class Sizes(NamedTuple):
+    """Numbers of chunks, of heads of all sequences, and of tokens of a chunk."""
+
+    NC: int
+    N: int
+    C: int
+
+
 class Meta(NamedTuple):
     """What is known when the kernels are compiled."""
 
@@ -50,11 +77,6 @@ class Meta(NamedTuple):
     ANCHOR: bool  # whether the anchor is not always the weights
     HELD: bool  # whether a program holds the state of a head; then BH is the width of HIDDEN
     DTYPE: Any  # of operands of products
-
-    @property
-    def compiled(self) -> "Meta":
-        """The same as Triton before 3.6 needs it, which takes numbers of a tuple for those of a program."""
-        return Meta(*map(tl.constexpr, self))
 
 
 @triton.jit
@@ -117,10 +139,24 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def places(i_k, j, i_v, meta: tl.constexpr):
-    """Offsets of the tiles of both layers among a head's weights, and the masks of those that exist."""
+    """The tiles of both layers: offsets among a head's weights, and the masks of those that exist."""
     in_h, first = j < meta.HIDDEN, i_k[:, None] * meta.HIDDEN + j[None, :]
     second = meta.K * meta.HIDDEN + j[:, None] * meta.V + i_v[None, :]
-    return first, (i_k[:, None] < meta.K) & in_h[None, :], second, in_h[:, None] & (i_v[None, :] < meta.V)
+    return (first, (i_k[:, None] < meta.K) & in_h[None, :]), (second, in_h[:, None] & (i_v[None, :] < meta.V))
+
+
+@triton.jit
+def load_layer(x, tile):
+    """A tile of a layer of weights, momentum or their gradients, zero outside."""
+    at, inside = tile
+    return load(x + at, inside)
+
+
+@triton.jit
+def store_layer(x, value, tile):
+    """The inverse of `load_layer`."""
+    at, inside = tile
+    tl.store(x + at, value, mask=inside)
 
 
 @triton.jit
@@ -153,3 +189,9 @@ def of_write(given, at, rows, C, meta: tl.constexpr):
         c_n, H_n = tl.load(given.c + at * C + C - 1), tl.load(given.H + at)
         m_c = column(given.m, at * C, rows, C, 0.0)
     return w_c, m_c, beta_n, c_n, H_n
+
+
+@triton.jit
+def of_read(given, at, rows, C):
+    """The coefficients of reads: columns beta and c."""
+    return column(given.beta, at * C, rows, C, 1.0), column(given.c, at * C, rows, C, 0.0)
