@@ -49,15 +49,16 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
         "windows": {"sliding_window": 259},
         "kept": {"sliding_window": 64, "num_kept_tokens": 174, "kept_block_size": 16},
         "slots": {"sliding_window": 192},
-        "kept by layer": {"sliding_window": 64, "num_kept_tokens": 174, "kept_block_size": 16},
     },
     "128 entries": {
         "windows": {"sliding_window": 127},
         "kept": {"sliding_window": 32, "num_kept_tokens": 76, "kept_block_size": 16},
         "slots": {"sliding_window": 78},
-        "kept by layer": {"sliding_window": 32, "num_kept_tokens": 76, "kept_block_size": 16},
     },
 }
+# The kept tokens of each layer beside 8 heads, 174 of each head in the mean, as `--spread-kept` finds them.
+SPREAD = [44, 44, 435, 44, 174, 174, 44, 435, 435, 435, 44, 44, 44, 44, 435, 435, 44, 174, 44, 174, 416]
+SPREAD += [174, 174, 174, 174, 44, 174, 44, 174, 44]
 WHOLE = {  # students whose weights all learn
     "windows": {"sliding_window": 259},
     "kept": {"sliding_window": 64, "num_kept_tokens": 158},
@@ -85,11 +86,15 @@ def recipes() -> dict[str, Recipe]:
         for kind, seen in kinds.items():
             made = best if kind == "slots" else smollm2.without_memory(best)
             options = {"num_sink_tokens": 4, **held.get("options", {}), **seen}
-            spread = {"spread_kept": kind == "kept by layer"}
-            recipe = replace(made, keep=held["keep"], options=options, seed=seed, **spread)
+            recipe = replace(made, keep=held["keep"], options=options, seed=seed)
             rows[f"{kind}, {heads}, {size}, seed {seed}"] = recipe
             if seed == 0:
                 rows[f"{kind} before training, {heads}, {size}, seed 0"] = smollm2.times(0, recipe)
+    by_layer = {"num_sink_tokens": 4, **SIZES["256 entries"]["kept"], "num_kept_tokens": SPREAD}
+    for seed in SEEDS:
+        recipe = replace(rows[f"kept, 8 heads, 256 entries, seed {seed}"], options=by_layer)
+        rows[f"kept by layer, 8 heads, 256 entries, seed {seed}"] = recipe
+    rows["kept by layer before training, 8 heads, 256 entries, seed 0"] = smollm2.times(0, recipe)
     for kind, seen in WHOLE.items():
         recipe = replace(smollm2.without_memory(whole), options={"num_sink_tokens": 4, **seen})
         rows[f"{kind} that train whole, 8 heads, 256 entries, seed 0"] = recipe
