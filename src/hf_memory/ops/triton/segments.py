@@ -247,7 +247,7 @@ def boundary_states(
     meta = meta._replace(NORMALIZE=z is not None, BACKWARDS=backwards)
     call = Call(segments.bounds, tokens_of_sequences(rows.k, own), scale)
     launcher(sum_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
-        rows, own, own_z, decay, call, meta=meta, **options
+        rows._replace(q=None), own, own_z, decay, call, meta=meta, **options
     )  # fmt: skip
     states, final = _scan(own, decay, S, segments, backwards)
     if z is None or own_z is None:
