@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import random_tokens
-from hf_memory.conversion import Recipe, Schedule, convert, resolve
+from hf_memory.conversion import Recipe, Schedule, convert, plan_rows, resolve
 from hf_memory.conversion.students import kept_tokens, make_student
 from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.weights import carry_over
@@ -61,6 +61,7 @@ def test_a_student_whose_layers_keep_different_numbers():
     how = {"keep": "heads:1/4", "options": OPTIONS, "transfer": schedule._replace(steps=0), "distillation": schedule}
     equal, spread = (Recipe(**how, spread_kept=x) for x in (False, True))
     made = convert(teacher, tokens, resolve(spread, teacher.config, tokens))
+    assert "8 of each head in the mean" in dict(plan_rows(made.plan))["older tokens kept"]
     kept, plan = made.student.config.num_kept_tokens, resolve(equal, teacher.config, tokens)
     assert kept == made.plan.student.num_kept_tokens
     assert len(set(kept)) == 2

@@ -183,6 +183,9 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
+    if plan.recipe.spread_kept:
+        kept = plan.recipe.options["num_kept_tokens"]
+        yield "older tokens kept", f"{kept} of each head in the mean, more where they bring the student nearer"
 
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
