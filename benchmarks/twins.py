@@ -94,7 +94,6 @@ def recipes() -> dict[str, Recipe]:
     for seed in SEEDS:
         recipe = replace(rows[f"kept, 8 heads, 256 entries, seed {seed}"], options=by_layer)
         rows[f"kept by layer, 8 heads, 256 entries, seed {seed}"] = recipe
-    rows["kept by layer before training, 8 heads, 256 entries, seed 0"] = smollm2.times(0, recipe)
     for kind, seen in WHOLE.items():
         recipe = replace(smollm2.without_memory(whole), options={"num_sink_tokens": 4, **seen})
         rows[f"{kind} that train whole, 8 heads, 256 entries, seed 0"] = recipe

@@ -208,7 +208,7 @@ def _backward(
     given, (meta, options) = Rows(q, k, v, g=g), _constants_of(q, v, g)
     segments = cut(cu_seqlens, B, T, segment, q) if segment else None
     if segments is not None:
-        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
+        dST = segments.of_sequences(dST, S)
         reads = Rows(k=q, v=do, beta=dd, g=g)
         (dST, dzT), before = boundary_states(segments, reads, dST, dzT, scale=scale, backwards=True)
         cu_seqlens = segments.bounds

@@ -40,7 +40,6 @@ from hf_memory.ops.triton.tiles import (
 )
 
 BLOCK = tl.constexpr(CHUNK)  # tokens after which a state is stored
-
 SHUT = tl.constexpr(-150.0)  # below it e^g is zero, and so is its gradient
 
 
@@ -58,6 +57,12 @@ class Reads(NamedTuple):
 def block_slot(call, start, n):
     """The first slot of sequence n among the stored states; packed sequences have one more slot for a partial block."""
     return start // BLOCK + n if call.bounds is not None else n * ((call.T + BLOCK - 1) // BLOCK)
+
+
+def number_of_slots(q: Tensor, states: Tensor, call: Call) -> int:
+    """How many states kernels store for queries [B, T, H, K] and states [N, HV, K, V]; see `block_slot`."""
+    B, T = q.shape[:2]
+    return B * triton.cdiv(T, CHUNK) if call.bounds is None else B * T // CHUNK + states.shape[0]
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def query_and_key_gradients(
     db, dg = (S.new_empty(tiles, B, T, HV) if decay == SCALAR else None for _ in range(2))
     if decay == VECTOR:
         dg = S.new_empty(B, T, HV, K)
-    slots = (B * triton.cdiv(T, CHUNK) if call.bounds is None else B * T // CHUNK + N) if decay else 0
+    slots = number_of_slots(rows.q, S, call)
     reads = Reads(
         dq=dq,
         dk=None if d_out.e is None else S.new_empty(B, T, HV, K),

@@ -49,6 +49,10 @@ class Segments(NamedTuple):
     bounds: Tensor | None = None  # [M + 1]: tokens; unused segments at the end are empty
     first: Tensor | None = None  # [N + 1]: the first segment of each sequence
 
+    def of_sequences(self, state: Tensor | None, like: Tensor) -> Tensor:
+        """The state of each sequence, or zeros without one; `like` are states of segments."""
+        return like.new_zeros(self.sequences, *like.shape[1:]) if state is None else state
+
 
 def segment_length(q: Tensor, sequences: int, programs: int) -> int:
     """Tokens of a segment, or 0 if sequences should not be cut; it depends on shapes only.
@@ -248,7 +252,7 @@ def boundary_states(
     call = Call(segments.bounds, tokens_of_sequences(rows.k, own), scale)
     launcher(sum_kernel, (M * HV * triton.cdiv(V, meta.BV),))(
         rows._replace(q=None), own, own_z, decay, call, meta=meta, **options
-    )  # fmt: skip
+    )
     states, final = _scan(own, decay, S, segments, backwards)
     if z is None or own_z is None:
         return (states, None), (final, None)

@@ -165,7 +165,7 @@ def _backward(
 
     if segments is not None and transition is not None:
         solve(given._replace(v=None), Rows(), States(dS0))
-        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
+        dST = segments.of_sequences(dST, S)
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     solve(given, Rows(v=dv, beta=dbeta), States(None if segments else dS0, dST))
     dq, dk, dg, _ = query_and_key_gradients(given, States(S), Outputs(do, e=dv), States(ST=dST), call)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_memory.ops.delta_rule.kernels.rank_one import DECAY
 from hf_memory.ops.triton.arguments import Call, Rows
-from hf_memory.ops.triton.gradients import BLOCK, SHUT, Reads, add_within, block_slot
-from hf_memory.ops.triton.launch import CHUNK, launcher, rank_one_constants
+from hf_memory.ops.triton.gradients import BLOCK, SHUT, Reads, add_within, block_slot, number_of_slots
+from hf_memory.ops.triton.launch import launcher, rank_one_constants
 from hf_memory.ops.triton.tiles import (
     channels,
     decay_over,
@@ -164,11 +164,10 @@ def rank_one_writes_kernel(
 
 def row_gradients(pairs: Pairs, S: Tensor, dST: Tensor | None, call: Call) -> Rows:
     """Gradients of q, k, g, a and b; all tensors are contiguous, `S` are states before sequences, `dST` those after."""
-    q, (B, T, HV, K), (N, _, _, V) = pairs.q, pairs.q.shape, S.shape
+    q, (N, HV, K, V) = pairs.q, S.shape
     _, (meta, options) = rank_one_constants(HV, K, V, q.dtype)
-    slots = B * triton.cdiv(T, CHUNK) if call.bounds is None else B * T // CHUNK + N
     grid = (N * HV * triton.cdiv(K, meta.BK),)
-    reads = Reads(db=S.new_empty(q.shape), S=q.new_empty(slots, HV, V, K))
+    reads = Reads(db=S.new_empty(q.shape), S=q.new_empty(number_of_slots(q, S, call), HV, V, K))
     read = Rows(q=torch.empty_like(q), a=torch.empty_like(q))
     written = Rows(k=torch.empty_like(q), g=S.new_empty(q.shape), a=read.a, b=torch.empty_like(q))
     launcher(rank_one_reads_kernel, grid)(pairs, S, read, reads, call, meta=meta, **options)

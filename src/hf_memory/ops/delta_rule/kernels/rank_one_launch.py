@@ -121,7 +121,7 @@ def _backward(
 
     if segments is not None and transition is not None:
         walk(States(dS0), None, None)
-        dST = S.new_zeros(segments.sequences, *S.shape[1:]) if dST is None else dST
+        dST = segments.of_sequences(dST, S)
         dST, dS0 = boundary_states_of(transition, dS0, dST, segments, backwards=True)
     walk(States(None if segments else dS0, dST), de, dv)
     d_rows = row_gradients(Pairs(q, a, k, b, v, e, do, de, g), S, dST, call)
