@@ -29,6 +29,7 @@ from hf_memory.ops.triton.tiles import (
     level_of_pairs,
     load_numbers,
     load_rows,
+    load_state,
     normalizer_tile,
     program,
     sequence_bounds,
@@ -179,10 +180,8 @@ def dk_kernel(
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
-    dS = tl.zeros([meta.BV, meta.BK], tl.float32)
-    if d_states.ST is not None:
-        i_s, in_s = turned_state_tile(n, head, keys, values)
-        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    i_s, in_s = turned_state_tile(n, head, keys, values)
+    dS = load_state(d_states.ST, i_s, in_s)
     if meta.NORMALIZE:
         i_z, in_z = normalizer_tile(n, head, keys)
         dz = tl.load(d_states.zT + i_z, mask=in_z, other=0.0)

@@ -100,6 +100,15 @@ def state_tile(n, head, keys, values):
 
 
 @triton.jit
+def load_state(states, at, inside):
+    """A tile of states, or zeros without states."""
+    S = tl.zeros([at.shape[0], at.shape[1]], tl.float32)
+    if states is not None:
+        S = tl.load(states + at, mask=inside, other=0.0)
+    return S
+
+
+@triton.jit
 def turned_state_tile(n, head, keys, values):
     """The same as `state_tile` for a tile S^T."""
     hv, HV = head

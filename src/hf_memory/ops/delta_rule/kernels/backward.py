@@ -10,6 +10,7 @@ from hf_memory.ops.triton.tiles import (
     load_gates,
     load_numbers,
     load_rows,
+    load_state,
     program,
     read,
     sequence_bounds,
@@ -34,9 +35,7 @@ def solve_kernel(
     keys, values, own = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V), channels(0, meta.C, meta.C)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
-    dS = tl.zeros([meta.BK, meta.BV], tl.float32)
-    if d_states.ST is not None:
-        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    dS = load_state(d_states.ST, i_s, in_s)
     chunks = (end - start + meta.C - 1) // meta.C
     for back in range(chunks):
         t = start + (chunks - 1 - tl.cast(back, tl.int64)) * meta.C + tl.arange(0, meta.C)

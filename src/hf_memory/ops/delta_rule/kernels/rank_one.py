@@ -15,6 +15,7 @@ from hf_memory.ops.triton.tiles import (
     load_gates,
     load_pairs,
     load_rows,
+    load_state,
     program,
     read,
     scores_by_level,
@@ -148,9 +149,7 @@ def rank_one_backward_kernel(
     keys, values = channels(0, meta.BK, meta.K), channels(tile, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     i_s, in_s = state_tile(n, head, keys, values)
-    dS = tl.zeros([meta.BK, meta.BV], tl.float32)
-    if d_states.ST is not None:
-        dS = tl.load(d_states.ST + i_s, mask=in_s, other=0.0)
+    dS = load_state(d_states.ST, i_s, in_s)
     left, right = halves(meta.C)
     chunks = (end - start + meta.C - 1) // meta.C
     for back in range(chunks):

@@ -27,6 +27,7 @@ from hf_memory.ops.triton.tiles import (
     load_gates,
     load_pairs,
     load_rows,
+    load_state,
     program,
     sequence_bounds,
     split_dot,
@@ -123,10 +124,8 @@ def rank_one_writes_kernel(
     keys, values = channels(tile, meta.BK, meta.K), channels(0, meta.BV, meta.V)
     start, end = sequence_bounds(call, n)
     slot = block_slot(call, start, n)
-    dS = tl.zeros([meta.BV, meta.BK], tl.float32)
-    if dST is not None:
-        i_s, in_s = turned_state_tile(n, head, keys, values)
-        dS = tl.load(dST + i_s, mask=in_s, other=0.0)
+    i_s, in_s = turned_state_tile(n, head, keys, values)
+    dS = load_state(dST, i_s, in_s)
     lines = tl.arange(0, 2 * meta.C)
     i, of_q = lines % meta.C, lines < meta.C
     scales = tl.where(of_q, call.scale, 1.0)
