@@ -63,10 +63,10 @@ BETWEEN = {512: 4, 2048: 3}  # tokens between two readings of a passage, and how
 CONTEXT = 8192  # tokens of the caches
 RETRIEVE = "17,18,20,21,22,23,24"  # layers that hold all of the nine heads that retrieve most
 KEPT = {  # what keeps everything, in words
-    "heads:1/11": "8 of 90 heads full",
-    "heads:1/10": "9 of 90 heads full",
-    "heads:1/22": "4 of 90 heads full",
-    "heads:1/30": "3 of 90 heads full",
+    "retrieval:1/11": "8 of 90 heads full",
+    "retrieval:1/10": "9 of 90 heads full",
+    "retrieval:1/22": "4 of 90 heads full",
+    "retrieval:1/30": "3 of 90 heads full",
     "none": "no head full",
     "1/4": "every fourth layer full",
     RETRIEVE: "7 layers that retrieve full",
@@ -75,7 +75,7 @@ KEPT = {  # what keeps everything, in words
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
-    "1/11 of heads, window 64, 174 kept tokens, 2,048 tokens": "smollm2",
+    "8 of 90 heads that answers need, window 64, kept tokens by layer, practice": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
     "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
@@ -124,16 +124,16 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
     quicker = replace(best, distillation=best.distillation._replace(steps=18))
     first = replace(
         with_window(64, best),
-        keep="heads:1/10",
+        keep="retrieval:1/10",
         transfer=best.transfer._replace(steps=24),
         distillation=best.distillation._replace(steps=36, length=1024),
     )
     short, quick = times(2 / 3, first), times(1 / 3, first)
     none, quarter = (replace(quick, keep=keep) for keep in ("none", "1/4"))
-    few = with_window(64, replace(best, keep="heads:1/22"))
+    few = with_window(64, replace(best, keep="retrieval:1/22"))
     bounded = {"full_attention_window": 2560}  # a cache that does not grow
-    four = replace(short, keep="heads:1/22", options={**first.options, **bounded})
-    three = replace(best, keep="heads:1/30", options={**best.options, **bounded})
+    four = replace(short, keep="retrieval:1/22", options={**first.options, **bounded})
+    three = replace(best, keep="retrieval:1/30", options={**best.options, **bounded})
     whole = replace(
         short,
         keep="1/4",
@@ -145,7 +145,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
     usual = Schedule(24, 1.2e-4, 1, 2048, memory_factor=40, warmup=0.1, repeats=0.3)
     sinks = Recipe(
         to="attention",
-        keep="heads:1/11",
+        keep="retrieval:1/11",
         options={"sliding_window": 263, "attention_sinks": True},  # as many bytes as the best
         transfer=Schedule(24, 4e-2, 1, 1024, warmup=0.1),
         distillation=usual,
@@ -161,11 +161,11 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         f"{SINKS}, new parts alone": replace(sinks, train="new"),
         f"{SINKS}, LoRA of rank 16": replace(sinks, train="lora:16", distillation=quick_updates),
         "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
-        "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="heads:1/10")),
+        "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="retrieval:1/10")),
         "1/10 of heads": first,
         "1/10 of heads, no memory": without_memory(first),
         "1/10 of heads, window 128, no memory": with_window(128, without_memory(first)),
-        "1/22 of heads": replace(quick, keep="heads:1/22"),
+        "1/22 of heads": replace(quick, keep="retrieval:1/22"),
         "1/22 of heads, 2,048 tokens": few,
         "1/22 of heads, window 80, 2,048 tokens": with_window(80, few),
         "1/22 of heads, window 110, 2,048 tokens, no memory": with_window(110, without_memory(few)),  # as many bytes
@@ -248,8 +248,10 @@ def make(
 
 def command_of(name: str, output: Path) -> list[str]:
     """What follows `hf-memory` in the command of a row that is made so."""
-    files = [example.fetch_teacher(), "--text", example.fetch_text(), "--output", output]
-    return ["convert", *map(str, files), "--config", f"recipes/{COMMANDS[name]}.yaml"]
+    texts = example.texts_of("smollm2") if COMMANDS[name] == "smollm2" else [str(example.fetch_text())]
+    read = [word for text in texts for word in ("--text", text)]
+    given = example.fetch_teacher(), *read, "--output", output, "--config", f"recipes/{COMMANDS[name]}.yaml"
+    return ["convert", *map(str, given)]
 
 
 def recall(model: PreTrainedModel, held_out: Tensor) -> dict[str, float]:
@@ -340,6 +342,14 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join(f"| {line.replace('|', ' | ')} |" for line in lines)
 
 
+def what_is_kept(row: dict) -> str:
+    """What of a student's attention keeps everything, in words."""
+    if "full_attention_heads" in row["recipe"]["options"]:
+        return "8 of 90 heads that answers need full"
+    keep = row["recipe"]["keep"]
+    return KEPT.get(keep, keep)
+
+
 def draw(rows: dict[str, dict]) -> None:
     """What students lose, by what their cache holds; an arrow leads from a twin without memory to the one with it."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
@@ -348,12 +358,12 @@ def draw(rows: dict[str, dict]) -> None:
         "recall after 512 tokens / teacher's": lambda row: row["recall kept after 512"],
         "recall after 2,048 tokens / teacher's": lambda row: row["recall kept after 2048"],
     }
-    kept = {row["recipe"]["keep"]: None for row in rows.values()}
+    kept = {what_is_kept(row): None for row in rows.values()}
     colours = dict(zip(kept, plt.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"]))
     for axis, (label, value) in zip(axes, columns.items()):
         for name, row in rows.items():
             x, y = row["cache at 8k / teacher"], value(row)
-            axis.plot(x, y, "ox"["no memory" in name], color=colours[row["recipe"]["keep"]])
+            axis.plot(x, y, "ox"["no memory" in name], color=colours[what_is_kept(row)])
             if twin := rows.get(f"{name}, no memory"):
                 start = twin["cache at 8k / teacher"], value(twin)
                 axis.annotate("", (x, y), start, arrowprops={"arrowstyle": "->", "color": "gray"})
@@ -366,7 +376,7 @@ def draw(rows: dict[str, dict]) -> None:
     axes[0].yaxis.set_minor_formatter("")
     for axis in axes[1:]:
         axis.yaxis.set_major_formatter(PercentFormatter(1))
-    named = {KEPT.get(keep, keep): axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
+    named = {keep: axes[0].plot([], [], "s", color=colour)[0] for keep, colour in colours.items()}
     kinds = {"with a memory": "o", "without": "x"}
     named |= {label: axes[0].plot([], [], marker, color="gray")[0] for label, marker in kinds.items()}
     figure.legend(list(named.values()), list(named), loc="outside right center", fontsize="small")

@@ -37,12 +37,16 @@ RESULTS = smollm2.ROOT / "benchmarks" / "results" / "twins"
 WORK = smollm2.WORK / "twins"
 SEEDS = (0, 1, 2)
 BOUNDED = {"full_attention_window": 2560}
+_options = smollm2.recipe_of(smollm2.ROOT / "recipes" / "smollm2.yaml")[0].options
+ANSWER = {"full_attention_heads": _options["full_attention_heads"]}  # heads that answers need
 HEADS: dict[str, dict] = {  # what keeps everything
-    "8 heads": {"keep": "heads:1/11"},
-    "4 heads": {"keep": "heads:1/22"},
-    "3 heads of 2,560 tokens": {"keep": "heads:1/30", "options": BOUNDED},
-    "7 heads of 2,560 tokens": {"keep": "heads:1/13", "options": BOUNDED},
+    "8 heads": {"keep": "retrieval:1/11"},
+    "4 heads": {"keep": "retrieval:1/22"},
+    "3 heads of 2,560 tokens": {"keep": "retrieval:1/30", "options": BOUNDED},
+    "7 heads of 2,560 tokens": {"keep": "retrieval:1/13", "options": BOUNDED},
     "no head": {"keep": "none"},
+    "8 heads that answers need": {"keep": "none", "options": ANSWER},
+    "8 heads of 2,560 tokens that answers need": {"keep": "none", "options": {**ANSWER, **BOUNDED}},
 }
 SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
     "256 entries": {
@@ -56,9 +60,12 @@ SIZES: dict[str, dict[str, dict]] = {  # options of as many bytes
         "slots": {"sliding_window": 78},
     },
 }
-# The kept tokens of each layer beside 8 heads, 174 of each head in the mean, as `--spread-kept` finds them.
-SPREAD = [44, 44, 435, 44, 174, 174, 44, 435, 435, 435, 44, 44, 44, 44, 435, 435, 44, 174, 44, 174, 416]
-SPREAD += [174, 174, 174, 174, 44, 174, 44, 174, 44]
+SPREAD_8 = "44 44 435 44 174 174 44 435 435 435 44 44 44 44 435 435 44 174 44 174 416 174 174 174 174 44 174 44 174 44"
+SPREAD: dict[str, list[int]] = {  # kept tokens of each layer, 174 in the mean, as `--spread-kept` finds them
+    "8 heads": [int(x) for x in SPREAD_8.split()],
+    "8 heads that answers need": _options["num_kept_tokens"],
+    "8 heads of 2,560 tokens that answers need": _options["num_kept_tokens"],
+}
 WHOLE = {  # students whose weights all learn
     "windows": {"sliding_window": 259},
     "kept": {"sliding_window": 64, "num_kept_tokens": 158},
@@ -90,10 +97,10 @@ def recipes() -> dict[str, Recipe]:
             rows[f"{kind}, {heads}, {size}, seed {seed}"] = recipe
             if seed == 0:
                 rows[f"{kind} before training, {heads}, {size}, seed 0"] = smollm2.times(0, recipe)
-    by_layer = {"num_sink_tokens": 4, **SIZES["256 entries"]["kept"], "num_kept_tokens": SPREAD}
-    for seed in SEEDS:
-        recipe = replace(rows[f"kept, 8 heads, 256 entries, seed {seed}"], options=by_layer)
-        rows[f"kept by layer, 8 heads, 256 entries, seed {seed}"] = recipe
+    for (heads, numbers), seed in product(SPREAD.items(), SEEDS):
+        equal = rows[f"kept, {heads}, 256 entries, seed {seed}"]
+        recipe = replace(equal, options={**equal.options, "num_kept_tokens": numbers})
+        rows[f"kept by layer, {heads}, 256 entries, seed {seed}"] = recipe
     for kind, seen in WHOLE.items():
         recipe = replace(smollm2.without_memory(whole), options={"num_sink_tokens": 4, **seen})
         rows[f"{kind} that train whole, 8 heads, 256 entries, seed 0"] = recipe

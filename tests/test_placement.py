@@ -24,6 +24,7 @@ from hf_memory.conversion.students.placement import (
     placement_table,
     rank_heads,
     rank_heads_by_answers,
+    rank_heads_by_predictions,
     ranked,
     restored,
     share_count,
@@ -180,7 +181,7 @@ def test_a_fraction_of_the_heads_keeps_everything(to, longest, expected):
     assert (config.model_type, {*config.layer_types}) == expected
     assert (config.sliding_window, config.num_sink_tokens) == (6, 4)
     assert (bytes_per_token(config) == 0) is (longest is not None)
-    best = rank_heads(teacher, tokens)[0]
+    best = rank_heads_by_predictions(teacher, tokens, window=6, first=4)[0]
     assert best.head in config.full_attention_heads[best.layer]
 
 
@@ -236,6 +237,17 @@ def test_heads_are_ranked_by_what_a_window_in_them_changes():
     with torch.no_grad():
         kl = [divergence(student(x).logits[0, y], teacher(x).logits[0, y]).item() / len(y) for x, y in rows]
     assert scores.sum().item() == pytest.approx(sum(kl) / len(kl), rel=0.1)
+
+
+def test_heads_that_predictions_need_are_ranked_on_passages_longer_than_the_window():
+    """A passage and its second reading are a window apart; if a window sees all that is read, retrieval decides."""
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    rows = list(passages(Text.of(tokens), 120))
+    assert [x.shape for x in rows] == [(1, 2 * 50 + 120)] * 3
+    assert all(torch.equal(x[0, :50], x[0, 170:]) for x in rows)
+    scores = window_divergences(teacher, [(x, torch.arange(220)) for x in rows], window=120, first=1)
+    assert rank_heads_by_predictions(teacher, tokens, window=120, first=1) == ranked(scores)
+    assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads(teacher, tokens)
 
 
 def test_heads_that_answers_need_are_kept():

@@ -20,8 +20,6 @@ from hf_memory.evaluation.tasks import QUALITY, Found
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
 HEADS = ("layer/head", "score")
-RETRIEVAL = "key-value heads that keep everything: attention to what followed a passage when it was read before"
-ANSWERS = "key-value heads that keep everything: their part in retrieval and in answers, each relative to the largest"
 RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
 
@@ -157,7 +155,7 @@ def _convert(job: Job) -> Made | None:
         rows = conversion.placement_table(made.ranking, made.plan.kept)
         print_table(rows, conversion.PLACEMENT_HEADER, title=RANKING)
     if heads := made.plan.chosen:
-        title = ANSWERS if made.plan.ranks_by_answers else RETRIEVAL
+        title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[made.plan.ranking]}"
         print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=title)
     return Made(made.student, made.plan, made.losses, partial(_rows, job, made, model, quantized))
 

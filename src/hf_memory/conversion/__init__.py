@@ -26,6 +26,7 @@ from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
 from hf_memory.conversion.students.placement import (
+    HEAD_SCORES,
     KEEP_WORDS,
     PLACEMENT_HEADER,
     LayerScore,
@@ -43,6 +44,7 @@ from hf_memory.files.tokenised import read_tokens
 
 __all__ = [
     "FINE_TUNING",
+    "HEAD_SCORES",
     "KEEP_WORDS",
     "PLACEMENT_HEADER",
     "SERVABLE",

@@ -1,5 +1,6 @@
 """A whole conversion in one call."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list
@@ -22,6 +23,7 @@ from hf_memory.conversion.students.placement import (
     LayerScore,
     rank_heads,
     rank_heads_by_answers,
+    rank_heads_by_predictions,
     rank_layers,
 )
 from hf_memory.conversion.students.starts import start_near
@@ -29,7 +31,7 @@ from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
-from hf_memory.progress import History
+from hf_memory.progress import History, Progress, silent
 
 
 class Conversion(NamedTuple):
@@ -91,7 +93,7 @@ def convert(
         claim(run.checkpoints, plan.describe(run) | models)
     ranking: tuple[LayerScore, ...] = ()
     if plan.ranks_heads:
-        (heads,) = broadcast_object_list([_heads(observed, tokens, plan, run)])
+        (heads,) = broadcast_object_list([ranked_heads(observed, tokens, plan, report=run.report)])
         plan = plan.retrieving(heads)
     elif plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
@@ -127,14 +129,23 @@ def untrained_student(
     return student, start_near(student, teacher, tokens, plan.window, observed=observed, is_exact=plan.is_exact)
 
 
-def _heads(observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run) -> list[HeadScore]:
-    """All heads, those that should keep everything first."""
-    if not plan.ranks_by_answers:
-        return rank_heads(observed, tokens)
+def ranked_heads(
+    teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, *, report: Callable[[Progress], None] = silent
+) -> list[HeadScore]:
+    """All heads of a teacher, those first that should keep everything in the student of a plan.
+
+    Args:
+        teacher: the teacher, or its quantised form.
+        tokens: the training text.
+        plan: a plan that keeps heads, or layers because of their heads.
+        report: is called with the progress.
+    """
+    if plan.ranking == "retrieval":
+        return rank_heads(teacher, tokens)
     config: Any = plan.student
     window = config.sliding_window + sum(config.kept_tokens) // config.num_hidden_layers
-    how: dict = {"window": window, "first": config.num_sink_tokens, "report": run.report}
-    return rank_heads_by_answers(observed, tokens, **how)
+    rank = rank_heads_by_answers if plan.ranking == "answers" else rank_heads_by_predictions
+    return rank(teacher, tokens, window=window, first=config.num_sink_tokens, report=report)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

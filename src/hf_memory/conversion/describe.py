@@ -13,6 +13,7 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
+from hf_memory.conversion.students.placement import HEAD_SCORES
 from hf_memory.evaluation import bytes_per_token, cache_bytes
 from hf_memory.evaluation.efficiency import FAR
 from hf_memory.export import NotExportable, find_target
@@ -88,6 +89,8 @@ def story(plan: Plan) -> list[str]:
         told = ["The student started with the teacher's weights."]
         if plan.is_exact:
             told += ["Its new parts started with no effect, so that it equalled its teacher before any training."]
+        if plan.heads:
+            told += [f"Heads that keep everything were chosen by their {HEAD_SCORES[plan.ranking]}."]
         told += [_stage_sentence(stage, plan) for stage in plan.stages] or ["It was not trained after that."]
     if plan.recipe.lora_rank:
         told += ["Fine-tuning used LoRA, which is merged into the weights."]
@@ -177,8 +180,8 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", f"in {plan.ranked} layers, to be chosen by a ranking"
         yield "ranking", f"first, {TRANSFER} of a student without attention"
     elif plan.ranked_heads:
-        why = "that retrieve and that answers need" if plan.ranks_by_answers else "that retrieve"
-        yield "attention kept", f"in {plan.ranked_heads} key-value heads, those {why} most in the teacher"
+        yield "attention kept", f"in {plan.ranked_heads} key-value heads"
+        yield "", f"ranked by their {HEAD_SCORES[plan.ranking]}"
     elif plan.recipe.to is not None:
         yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
         if plan.is_exact:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.convert import untrained_student
+from hf_memory.conversion.convert import ranked_heads, untrained_student
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.students import own_window
-from hf_memory.conversion.students.placement import rank_heads
+from hf_memory.conversion.students.placement import HeadScore
 from hf_memory.evaluation import agreement, cache_bytes
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
@@ -38,7 +38,7 @@ def smallest_student(
 ) -> list[Tried]:
     """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
 
-    They come in the order of their caches, with 4 to 50 % of the heads, those that retrieve most (`rank_heads`), and
+    They come in the order of their caches, with 4 to 50 % of the heads, those that come first in `ranked_heads`, and
     windows of 128, 256 and 512 tokens, or the one of the recipe or the teacher.
 
     Args:
@@ -58,10 +58,12 @@ def smallest_student(
         for size in ((window,) if window else WINDOWS)
     ]
     plans = [plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact]
-    heads, tried = rank_heads(teacher, tokens), list[Tried]()
+    heads, tried = dict[int, list[HeadScore]](), list[Tried]()  # heads by the window of the others
     for i, plan in enumerate(sorted(plans, key=_cache)):
         report(Progress("measuring untrained students", i, len(plans)))
-        student, _ = untrained_student(teacher, tokens, plan.retrieving(heads))
+        size = plan.student.sliding_window  # type: ignore[attr-defined]
+        heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan)
+        student, _ = untrained_student(teacher, tokens, plan.retrieving(heads[size]))
         length = plan.recipe.distillation.length
         found = agreement(student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None).kl
         tried.append(Tried(plan.recipe, _cache(plan), float(found)))

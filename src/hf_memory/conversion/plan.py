@@ -19,7 +19,14 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import WINDOW, can_have_windows, changed_layers, is_exact, own_window, student_config
-from hf_memory.conversion.students.placement import HeadScore, by_layer, kept_layers, rank_by_retrieval, share_count
+from hf_memory.conversion.students.placement import (
+    HEAD_SCORES,
+    HeadScore,
+    by_layer,
+    kept_layers,
+    rank_by_retrieval,
+    share_count,
+)
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
@@ -100,13 +107,14 @@ class Plan:
         return whole - self.quantized_parameters * (8 * BYTES - (self.recipe.teacher_bits or 0)) // 8
 
     @property
-    def ranks_by_answers(self) -> bool:
-        """Whether heads are ranked by what answers in conversations need, too."""
-        return bool(share_count("answers", self.recipe.keep, 1))
+    def ranking(self) -> str:
+        """By what heads are ranked, a name in HEAD_SCORES."""
+        given = [word for word in HEAD_SCORES if share_count(word, self.recipe.keep, 1)]
+        return given[0] if given else "retrieval"
 
     @property
     def ranks_heads(self) -> bool:
-        """Whether the ranking is of heads, by their retrieval in the teacher, so that it needs no student."""
+        """Whether the ranking is of heads in the teacher, so that it needs no student."""
         return bool(self.ranked_heads) or (self.ranked > 0 and self.recipe.to == "attention")
 
     def later(self, stage: Stage) -> float:
@@ -134,7 +142,7 @@ class Plan:
         return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
 
     def retrieving(self, heads: Sequence[HeadScore]) -> "Plan":
-        """The plan with the layers or heads that retrieve most, according to a ranking of all heads."""
+        """The plan with the layers or heads that a ranking of all heads chooses."""
         changed = changed_layers(_bare(self.recipe, self.teacher), self.teacher)
         heads = [head for head in heads if head.layer in changed]
         if self.ranked:
@@ -219,7 +227,7 @@ def resolve(
 
 def _num_heads(recipe: Recipe, count: int) -> int:
     """How many of `count` heads keep everything."""
-    return max(share_count(word, recipe.keep, count) for word in ("heads", "answers"))
+    return max(share_count(word, recipe.keep, count) for word in HEAD_SCORES)
 
 
 def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:

@@ -139,10 +139,12 @@ class Recipe:
             keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`): without a memory
             those whose heads retrieve most in the teacher, see `rank_heads`; with one, a student without attention is
             trained by attention transfer first to find them, see `rank_layers`. `"heads:1/10"` keeps
-            no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that retrieve
-            most in the teacher. The other heads have a window of 256 tokens, or `sliding_window` of the options, and
-            the memory, if there is one, has what left it. `"answers:1/10"` adds to their retrieval what the teacher's
-            answers in the text's conversations need of each head, see `rank_heads_by_answers`.
+            no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that the
+            teacher's predictions need most, see `rank_heads_by_predictions`. The other heads have a window of 256
+            tokens, or `sliding_window` of the options, and the memory, if there is one, has what left it.
+            `"answers:1/10"` ranks heads by what the teacher's answers in the text's conversations need, and by their
+            retrieval, see `rank_heads_by_answers`; `"retrieval:1/10"` by their retrieval alone, see `rank_heads`, which
+            needs no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
             the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.

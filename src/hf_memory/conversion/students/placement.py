@@ -1,7 +1,7 @@
 """What of a teacher keeps its attention: layers, given or ranked by how much each helps recall, or key-value heads.
 
-Heads are ranked by how much they retrieve what the teacher has read before, and by how much its answers depend on what
-they see outside a window; these should keep all keys and values.
+Heads are ranked by how much the teacher's predictions depend on what they see outside a window, and by how much they
+retrieve what it has read before; these should keep all keys and values.
 """
 
 import re
@@ -21,6 +21,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hf_memory.conversion.recipe import Keep
 from hf_memory.conversion.stages.divergence import divergence
+from hf_memory.conversion.stages.trainer import only_these_learn
 from hf_memory.evaluation import agreement, layer_types, recall_by_distance
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
@@ -28,9 +29,14 @@ from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 KEEP_WORDS = (
-    "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, heads:1/10, or "
-    "answers:1/10"
+    "none, every-other, a fraction of the layers such as 1/4, layers such as 0,3, auto or auto:1/8, heads:1/10, "
+    "answers:1/10, or retrieval:1/10"
 )
+HEAD_SCORES = {  # what heads are ranked by, for each word
+    "heads": "part in the divergence of the teacher's predictions of repeated passages if all heads have windows",
+    "answers": "part in the divergence of the teacher's answers if all heads have windows, and in retrieval",
+    "retrieval": "attention to what followed a passage when it was read before",
+}
 SHARE = Fraction(1, 4)  # share of the layers that "auto" keeps
 CALIBRATION = 32  # windows of text that layers are ranked on
 PLACEMENT_HEADER = ("attention restored in", "recall", "KL", "kept")
@@ -78,7 +84,7 @@ def share_count(word: str, keep: Keep, count: int) -> int:
     """How many of `count` layers or heads a word such as `"auto:1/8"` keeps, at least one; 0 for other words.
 
     Args:
-        word: `"auto"`, which without a fraction is a quarter, `"heads"` or `"answers"`.
+        word: `"auto"`, which without a fraction is a quarter, or a name in HEAD_SCORES.
         keep: what the user wants to keep.
         count: number of layers or heads.
 
@@ -207,6 +213,38 @@ def rank_heads(teacher: PreTrainedModel, tokens: Text | Tensor) -> list[HeadScor
     return ranked(of_layers.unflatten(1, (teacher.config.num_key_value_heads, -1)).amax(-1))
 
 
+def rank_heads_by_predictions(
+    teacher: PreTrainedModel,
+    tokens: Text | Tensor,
+    *,
+    window: int,
+    first: int = 0,
+    report: Callable[[Progress], None] = silent,
+) -> list[HeadScore]:
+    """Rank all key-value heads of a teacher by how much its predictions depend on what they see outside a window.
+
+    The teacher reads a passage, other text that is at least as long as the window, and the same passage a second time.
+    A head's score is its part of the KL divergence of all predictions (`window_divergences`): of heads that retrieve
+    and of those that help others to, which `rank_heads` does not find. If the text is so short that a window has all
+    that passages depend on, heads are ranked by `rank_heads`.
+
+    Args:
+        teacher: the teacher; it is not changed.
+        tokens: [T], a text; if it is short, passages are shorter.
+        window: number of tokens that a head with a window sees.
+        first: number of first tokens that it sees as well.
+        report: is called with the progress.
+    """
+
+    def read() -> Iterator[tuple[Tensor, Tensor]]:
+        for done, row in enumerate(passages(Text.of(tokens), window)):
+            report(Progress("ranking heads", done, PASSAGES))
+            yield row, torch.arange(row.shape[1])
+
+    scores = window_divergences(teacher, read(), window=window, first=first)
+    return ranked(scores) if scores.any() else rank_heads(teacher, tokens)
+
+
 def rank_heads_by_answers(
     teacher: PreTrainedModel,
     tokens: Text | Tensor,
@@ -298,7 +336,7 @@ def window_divergences(
             target = teacher(row, use_cache=False).logits[0, places]
         for point in GATES:
             gates = torch.full_like(gates, point).requires_grad_()
-            with attention_by(teacher, once), torch.enable_grad():
+            with attention_by(teacher, once), only_these_learn(teacher, ()), torch.enable_grad():
                 logits = teacher(row, use_cache=False).logits[0, places]
                 total -= torch.autograd.grad(divergence(logits, target) / len(GATES) / len(places), gates)[0]
     return total / number
@@ -327,10 +365,13 @@ def _passage(tokens: Text | Tensor) -> int:
     return min(PASSAGE, len(tokens) // 8)
 
 
-def passages(text: Text) -> Iterator[Tensor]:
-    """A passage, other text from elsewhere, and the passage a second time; [1, T] at several places of a text."""
+def passages(text: Text, window: int = 0) -> Iterator[Tensor]:
+    """A passage, other text from elsewhere, and the passage a second time; [1, T] at several places of a text.
+
+    The other text has as many tokens as a window, at least, if the text is long enough.
+    """
     passage = _passage(text)
-    between = min(BETWEEN, 2 * passage)
+    between = max(min(BETWEEN, 2 * passage), min(window, len(text) // 2 - passage))
     for start in torch.linspace(0, len(text) - 2 * (passage + between), PASSAGES).long().tolist():
         read = text.tokens[start : start + passage]
         other = text.tokens[start + passage + between : start + passage + 2 * between]
