@@ -51,6 +51,16 @@ def test_activations_are_what_a_forward_pass_saves(recipe):
     assert cost.parts["activations"] == saved_bytes(build(plan.student, teacher, seed=0))
 
 
+def test_layers_that_keep_different_numbers_of_tokens_cost_as_much_as_with_their_mean():
+    teacher = make_teacher()
+    seen = {"sliding_window": 8, "num_kept_tokens": [4, 12], "kept_block_size": 4}
+    plan = plan_of(teacher, to="attention", options=seen)
+    (cost,) = costs(plan)
+    assert cost.parts["activations"] == pytest.approx(saved_bytes(build(plan.student, teacher, seed=0)), rel=0.01)
+    (least,) = costs(plan_of(teacher, to="attention", options={**seen, "num_kept_tokens": 4}))
+    assert least.parts["activations"] < 0.98 * cost.parts["activations"]
+
+
 def test_weights_cost_two_operations_forward_and_four_backward():
     teacher = make_teacher()
     (cost,) = costs(plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8}))

@@ -152,13 +152,23 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
 def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again: bool) -> Work:
     """What learns, without a head; with activation checkpointing the inputs of its layers, and one layer."""
     is_transfer = stage.slot == "transfer"
-    configs = [plan.student, plan.teacher] if is_transfer else [plan.student]
+    student = _keeping_alike(plan.student)
+    configs = [student, plan.teacher] if is_transfer else [student]
     run = partial(_of_transfer if is_transfer else _of_model, shape=shape, half=half)
     whole = _over_layers(configs, run)
     if not again:
         return whole
     inputs = _over_layers(configs, partial(run, again=True))
     return Work(inputs.saved + (whole.saved - inputs.saved) / plan.student.num_hidden_layers, whole.flops)
+
+
+def _keeping_alike(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config with the mean of all layers' numbers of kept tokens in each, so that layers are of fewer kinds."""
+    kept = getattr(config, "num_kept_tokens", 0)
+    if isinstance(kept, list):
+        config = copy.deepcopy(config)
+        config.num_kept_tokens = round(sum(kept) / len(kept))  # type: ignore[attr-defined]
+    return config
 
 
 def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Work:

@@ -183,7 +183,8 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", f"in {plan.ranked_heads} key-value heads"
         yield "", f"ranked by their {HEAD_SCORES[plan.ranking]}"
     elif plan.recipe.to is not None:
-        yield "attention kept", ", ".join(map(str, plan.kept)) or "in no layer"
+        layers = ", ".join(map(str, plan.kept)) or "in no layer"
+        yield "attention kept", _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
     if plan.recipe.spread_kept:
