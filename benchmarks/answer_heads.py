@@ -52,7 +52,7 @@ def main() -> None:
     file = str(example.fetch_teacher())
     teacher, tokenizer = load_teacher(file).eval(), load_tokenizer(file)
     tokens = read_tokens([example.fetch_text()], tokenizer, limit=400_000)[:360_000]
-    chains = window_divergences(teacher, questions(tokenizer), window=WINDOW, first=FIRST)
+    chains = window_divergences(teacher, list(questions(tokenizer)), window=WINDOW, first=FIRST)
     retrieval = torch.zeros_like(chains)
     for layer, head, x in rank_heads(teacher, tokens):
         retrieval[layer, head] = x

@@ -248,9 +248,8 @@ def make(
 
 def command_of(name: str, output: Path) -> list[str]:
     """What follows `hf-memory` in the command of a row that is made so."""
-    texts = example.texts_of("smollm2") if COMMANDS[name] == "smollm2" else [str(example.fetch_text())]
-    read = [word for text in texts for word in ("--text", text)]
-    given = example.fetch_teacher(), *read, "--output", output, "--config", f"recipes/{COMMANDS[name]}.yaml"
+    text = example.text_flags("smollm2") if COMMANDS[name] == "smollm2" else ["--text", example.fetch_text()]
+    given = example.fetch_teacher(), *text, "--output", output, "--config", f"recipes/{COMMANDS[name]}.yaml"
     return ["convert", *map(str, given)]
 
 

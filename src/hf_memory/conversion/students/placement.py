@@ -6,7 +6,7 @@ retrieve what it has read before; these should keep all keys and values.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import pairwise
@@ -235,13 +235,8 @@ def rank_heads_by_predictions(
         first: number of first tokens that it sees as well.
         report: is called with the progress.
     """
-
-    def read() -> Iterator[tuple[Tensor, Tensor]]:
-        for done, row in enumerate(passages(Text.of(tokens), window)):
-            report(Progress("ranking heads", done, PASSAGES))
-            yield row, torch.arange(row.shape[1])
-
-    scores = window_divergences(teacher, read(), window=window, first=first)
+    rows = [(row, torch.arange(row.shape[1])) for row in passages(Text.of(tokens), window)]
+    scores = window_divergences(teacher, rows, window=window, first=first, report=report)
     return ranked(scores) if scores.any() else rank_heads(teacher, tokens)
 
 
@@ -276,14 +271,9 @@ def rank_heads_by_answers(
             f"{window + first} tokens to keep the heads that answers need, got none"
         )
     chosen = torch.linspace(0, len(rows) - 1, min(CONVERSATIONS, len(rows))).long().tolist()
-
-    def read() -> Iterator[tuple[Tensor, Tensor]]:
-        for done, place in enumerate(chosen):
-            report(Progress("ranking heads", done, len(chosen)))
-            yield rows[place]
-
     retrieval = {(x.layer, x.head): x.score for x in rank_heads(teacher, text.parts[0])}
-    answers = ranked(window_divergences(teacher, read(), window=window, first=first))
+    read = [rows[place] for place in chosen]
+    answers = ranked(window_divergences(teacher, read, window=window, first=first, report=report))
     most = answers[0].score, max(retrieval.values())
     summed = [x._replace(score=x.score / most[0] + retrieval[x.layer, x.head] / most[1]) for x in answers]
     return sorted(summed, key=lambda head: -head.score)
@@ -300,7 +290,12 @@ def _conversations(text: Text, shortest: int) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def window_divergences(
-    teacher: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], *, window: int, first: int
+    teacher: PreTrainedModel,
+    rows: Sequence[tuple[Tensor, Tensor]],
+    *,
+    window: int,
+    first: int,
+    report: Callable[[Progress], None] = silent,
 ) -> Tensor:
     """The part of each head [layers, H] in KL(teacher || teacher with windows in all heads), in nats per prediction.
 
@@ -314,6 +309,7 @@ def window_divergences(
         rows: texts [1, T], and the places [n] whose predictions are compared.
         window: number of tokens that a head with a window sees.
         first: number of first tokens that it sees as well.
+        report: is called with the progress.
     """
     gates = torch.zeros(teacher.config.num_hidden_layers, teacher.config.num_key_value_heads)
 
@@ -329,9 +325,10 @@ def window_divergences(
     def once(*args, **kwargs):
         return checkpoint(mixed, *args, use_reentrant=False, **kwargs)
 
-    total, number = torch.zeros_like(gates), 0
-    for row, places in rows:
-        row, number = row.to(teacher.device), number + 1
+    total = torch.zeros_like(gates)
+    for done, (row, places) in enumerate(rows):
+        report(Progress("ranking heads", done, len(rows)))
+        row = row.to(teacher.device)
         with torch.no_grad():
             target = teacher(row, use_cache=False).logits[0, places]
         for point in GATES:
@@ -339,7 +336,7 @@ def window_divergences(
             with attention_by(teacher, once), only_these_learn(teacher, ()), torch.enable_grad():
                 logits = teacher(row, use_cache=False).logits[0, places]
                 total -= torch.autograd.grad(divergence(logits, target) / len(GATES) / len(places), gates)[0]
-    return total / number
+    return total / len(rows)
 
 
 @contextmanager
