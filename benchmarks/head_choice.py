@@ -1,12 +1,13 @@
-"""Which heads keep everything: those that retrieve, or those whose windows change the predictions? SmolLM2, untrained.
+"""Which heads or layers keep everything: those that retrieve, or those that predictions need? SmolLM2, untrained.
 
     python benchmarks/head_choice.py
 
 Teacher and text are those of examples/real_teacher.py. A student keeps as many key-value heads as 4, 8 and 12 % of the
 teacher's cache at 8,192 tokens allow; the others see 128 tokens and the first four, or, at 12 %, 64 tokens, the first
-four and 174 kept ones. Nothing is trained. KL is that of 6 held-out windows of 2,048 tokens; recall is the part of the
-teacher's gain on the second reading of 256 tokens after 512 others that is kept, on four held-out passages. Writes
-benchmarks/results/head_choice.json; rows that it has are not made again.
+four and 174 kept ones. Or it keeps four or seven layers, those whose heads have the largest scores together, and the
+others see 152 or 176 tokens and the first four. Nothing is trained. KL is that of 6 held-out windows of 2,048 tokens;
+recall is the part of the teacher's gain on the second reading of 256 tokens after 512 others that is kept, on four
+held-out passages. Writes benchmarks/results/head_choice.json; rows that it has are not made again.
 """
 
 import json
@@ -23,7 +24,15 @@ from examples import real_teacher as example  # noqa: E402
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens  # noqa: E402
 from hf_memory.conversion.students import student_config  # noqa: E402
-from hf_memory.conversion.students.placement import by_layer, passages, rank_heads, ranked, window_divergences  # noqa: E402
+from hf_memory.conversion.students.placement import (  # noqa: E402
+    HeadScore,
+    by_layer,
+    passages,
+    rank_by_heads,
+    rank_heads,
+    ranked,
+    window_divergences,
+)
 from hf_memory.evaluation import agreement, cache_bytes, copy_gain  # noqa: E402
 from hf_memory.files.text import Text  # noqa: E402
 
@@ -32,6 +41,7 @@ WINDOW, SINKS, CONTEXT = 128, 4, 8192
 WINDOWS = {"sliding_window": WINDOW, "num_sink_tokens": SINKS}
 KEPT = {"sliding_window": 64, "num_sink_tokens": SINKS, "num_kept_tokens": 174, "kept_block_size": 16}
 ROWS = {"4%": (0.04, WINDOWS), "8%": (0.08, WINDOWS), "12%": (0.12, WINDOWS), "12%, kept tokens": (0.12, KEPT)}
+LAYERS = {f"{n} layers": (n, {"sliding_window": w, "num_sink_tokens": SINKS}) for n, w in ((4, 152), (7, 176))}
 MEASURED = {"length": 2048, "max_tokens": 6 * 2048}
 
 
@@ -50,6 +60,12 @@ def best(teacher, heads, share: float, seen: dict) -> list:
 
     allowed = share * cache_bytes(teacher.config, CONTEXT)
     return heads[: max(count for count in range(len(heads)) if size(count) <= allowed)]
+
+
+def of_layers(heads, number: int) -> list:
+    """The heads of so many layers, those whose heads have the largest scores together."""
+    layers = rank_by_heads(HeadScore(*x) for x in heads)[:number]
+    return [x for x in heads if x[0] in layers]
 
 
 def gain(model, held_out) -> float:
@@ -80,12 +96,12 @@ def main() -> None:
         found["rankings"] = {name: [tuple(x) for x in heads] for name, heads in rankings(teacher, tokens).items()}
         found["teacher's gain"] = gain(teacher, held_out)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for size, (share, seen) in ROWS.items():
+    for size, (part, seen) in {**ROWS, **LAYERS}.items():
         for name, heads in found["rankings"].items():
             row = f"{size}, {name}"
             if row in found["rows"]:
                 continue
-            kept = best(teacher, heads, share, seen)
+            kept = of_layers(heads, part) if size in LAYERS else best(teacher, heads, part, seen)
             student = make_student(teacher, "attention", **options_of(teacher, kept, seen))
             carry_over(student, teacher)
             kl, recall = agreement(student, teacher, held_out, **MEASURED).kl, gain(student, held_out)

@@ -4,7 +4,8 @@
     python benchmarks/scores.py NAME=FOLDER    # a student in a folder, in a row of this name
     python benchmarks/scores.py --length 2048  # questions about texts of 2,048 tokens, in a table of their own
 
-Goes on where it was stopped. Models run in bfloat16 and answer 24 questions of each kind. Writes
+Goes on where it was stopped. Models run in bfloat16 and answer 24 questions of each kind. The teacher also answers in
+float32, which shows how much rounding alone changes. Writes
 benchmarks/results/scores/{evaluation.json,scores.png} (in scores_2048 for texts of 2,048 tokens) and the table in
 docs/results.md.
 """
@@ -24,7 +25,7 @@ from hf_memory.progress import Progress
 from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results"
-TEACHER = "teacher"
+TEACHER, WIDE = "teacher", "teacher in float32"
 USUAL = 512  # tokens of a text that questions are about
 GROUPS = [group for group in KINDS if group != "reasoning"]
 WITH_LENGTH = [group for group in GROUPS if any(kind.has_length for kind in KINDS[group].values())]
@@ -97,6 +98,8 @@ def main() -> None:
     known = record.open_record(place(asked.length), HOW | {"dtype": "bfloat16"})
     teacher = load_teacher(str(file)).eval().to(torch.bfloat16)
     measure(TEACHER, teacher, tokenizer, known, asked.length)
+    if asked.length == USUAL:
+        measure(WIDE, load_teacher(str(file)).eval(), tokenizer, known, asked.length)
     for name, folder in students(asked.students).items():
         student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         measure(name, student, tokenizer, known, asked.length)

@@ -70,8 +70,7 @@ KEPT = {  # what keeps everything, in words
     "none": "no head full",
     "1/4": "every fourth layer full",
     RETRIEVE: "7 layers that retrieve full",
-    "auto": "7 layers that retrieve full, sinks",
-    "auto:1/7": "4 layers that retrieve full, sinks",
+    "17,18,20,23": "4 layers that retrieve full",
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes

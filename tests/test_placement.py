@@ -198,11 +198,12 @@ def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, 
         assert [len(heads) for heads in config.full_attention_heads] == [0, 1]
 
 
-def test_layers_of_a_student_without_memory_are_those_that_retrieve():
+def test_layers_of_a_student_without_memory_are_those_that_predictions_need():
+    """Sinks stand for the first tokens, which a ranking shows to all heads."""
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
     made = convert(teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True)
     sums = [0.0] * teacher.config.num_hidden_layers
-    for score in rank_heads(teacher, tokens):
+    for score in rank_heads_by_predictions(teacher, tokens, window=6, first=4):
         sums[score.layer] += score.score
     assert made.plan.kept == (sums.index(max(sums)),)
     kinds = {0: "sliding_heads"} | dict.fromkeys(made.plan.kept, "full_attention")

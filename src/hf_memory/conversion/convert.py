@@ -16,7 +16,7 @@ from hf_memory.conversion.stages.fine_tuning import fine_tune
 from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
-from hf_memory.conversion.students import build, make_student
+from hf_memory.conversion.students import SINKS, build, make_student
 from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.placement import (
     HeadScore,
@@ -94,7 +94,7 @@ def convert(
     ranking: tuple[LayerScore, ...] = ()
     if plan.ranks_heads:
         (heads,) = broadcast_object_list([ranked_heads(observed, tokens, plan, report=run.report)])
-        plan = plan.retrieving(heads)
+        plan = plan.choosing(heads)
     elif plan.ranked:
         (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
         plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
@@ -144,8 +144,9 @@ def ranked_heads(
         return rank_heads(teacher, tokens)
     config: Any = plan.student
     window = config.sliding_window + sum(config.kept_tokens) // config.num_hidden_layers
+    in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0
     rank = rank_heads_by_answers if plan.ranking == "answers" else rank_heads_by_predictions
-    return rank(teacher, tokens, window=window, first=config.num_sink_tokens, report=report)
+    return rank(teacher, tokens, window=window, first=config.num_sink_tokens or in_their_place, report=report)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

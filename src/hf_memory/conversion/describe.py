@@ -175,7 +175,8 @@ def _kept(plan: Plan) -> str:
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.ranked and plan.ranks_heads:
-        yield "attention kept", f"in {plan.ranked} layers, those whose heads retrieve most in the teacher"
+        yield "attention kept", f"in {plan.ranked} layers"
+        yield "", f"ranked by their heads' {HEAD_SCORES[plan.ranking]}"
     elif plan.ranked:
         yield "attention kept", f"in {plan.ranked} layers, to be chosen by a ranking"
         yield "ranking", f"first, {TRANSFER} of a student without attention"

@@ -63,7 +63,7 @@ def smallest_student(
         report(Progress("measuring untrained students", i, len(plans)))
         size = plan.student.sliding_window  # type: ignore[attr-defined]
         heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan)
-        student, _ = untrained_student(teacher, tokens, plan.retrieving(heads[size]))
+        student, _ = untrained_student(teacher, tokens, plan.choosing(heads[size]))
         length = plan.recipe.distillation.length
         found = agreement(student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None).kl
         tried.append(Tried(plan.recipe, _cache(plan), float(found)))

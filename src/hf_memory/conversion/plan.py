@@ -24,7 +24,7 @@ from hf_memory.conversion.students.placement import (
     HeadScore,
     by_layer,
     kept_layers,
-    rank_by_retrieval,
+    rank_by_heads,
     share_count,
 )
 from hf_memory.conversion.students.weights import carry_over
@@ -108,9 +108,9 @@ class Plan:
 
     @property
     def ranking(self) -> str:
-        """By what heads are ranked, a name in HEAD_SCORES."""
+        """By what heads, and layers with them, are ranked, a name in HEAD_SCORES."""
         given = [word for word in HEAD_SCORES if share_count(word, self.recipe.keep, 1)]
-        return given[0] if given else "retrieval"
+        return given[0] if given else "heads"
 
     @property
     def ranks_heads(self) -> bool:
@@ -141,12 +141,12 @@ class Plan:
         to, options = str(self.recipe.to), self.recipe.options
         return replace(self, kept=layers, ranked=0, student=student_config(self.teacher, to, layers, options))
 
-    def retrieving(self, heads: Sequence[HeadScore]) -> "Plan":
+    def choosing(self, heads: Sequence[HeadScore]) -> "Plan":
         """The plan with the layers or heads that a ranking of all heads chooses."""
         changed = changed_layers(_bare(self.recipe, self.teacher), self.teacher)
         heads = [head for head in heads if head.layer in changed]
         if self.ranked:
-            return self.keeping(tuple(sorted(rank_by_retrieval(heads)[: self.ranked])))
+            return self.keeping(tuple(sorted(rank_by_heads(heads)[: self.ranked])))
         chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
         student = _with_heads(self.recipe, self.teacher, chosen)
         return replace(self, ranked_heads=0, student=student, heads=tuple(heads))

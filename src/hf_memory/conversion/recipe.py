@@ -135,13 +135,13 @@ class Recipe:
         to: the student's memory, a name in STUDENTS; `"attention"` for a student without one, whose layers have
             attention over a window; None to fine-tune a model and leave its architecture as it is.
         keep: what keeps the teacher's attention; default: `"heads:1/11"`, or `"none"` for families whose layers cannot
-            have windows. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"auto"`
-            keeps the quarter of the layers that matter most for recall (an eighth with `"auto:1/8"`): without a memory
-            those whose heads retrieve most in the teacher, see `rank_heads`; with one, a student without attention is
-            trained by attention transfer first to find them, see `rank_layers`. `"heads:1/10"` keeps
-            no whole layer; instead a tenth of all key-value heads keep all their keys and values, those that the
-            teacher's predictions need most, see `rank_heads_by_predictions`. The other heads have a window of 256
-            tokens, or `sliding_window` of the options, and the memory, if there is one, has what left it.
+            have windows. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"heads:1/10"` keeps no whole layer;
+            instead a tenth of all key-value heads keep all their keys and values, those that the teacher's predictions
+            need most, see `rank_heads_by_predictions`. The other heads have a window of 256 tokens, or `sliding_window`
+            of the options, and the memory, if there is one, has what left it. `"auto"` keeps the quarter of the layers
+            that matter most (an eighth with `"auto:1/8"`): without a memory those whose heads' scores of the same
+            ranking have the largest sum; with one, a student without attention is trained by attention transfer first
+            to find those that recall needs, see `rank_layers`.
             `"answers:1/10"` ranks heads by what the teacher's answers in the text's conversations need, and by their
             retrieval, see `rank_heads_by_answers`; `"retrieval:1/10"` by their retrieval alone, see `rank_heads`, which
             needs no gradients.

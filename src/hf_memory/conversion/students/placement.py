@@ -375,8 +375,8 @@ def passages(text: Text, window: int = 0) -> Iterator[Tensor]:
         yield text.begun(torch.cat([read, other, read])[None])
 
 
-def rank_by_retrieval(heads: Iterable[HeadScore]) -> list[int]:
-    """The layers of ranked heads; the one whose heads retrieve most together comes first."""
+def rank_by_heads(heads: Iterable[HeadScore]) -> list[int]:
+    """The layers of ranked heads; the one whose heads have the largest scores together comes first."""
     sums: Counter[int] = Counter()
     for head in heads:
         sums[head.layer] += head.score  # type: ignore[assignment]
