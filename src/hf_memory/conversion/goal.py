@@ -62,7 +62,7 @@ def smallest_student(
     for i, plan in enumerate(sorted(plans, key=_cache)):
         report(Progress("measuring untrained students", i, len(plans)))
         size = plan.student.sliding_window  # type: ignore[attr-defined]
-        heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan)
+        heads[size] = heads.get(size) or ranked_heads(teacher, tokens, plan, report=report)
         student, _ = untrained_student(teacher, tokens, plan.choosing(heads[size]))
         length = plan.recipe.distillation.length
         found = agreement(student, teacher, tokens[-ROWS * length :], length=length, max_tokens=None).kl
