@@ -2,7 +2,7 @@
 
     python benchmarks/answer_heads.py
 
-Heads are ranked by retrieval (`rank_heads`), by their part in the teacher's answers to questions about chains of
+Heads are ranked by their retrieval, by their part in the teacher's answers to questions about chains of
 variables (`window_divergences`; these questions are not those that are scored), and by the sum of both, each relative
 to its largest. The other heads have a window of 259 tokens and the first four. Students answer 24 questions of each
 kind in prompts of 512 tokens, in bfloat16. Writes benchmarks/results/answer_heads.json.
@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from head_choice import ROOT
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens
-from hf_memory.conversion.students.placement import by_layer, rank_heads, ranked, window_divergences
+from hf_memory.conversion.students.heads import by_layer, rank_heads_by_retrieval, ranked, window_divergences
 from hf_memory.evaluation.scores import KINDS, ask, places, score
 from smollm2 import example
 
@@ -54,7 +54,7 @@ def main() -> None:
     tokens = read_tokens([example.fetch_text()], tokenizer, limit=400_000)[:360_000]
     chains = window_divergences(teacher, list(questions(tokenizer)), window=WINDOW, first=FIRST)
     retrieval = torch.zeros_like(chains)
-    for layer, head, x in rank_heads(teacher, tokens):
+    for layer, head, x in rank_heads_by_retrieval(teacher, tokens):
         retrieval[layer, head] = x
     rankings = {"retrieval": retrieval, "chains": chains, "both": chains / chains.max() + retrieval / retrieval.max()}
     rows = {"teacher": {"scores": scores(load_teacher(file), tokenizer)}}

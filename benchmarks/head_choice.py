@@ -24,12 +24,12 @@ from examples import real_teacher as example  # noqa: E402
 
 from hf_memory.conversion import carry_over, load_teacher, load_tokenizer, make_student, read_tokens  # noqa: E402
 from hf_memory.conversion.students import student_config  # noqa: E402
-from hf_memory.conversion.students.placement import (  # noqa: E402
+from hf_memory.conversion.students.heads import (  # noqa: E402
     HeadScore,
     by_layer,
+    layers_by_heads,
     passages,
-    rank_by_heads,
-    rank_heads,
+    rank_heads_by_retrieval,
     ranked,
     window_divergences,
 )
@@ -64,7 +64,7 @@ def best(teacher, heads, share: float, seen: dict) -> list:
 
 def of_layers(heads, number: int) -> list:
     """The heads of so many layers, those whose heads have the largest scores together."""
-    layers = rank_by_heads(HeadScore(*x) for x in heads)[:number]
+    layers = layers_by_heads(HeadScore(*x) for x in heads)[:number]
     return [x for x in heads if x[0] in layers]
 
 
@@ -75,7 +75,7 @@ def gain(model, held_out) -> float:
 
 def rankings(teacher, tokens) -> dict:
     """All heads by each score."""
-    by_recall = rank_heads(teacher, tokens)
+    by_recall = rank_heads_by_retrieval(teacher, tokens)
     rows = [(row, torch.arange(row.shape[1])) for row in passages(Text.of(tokens))]
     by_loss = ranked(window_divergences(teacher, rows, window=WINDOW, first=SINKS))
     top = {name: max(x.score for x in heads) for name, heads in (("recall", by_recall), ("loss", by_loss))}

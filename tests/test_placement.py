@@ -1,4 +1,4 @@
-"""Which layers keep their attention: the words for it, and the ranking of layers."""
+"""Which layers or heads keep their attention: the words for it, and the rankings."""
 
 import copy
 
@@ -19,17 +19,15 @@ from hf_memory.conversion import (
 )
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
-from hf_memory.conversion.students.placement import (
+from hf_memory.conversion.students.heads import (
     passages,
-    placement_table,
-    rank_heads,
     rank_heads_by_answers,
     rank_heads_by_predictions,
+    rank_heads_by_retrieval,
     ranked,
-    restored,
-    share_count,
     window_divergences,
 )
+from hf_memory.conversion.students.placement import placement_table, restored, share_count
 from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
@@ -155,7 +153,7 @@ def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
 def test_heads_that_retrieve_most_are_found():
     """A head whose queries match the key of the token after an earlier reading is put first."""
     teacher = make_teacher()
-    scores = rank_heads(teacher, random_tokens(1, 400)[0])
+    scores = rank_heads_by_retrieval(teacher, random_tokens(1, 400)[0])
     config = teacher.config
     assert len(scores) == config.num_hidden_layers * config.num_key_value_heads
     assert [x.score for x in scores] == sorted((x.score for x in scores), reverse=True)
@@ -248,7 +246,7 @@ def test_heads_that_predictions_need_are_ranked_on_passages_longer_than_the_wind
     assert all(torch.equal(x[0, :50], x[0, 170:]) for x in rows)
     scores = window_divergences(teacher, [(x, torch.arange(220)) for x in rows], window=120, first=1)
     assert rank_heads_by_predictions(teacher, tokens, window=120, first=1) == ranked(scores)
-    assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads(teacher, tokens)
+    assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads_by_retrieval(teacher, tokens)
 
 
 def test_heads_that_answers_need_are_kept():
@@ -264,7 +262,7 @@ def test_heads_that_answers_need_are_kept():
     assert len(heads) == config.num_hidden_layers * config.num_key_value_heads
     alone = window_divergences(teacher, [(tokens[None, 100:110], torch.tensor([7]))], **how)
     retrieval = torch.zeros_like(alone)
-    for layer, head, score in rank_heads(teacher, tokens):
+    for layer, head, score in rank_heads_by_retrieval(teacher, tokens):
         retrieval[layer, head] = score
     expected = ranked(alone / alone.max() + retrieval / retrieval.max())
     assert [(x.layer, x.head) for x in heads] == [(x.layer, x.head) for x in expected]

@@ -25,8 +25,8 @@ from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
+from hf_memory.conversion.students.heads import HEAD_SCORES
 from hf_memory.conversion.students.placement import (
-    HEAD_SCORES,
     KEEP_WORDS,
     PLACEMENT_HEADER,
     LayerScore,

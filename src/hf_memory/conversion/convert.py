@@ -17,15 +17,14 @@ from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SINKS, build, make_student
-from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
-from hf_memory.conversion.students.placement import (
+from hf_memory.conversion.students.heads import (
     HeadScore,
-    LayerScore,
-    rank_heads,
     rank_heads_by_answers,
     rank_heads_by_predictions,
-    rank_layers,
+    rank_heads_by_retrieval,
 )
+from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
+from hf_memory.conversion.students.placement import LayerScore, rank_layers
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
@@ -141,7 +140,7 @@ def ranked_heads(
         report: is called with the progress.
     """
     if plan.ranking == "retrieval":
-        return rank_heads(teacher, tokens)
+        return rank_heads_by_retrieval(teacher, tokens)
     config: Any = plan.student
     window = config.sliding_window + sum(config.kept_tokens) // config.num_hidden_layers
     in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0

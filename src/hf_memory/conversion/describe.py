@@ -13,7 +13,7 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
-from hf_memory.conversion.students.placement import HEAD_SCORES
+from hf_memory.conversion.students.heads import HEAD_SCORES
 from hf_memory.evaluation import bytes_per_token, cache_bytes
 from hf_memory.evaluation.efficiency import FAR
 from hf_memory.export import NotExportable, find_target

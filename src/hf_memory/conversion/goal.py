@@ -11,7 +11,7 @@ from hf_memory.conversion.convert import ranked_heads, untrained_student
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.recipe import Recipe
 from hf_memory.conversion.students import own_window
-from hf_memory.conversion.students.placement import HeadScore
+from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.evaluation import agreement, cache_bytes
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent

@@ -19,14 +19,8 @@ from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuni
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import WINDOW, can_have_windows, changed_layers, is_exact, own_window, student_config
-from hf_memory.conversion.students.placement import (
-    HEAD_SCORES,
-    HeadScore,
-    by_layer,
-    kept_layers,
-    rank_by_heads,
-    share_count,
-)
+from hf_memory.conversion.students.heads import HEAD_SCORES, HeadScore, by_layer, layers_by_heads
+from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
@@ -146,7 +140,7 @@ class Plan:
         changed = changed_layers(_bare(self.recipe, self.teacher), self.teacher)
         heads = [head for head in heads if head.layer in changed]
         if self.ranked:
-            return self.keeping(tuple(sorted(rank_by_heads(heads)[: self.ranked])))
+            return self.keeping(tuple(sorted(layers_by_heads(heads)[: self.ranked])))
         chosen = [(head.layer, head.head) for head in heads[: self.ranked_heads]]
         student = _with_heads(self.recipe, self.teacher, chosen)
         return replace(self, ranked_heads=0, student=student, heads=tuple(heads))

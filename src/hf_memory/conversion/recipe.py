@@ -141,10 +141,9 @@ class Recipe:
             of the options, and the memory, if there is one, has what left it. `"auto"` keeps the quarter of the layers
             that matter most (an eighth with `"auto:1/8"`): without a memory those whose heads' scores of the same
             ranking have the largest sum; with one, a student without attention is trained by attention transfer first
-            to find those that recall needs, see `rank_layers`.
-            `"answers:1/10"` ranks heads by what the teacher's answers in the text's conversations need, and by their
-            retrieval, see `rank_heads_by_answers`; `"retrieval:1/10"` by their retrieval alone, see `rank_heads`, which
-            needs no gradients.
+            to find those that recall needs, see `rank_layers`. `"answers:1/10"` ranks heads by what the teacher's
+            answers in the text's conversations need, and by their retrieval, see `rank_heads_by_answers`;
+            `"retrieval:1/10"` by their retrieval alone, see `rank_heads_by_retrieval`, which needs no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
             the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.

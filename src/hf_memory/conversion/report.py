@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.describe import past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
-from hf_memory.conversion.students.placement import HeadScore
+from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, plot_task
 from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.evaluation.plots import plot_scores
