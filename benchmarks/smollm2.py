@@ -70,13 +70,14 @@ KEPT = {  # what keeps everything, in words
     "none": "no head full",
     "1/4": "every fourth layer full",
     RETRIEVE: "7 layers that retrieve full",
+    "7,8,15,17,18,20,23": "7 layers that predictions need full",
     "17,18,20,23": "4 layers that retrieve full",
 }
 SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "8 of 90 heads that answers need, window 64, kept tokens by layer, practice": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
-    "7 of 30 layers, those that retrieve, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
+    "7 of 30 layers, those that predictions need, window 176, sinks, 2,048 tokens, no memory": "smollm2-7-layers",
     "4 of 30 layers, those that retrieve, window 152, sinks, 2,048 tokens, no memory": "smollm2-4-layers",
 }
 START, END = "<!-- smollm2 -->", "<!-- /smollm2 -->"  # around the table of PAGE
