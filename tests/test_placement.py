@@ -15,8 +15,10 @@ from hf_memory.conversion import (
     kept_layers,
     make_student,
     rank_layers,
+    resolve,
     smallest_student,
 )
+from hf_memory.conversion.convert import ranked_heads
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.students import placement
 from hf_memory.conversion.students.heads import (
@@ -196,8 +198,17 @@ def test_layers_that_have_windows_keep_them_beside_layers_that_get_some(window, 
         assert [len(heads) for heads in config.full_attention_heads] == [0, 1]
 
 
+@pytest.mark.parametrize("option", ["attention_sinks", "virtual_token", None])
+def test_a_ranking_shows_the_first_tokens_where_something_stands_for_them(option):
+    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
+    options = {"sliding_window": 6} | ({option: True} if option else {})
+    recipe = Recipe(keep="heads:1/4", options=options, transfer=SCHEDULE, distillation=SCHEDULE)
+    found = ranked_heads(teacher, tokens, resolve(recipe, teacher.config, tokens))
+    assert found == rank_heads_by_predictions(teacher, tokens, window=6, first=4)
+    assert found != rank_heads_by_predictions(teacher, tokens, window=6)
+
+
 def test_layers_of_a_student_without_memory_are_those_that_predictions_need():
-    """Sinks stand for the first tokens, which a ranking shows to all heads."""
     teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
     made = convert(teacher, tokens, to="attention", keep="auto:1/2", sliding_window=6, attention_sinks=True)
     sums = [0.0] * teacher.config.num_hidden_layers
