@@ -153,7 +153,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run, teacher, text, tmp_pat
     assert "cache of 1,024 tokens 0.13 MB, 50.4% of the teacher's 0.26 MB" in lines
     assert run(*command, "--keep", "auto")[0] == 0
     code, out, _ = run(*command, "--to", "attention", "--servable", "--keep", "auto")
-    assert (code, "in 1 layers, those whose heads retrieve most" in " ".join(out.split())) == (0, True)
+    assert (code, "in 1 layers ranked by their heads' part in the divergence" in " ".join(out.split())) == (0, True)
     assert list(tmp_path.iterdir()) == []
     code, out, err = run(*command, "--transfer", "length=4096")
     assert (code, out) == (2, "")
