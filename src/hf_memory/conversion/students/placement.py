@@ -1,4 +1,4 @@
-"""Which layers of a teacher keep their attention: given, or ranked by how much each helps recall."""
+"""The words for what keeps its attention, and the ranking of layers by how much each helps recall."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
