@@ -11,6 +11,7 @@ docs/results.md.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from transformers.utils import logging
 from hf_memory.conversion import load_teacher, load_tokenizer
 from hf_memory.evaluation import Subject, evaluate, record
 from hf_memory.evaluation.scores import ALL, KINDS, RATIO, SCORE, SUMMARY, WIN
+from hf_memory.evaluation.tasks import Found
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
 from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, recipe_of, recipes
@@ -30,6 +32,7 @@ USUAL = 512  # tokens of a text that questions are about
 GROUPS = [group for group in KINDS if group != "reasoning"]
 WITH_LENGTH = [group for group in GROUPS if any(kind.has_length for kind in KINDS[group].values())]
 HOW: dict = {"items": 24, "seed": 0, "tolerance": 0.05}
+SETTINGS = HOW | {"dtype": "bfloat16"}  # of the record
 
 
 def students(asked: list[str]) -> dict[str, Path]:
@@ -44,10 +47,23 @@ def measure(name: str, model: PreTrainedModel, tokenizer, known: record.Record, 
     """Score a model, beside the teacher if it is measured, and keep what is found in the folder of this length."""
     found = record.row_of(known, name, model_fingerprint(model))
     theirs = known["models"][TEACHER]["found"] if name != TEACHER else {}
+    scored(name, model, tokenizer, theirs, length, found, lambda: record.keep(place(length), known))
+
+
+def scored(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer,
+    theirs: Found,
+    length: int = USUAL,
+    found: Found | None = None,
+    keep: Callable[[], object] = lambda: None,
+) -> Found:
+    """The scores of a model beside its teacher's; `found` has those that are there, and `keep` is called after each."""
     nothing = torch.empty(0, dtype=torch.long)
     subject = Subject(model, nothing, tokenizer=tokenizer, theirs=theirs, score_lengths=(length,), **HOW)
     groups = GROUPS if length == USUAL else WITH_LENGTH
-    evaluate(subject, groups, found, keep=lambda: record.keep(place(length), known), name=name, report=tell)
+    return evaluate(subject, groups, found, keep=keep, name=name, report=tell)
 
 
 def place(length: int) -> Path:
@@ -95,7 +111,7 @@ def main() -> None:
     logging.disable_progress_bar()
     file = example.fetch_teacher()
     tokenizer = load_tokenizer(str(file))
-    known = record.open_record(place(asked.length), HOW | {"dtype": "bfloat16"})
+    known = record.open_record(place(asked.length), SETTINGS)
     teacher = load_teacher(str(file)).eval().to(torch.bfloat16)
     measure(TEACHER, teacher, tokenizer, known, asked.length)
     if asked.length == USUAL:
