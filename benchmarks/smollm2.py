@@ -39,7 +39,6 @@ from decode import by_context  # noqa: E402
 from hf_memory.cli.run_file import read_schedule  # noqa: E402
 from hf_memory.conversion import (  # noqa: E402
     SERVABLE,
-    OnPolicy,
     Recipe,
     Run,
     Schedule,
@@ -73,7 +72,6 @@ KEPT = {  # what keeps everything, in words
     "7,8,15,17,18,20,23": "7 layers that predictions need full",
     "17,18,20,23": "4 layers that retrieve full",
 }
-SINKS = "1/11 of heads, window 263, 2,048 tokens, sinks, no memory"
 COMMANDS = {  # rows that `hf-memory convert` makes, by a file in recipes
     "8 of 90 heads that answers need, window 64, kept tokens by layer, practice": "smollm2",
     "1/11 of heads, window 275, 2,048 tokens, virtual token, no memory": "smollm2-heads",
@@ -142,24 +140,19 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
         distillation=short.distillation._replace(memory_factor=5.0),
     )
     of_files = {name: recipe_of(ROOT / "recipes" / f"{file}.yaml")[0] for name, file in COMMANDS.items()}
-    usual = Schedule(24, 1.2e-4, 1, 2048, memory_factor=40, warmup=0.1, repeats=0.3)
     sinks = Recipe(
         to="attention",
         keep="retrieval:1/11",
         options={"sliding_window": 263, "attention_sinks": True},  # as many bytes as the best
         transfer=Schedule(24, 4e-2, 1, 1024, warmup=0.1),
-        distillation=usual,
+        distillation=Schedule(24, 1.2e-4, 1, 2048, memory_factor=40, warmup=0.1, repeats=0.3),
     )
-    quick_updates = sinks.distillation._replace(learning_rate=1e-3, memory_factor=5)
     return {
         "1/11 of heads, window 192, 12 steps of transfer, 20 of 2,048 tokens": quickest,
         "1/11 of heads, window 192, 20 steps of 2,048 tokens": longer,
         "1/11 of heads, window 192, 18 steps of 2,048 tokens": quicker,
         "1/11 of heads, window 192, 2,048 tokens": best,
-        SINKS: sinks,
-        f"{SINKS}, a third of the steps on its own text": replace(sinks, on_policy=OnPolicy(share=0.34, tokens=128)),
-        f"{SINKS}, new parts alone": replace(sinks, train="new"),
-        f"{SINKS}, LoRA of rank 16": replace(sinks, train="lora:16", distillation=quick_updates),
+        "1/11 of heads, window 263, 2,048 tokens, sinks, no memory": sinks,
         "1/11 of heads, window 259, 2,048 tokens, no memory": with_window(259, without_memory(best)),  # as many bytes
         "1/10 of heads, window 128, 2,048 tokens": with_window(128, replace(best, keep="retrieval:1/10")),
         "1/10 of heads": first,
@@ -427,7 +420,7 @@ def main() -> None:
             "teacher's recall, nats a token": gains,
             **measured(model, teacher, held_out, gains),
         }
-        if timed and not name.startswith(f"{SINKS}, "):  # which costs the same
+        if timed:
             row["decoding"] = decoding(model, teacher)
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}  # of calls beside this one
         known["rows"] = {**known.get("rows", {}), name: row}
