@@ -36,7 +36,7 @@ processors: $(INSTALLED)  ## tests that compare ways of computing, with the inst
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
 
 SANITIZER := .sanitizer
-KERNELS := $(patsubst %,tests/test_%.py,kernels layers neural_memory_kernels deltaformer)
+KERNELS := $(patsubst %,tests/test_%.py,kernels layers neural_memory_kernels deltaformer retention)
 
 $(SANITIZER): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --target $@ triton==3.8.0 ttsem==0.1.0

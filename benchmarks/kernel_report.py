@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_memory.ops import OPS, Op
+from hf_memory.ops.retention import retained_attention
 from hf_memory.ops.rwkv7_gates import rwkv7_gates
 from hf_memory.ops.short_convolution import convolution_step
 
@@ -129,7 +130,7 @@ def launches(only: tuple[str, ...], architecture: str) -> list[Launch]:
 
 def calls() -> Iterator[tuple[str, Callable]]:
     """Calls of all ops with kernels, with the names of op, variant and size."""
-    packages = (*OPS_WITH_KERNELS, "rwkv7_gates", "short_convolution")
+    packages = (*OPS_WITH_KERNELS, "retention", "rwkv7_gates", "short_convolution")
     for module in (*(f"{name}.kernels" for name in packages), "triton.one_token"):
         import_module(f"hf_memory.ops.{module}")  # before `recorded` says that Triton interprets
     for op in OPS_WITH_KERNELS.values():
@@ -144,6 +145,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
         k, factor = torch.zeros(1, 1, 8, 64, dtype=dtype), torch.zeros(8, 64, dtype=dtype)
         gates = partial(rwkv7_gates, k, k, k, factor, factor, erasure=1.0, backend="triton")
         yield f"rwkv7_gates 64 {str(dtype)[6:]}", gates
+    for D, stay, dtype in ((64, 240, torch.bfloat16), (128, 240, torch.bfloat16), (32, 112, torch.float32)):
+        yield f"retention {D} {str(dtype)[6:]}", partial(_call_retention, D, stay, dtype)
 
 
 def _call(op: Op, sizes: dict) -> None:
@@ -157,6 +160,15 @@ def _call(op: Op, sizes: dict) -> None:
         o, state = op.op(**arguments, backend="triton", output_final_state=True)
         if sizes["T"] > 1:
             sum(x.sum() for x in tree_flatten((o, state))[0] if x.requires_grad).backward()
+
+
+def _call_retention(D: int, stay: int, dtype: torch.dtype) -> None:
+    """A call of kept tokens and its backward."""
+    q, k = torch.zeros(1, 64, 16, D, dtype=dtype), torch.zeros(1, 4, stay + 64, D, dtype=dtype)
+    number, asks = torch.zeros(1, 4, stay + 64, dtype=torch.int32), torch.ones(1, 64)
+    how = {"block": 16, "first": 4, "window": 32, "decay": 0.8, "scale": 0.1}
+    with torch.enable_grad():
+        retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[0].sum().backward()
 
 
 def recorded(call: Callable) -> list[Launch]:

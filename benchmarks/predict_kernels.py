@@ -23,6 +23,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from hf_memory.mixers.attention_blocks import Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.retention import Retention
 from hf_memory.ops import delta_rule, linear_attention, neural_memory
 from kernel_report import Launch, Report, assemble, compiled_launch, recorded, specialisation
 from loop_trips import leaves, trips
@@ -50,6 +53,7 @@ OPS = {  # names in the table
     "rwkv7": "RWKV-7",
     "deltaformer": "DeltaFormer's write",
     "titans": "Titans",
+    "kept": "kept tokens",
 }
 
 
@@ -116,6 +120,9 @@ def call_of(op: str, B: int, T: int, H: int, D: int) -> Callable[[], torch.Tenso
         return lambda: write(k, v, scalar, beta, D**-0.5)
     if op == "titans":
         return _titans(*(rows(64, dtype=torch.bfloat16) for _ in range(3)), *(rows() for _ in range(3)))
+    if op == "kept":
+        memory = Retention(64, 4, 172, 16, backend="triton")
+        return lambda: memory.attend(q, k, v, Scores(D**-0.5), Context(None, None, None, {}))[0][0]
     gates = {"gla_scalar": [scalar], "gla_vector": [vector], "gdn": [scalar], "kda": [vector], "rwkv7": [vector, a, b]}
     if op in ("linear", "gla_scalar", "gla_vector"):
         return lambda: linear_attention(q, k, v, *gates.get(op, []), backend="triton")[0]
@@ -250,7 +257,7 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="print a line for each launch")
     parser.add_argument("--write", action="store_true", help="write the figures to the results")
     arguments = parser.parse_args()
-    for module in ("linear_attention", "delta_rule", "deltaformer", "neural_memory"):
+    for module in ("linear_attention", "delta_rule", "deltaformer", "neural_memory", "retention"):
         importlib.import_module(f"hf_memory.ops.{module}.kernels")  # before Triton seems to interpret
     shape = tuple(getattr(arguments, name) for name in sizes)
     results = json.loads(RESULT.read_text())

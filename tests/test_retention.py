@@ -60,6 +60,27 @@ def test_equals_its_definition(T):
     assert_close(*(torch.autograd.grad((x * do).sum(), inputs) for x in (o, reference)))
 
 
+@pytest.mark.parametrize("sizes", [{}, {"size": 2, "kept": 7, "block": 16, "first": 0}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_kernel_decides_as_its_definition(sizes, softcap):
+    """Also in a piece that begins within a block, and with rows of different lengths."""
+    mask = torch.ones(2, 50, dtype=torch.bool)
+    mask[1, 40:] = False
+
+    def read(backend, dtype):
+        inputs, outputs, states = [x.detach().to(dtype).requires_grad_() for x in make(50)], [], {}
+        for part in (slice(19), slice(19, 50)):
+            context, of_part = Context(None, mask[:, part], None, states), [x[:, part] for x in inputs]
+            memory = MEMORY._replace(backend=backend, **sizes)
+            (o, mass), states = memory.attend(*of_part, Scores(0.3, softcap), context)
+            outputs.append(torch.cat([o, mass[..., None]], -1))
+            states = states | {"tokens_read": context.places(of_part[0])[1]}
+        o = torch.where(mask[..., None, None], torch.cat(outputs, 1), 0)
+        return o, states, torch.autograd.grad(o.square().sum(), inputs)
+
+    assert_close(read("triton", torch.float32), read("chunk", torch.float64), read("chunk", torch.float32))
+
+
 @torch.no_grad()
 def test_holds_what_received_most():
     q, k, v = make(30)

@@ -24,7 +24,8 @@ from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Blocks, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.contract import beside
+from hf_memory.ops.contract import Backend, beside, choose_backend
+from hf_memory.ops.retention import kernel_refuses, retained_attention
 
 DECAY = 0.8  # of the received attention, for each block
 
@@ -65,6 +66,7 @@ class Retention(NamedTuple):
     kept: int
     block: int  # number of tokens after which it is decided which ones stay
     needs_mass: bool = False  # whether the masses of the softmax are asked for
+    backend: Backend = "auto"
 
     @property
     def stay(self) -> int:
@@ -129,7 +131,9 @@ class Retention(NamedTuple):
         received = F.pad(begun.received, (0, len(place) - c))
         new = Entries(k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received)
         asks = ((place >= offset) & (number > 0)).to(received.dtype)
-        attended, held, new = self._in_turn(entries.of(slice(self.stay)), new, q, asks, scores)
+        form = choose_backend(self.backend, q, kernel_refuses(k, self.stay + c))
+        read = self._at_once if form == "triton" else self._in_turn
+        attended, held, new = read(entries.of(slice(self.stay)), new, q, asks, scores)
         if context.states:
             attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
         last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
@@ -157,6 +161,23 @@ class Retention(NamedTuple):
             received.append(entries.received[:, :, self.stay :])
             held = self._after(entries, block[2][:, :1, -1:] > 0)
         return [torch.cat(x, 1) for x in zip(*read)], held, new._replace(received=torch.cat(received, 2))
+
+    def _at_once(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
+        """The same in kernels."""
+        entries, n = held.with_block(new), self.stay
+        o, mass, last, received = retained_attention(
+            q,
+            *entries,
+            asks,
+            block=self.block,
+            first=self.first,
+            window=self.size,
+            decay=DECAY,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+        )
+        held = entries.select(last)._replace(received=received[:, :, :n])
+        return [o, mass][: 1 + self.needs_mass], held, new._replace(received=received[:, :, n:])
 
     def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """The same as `_blocks` for one token of each row."""
