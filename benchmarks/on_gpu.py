@@ -28,12 +28,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hf_memory.mixers.attention_blocks import Scores
+from hf_memory.mixers.base import Context
+from hf_memory.mixers.retention import Retention
 from hf_memory.ops import OPS
 
 RESULT = Path(__file__).parent / "results" / "on_gpu.json"
 SECONDS = 570
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of the largest number; products of float32 are in tf32x3
 SIZES = ((128, "bfloat16"), (64, "float32"))  # channels of a head, and a dtype
+KEPT = ((128, "bfloat16"), (32, "float32"))  # the same where tokens are kept
 LENGTHS = ({"B": 2, "T": 200}, {"B": 1, "T": 1100})  # the second is cut into segments
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 WIDTH = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "vocab_size": 32000}
@@ -94,6 +98,21 @@ def results_of(op: Callable, arguments: dict, backend: str) -> list:
     generator = torch.Generator(o.device).manual_seed(1)
     loss = sum((x * torch.randn(x.shape, generator=generator, device=x.device)).sum() for x in outputs)
     return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True)]
+
+
+def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
+    """Kept tokens as in `right`; in bfloat16, whose rounding changes decisions, there is room for all."""
+    dropping = dtype == "float32"
+    memory = Retention(32, 4, 76, 16, needs_mass=True) if dropping else Retention(64, 4, 172, 16, needs_mass=True)
+    generator = torch.Generator().manual_seed(0)
+    rows = {name: torch.randn(2, 200, n, channels, generator=generator) for name, n in (("q", 4), ("k", 2), ("v", 2))}
+
+    def attend(q, k, v, backend: str, output_final_state: bool) -> tuple:
+        form = memory._replace(backend="triton" if backend == "triton" else "chunk")
+        return form.attend(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
+
+    found = difference(attend, rows, dtype, device)
+    yield {"op": "kept tokens", "error": found, "right": found < TOLERANCE[dtype]}
 
 
 def second_gpu(device: str) -> Iterator[dict]:
@@ -223,6 +242,7 @@ def shares(device: str, form: str, *shape: int) -> Iterator[dict]:
 
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "right": right,
+    "kept": kept,
     "second GPU": second_gpu,
     "graph": graph,
     "compile": partial(fast, is_timed=False),
@@ -230,7 +250,7 @@ PARTS: dict[str, Callable[..., Iterator[dict]]] = {
     "model": model,
     "shares": shares,
 }
-AT_ONCE = ("right", "compile")  # jobs that compile most of the time
+AT_ONCE = ("right", "kept", "compile")  # jobs that compile most of the time
 
 
 def jobs_of(device: str) -> list[Job]:
@@ -244,6 +264,11 @@ def jobs_of(device: str) -> list[Job]:
         models += [(name, "fla") for name, (*_, theirs) in MODELS.items() if theirs]
     return [
         *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
+        *(
+            Job("kept", size, 120)
+            for size in ((128, "bfloat16"), (32, "float32"))
+            if device != "cpu" or "float32" in size
+        ),
         *(Job("compile", (form.name,), 120) for form in FORMS if device != "cpu"),
         Job("second GPU", (), 60),
         Job("graph", (), 60),
