@@ -28,7 +28,7 @@ def row(name: str, sizes: dict) -> list[str]:
     """A row of the table."""
     run = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     stages = {x: [f"{k}={v}" for k, v in run[x].items()] for x in ("transfer", "distillation") if x in run}
-    pairs = [f"{k}={str(v).lower()}" for k, v in run["option"].items()]
+    pairs = [f"{k}={str(v).lower()}" for k, v in run.get("option", {}).items()]
     flags = StudentFlags(keep=run["keep-attention"], option=pairs, servable=run.get("servable", False), **stages)
     teacher = AutoConfig.for_model(**sizes)
     plan, words = resolve(flags.recipe(), teacher, torch.zeros(4096, dtype=torch.long)), DEVICES.get(name, "h100")

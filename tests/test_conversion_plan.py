@@ -115,6 +115,20 @@ def test_what_is_kept_by_default_depends_on_the_family(to, kept):
     assert bool(plan.ranked_heads) is (kept != "none")
 
 
+@pytest.mark.parametrize(
+    ("to", "options", "window", "kept"),
+    [
+        ("attention", {}, 64, 172),
+        ("attention", {"sliding_window": 100}, 100, 0),
+        ("attention", {"attention_sinks": True}, 256, 0),
+        ("deltanet", {}, 256, 0),
+    ],
+)
+def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(to, options, window, kept):
+    student = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000)).student
+    assert (student.sliding_window, getattr(student, "num_kept_tokens", 0)) == (window, kept)
+
+
 @pytest.mark.parametrize(("positions", "length"), [(4096, 3000), (512, 512)])
 def test_windows_of_the_default_length_fit_teacher_and_text(positions, length):
     teacher = make_teacher().config

@@ -65,8 +65,8 @@ class StudentFlags:
         bool,
         typer.Option(
             "--spread-kept",
-            help="Let layers keep different numbers of older tokens, as many in total as num_kept_tokens in all, where "
-            "they bring the student nearest to its teacher before training.",
+            help="Let layers keep different numbers of older tokens, as many in total, where they bring the student "
+            "nearest to its teacher before training.",
         ),
     ] = False
     transfer: Annotated[list[str] | None, schedule("attention transfer")] = None

@@ -165,10 +165,14 @@ def _smallest(asked: Asked, kl: float, tokens: Text) -> Recipe:
     teacher = conversion.load_teacher(asked.model).to(device())  # type: ignore[arg-type]
     tried = conversion.smallest_student(asked.recipe, kl, teacher, tokens, report=asked.run.report)
     rows = [
-        (str(recipe.keep).partition(":")[2], str(recipe.options["sliding_window"]), f"{cache:.1%}", f"{found:.3f}")
+        (
+            str(recipe.keep).partition(":")[2],
+            *(str(recipe.options.get(name, 0)) for name in ("sliding_window", "num_kept_tokens")),
+            *(f"{cache:.1%}", f"{found:.3f}"),
+        )
         for recipe, cache, found in tried
     ]
-    header = "heads", "window", f"cache at {CONTEXT:,} / teacher's", "KL before training"
+    header = "heads", "window", "tokens kept", f"cache at {CONTEXT:,} / teacher's", "KL before training"
     print_table(rows, header, title=f"the smallest student with kl={kl:g}")
     return tried[-1].recipe
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from operator import mul
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -188,9 +189,12 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
-    if plan.recipe.spread_kept:
-        kept = plan.recipe.options["num_kept_tokens"]
-        yield "older tokens kept", f"{kept} of each head in the mean, more where they bring the student nearer"
+    if any(kept := getattr(plan.student, "kept_tokens", [])):
+        full = plan.student.full_attention_heads or [[]] * len(kept)
+        heads = [(plan.student.num_key_value_heads - len(some)) * (n > 0) for n, some in zip(kept, full)]
+        mean = round(sum(map(mul, kept, heads)) / sum(heads))
+        more = " in the mean, more where they bring the student nearer" if plan.recipe.spread_kept else ""
+        yield "older tokens kept", f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}"
 
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:

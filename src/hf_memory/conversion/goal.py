@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 from hf_memory.conversion.convert import ranked_heads, untrained_student
 from hf_memory.conversion.plan import Plan, resolve
 from hf_memory.conversion.recipe import Recipe
-from hf_memory.conversion.students import own_window
+from hf_memory.conversion.students import usual_window
 from hf_memory.conversion.students.heads import HeadScore
 from hf_memory.evaluation import agreement, cache_bytes
 from hf_memory.files.text import Text
 from hf_memory.progress import Progress, silent
 
-SHARES, WINDOWS = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2"), (128, 256, 512)
+SHARES = ("1/25", "2/25", "3/25", "4/25", "6/25", "9/25", "1/2")
+WINDOWS = (128, 256, 512)  # tokens of which the other heads hold as many bytes, see `usual_window`
 CONTEXT, ROWS = 8192, 6  # tokens after which caches are compared, windows of the text on which students are measured
 
 
@@ -39,7 +40,7 @@ def smallest_student(
     """Measure untrained students in which a share of the heads keeps everything, up to the first that is near enough.
 
     They come in the order of their caches, with 4 to 50 % of the heads, those that come first in `ranked_heads`, and
-    windows of 128, 256 and 512 tokens, or the one of the recipe or the teacher.
+    with windows and kept tokens of as many bytes as 128, 256 and 512 tokens, or with the window of recipe or teacher.
 
     Args:
         recipe: the recipe of the student, whose `keep` is not used.
@@ -51,12 +52,10 @@ def smallest_student(
     Raises:
         ValueError: if no student is near enough, or the window is not shorter than the windows of the text.
     """
-    window = recipe.options.get("sliding_window") or own_window(teacher.config)
-    wanted = [
-        replace(recipe, keep=f"heads:{share}", options={**recipe.options, "sliding_window": size})
-        for share in SHARES
-        for size in ((window,) if window else WINDOWS)
-    ]
+    usual = [usual_window(teacher.config, str(recipe.to), recipe.options, size) for size in WINDOWS]
+    given = [{**x, **recipe.options} for x in usual]
+    sizes = [x for i, x in enumerate(given) if x not in given[:i]]  # one, if the recipe or the teacher has a window
+    wanted = [replace(recipe, keep=f"heads:{share}", options=options) for share in SHARES for options in sizes]
     plans = [plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact]
     heads, tried = dict[int, list[HeadScore]](), list[Tried]()  # heads by the window of the others
     for i, plan in enumerate(sorted(plans, key=_cache)):

@@ -18,7 +18,7 @@ from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
 from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
-from hf_memory.conversion.students import WINDOW, can_have_windows, changed_layers, is_exact, own_window, student_config
+from hf_memory.conversion.students import can_have_windows, changed_layers, is_exact, student_config, usual_window
 from hf_memory.conversion.students.heads import HEAD_SCORES, HeadScore, by_layer, layers_by_heads
 from hf_memory.conversion.students.placement import kept_layers, share_count
 from hf_memory.conversion.students.weights import carry_over
@@ -26,6 +26,7 @@ from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
 from hf_memory.files.text import Text, check_tokens
+from hf_memory.modeling.checks import check
 from hf_memory.modeling.chunks import check_passes_gradients
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -191,6 +192,9 @@ def resolve(
         config = _with_heads(recipe, teacher, places[:heads])
     else:
         config = student_config(teacher, str(recipe.to), probable, recipe.options)
+    kept_tokens = getattr(config, "num_kept_tokens", 0)
+    is_number = type(kept_tokens) is int and kept_tokens > 0
+    check(is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens)
     whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
     window = _window(recipe, teacher, config, tokens)
@@ -233,7 +237,7 @@ def _bare(recipe: Recipe, teacher: PreTrainedConfig) -> MemoryConfig:
 
 def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> MemoryConfig:
     """A student's config whose layers keep these heads, and a window in the others."""
-    options = {"sliding_window": own_window(teacher) or WINDOW, **recipe.options}
+    options = {**usual_window(teacher, str(recipe.to), recipe.options), **recipe.options}
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     try:
         return student_config(teacher, str(recipe.to), (), options)

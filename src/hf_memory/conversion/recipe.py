@@ -137,8 +137,9 @@ class Recipe:
         keep: what keeps the teacher's attention; default: `"heads:1/11"`, or `"none"` for families whose layers cannot
             have windows. Layer numbers, counted from 0, or words, see KEEP_WORDS. `"heads:1/10"` keeps no whole layer;
             instead a tenth of all key-value heads keep all their keys and values, those that the teacher's predictions
-            need most, see `rank_heads_by_predictions`. The other heads have a window of 256 tokens, or `sliding_window`
-            of the options, and the memory, if there is one, has what left it. `"auto"` keeps the quarter of the layers
+            need most, see `rank_heads_by_predictions`. The other heads have what options say, see `usual_window`: by
+            default a window of 64 tokens, four first ones and 172 others that received attention, or with a memory of
+            another kind a window of 256 tokens and what left it. `"auto"` keeps the quarter of the layers
             that matter most (an eighth with `"auto:1/8"`): without a memory those whose heads' scores of the same
             ranking have the largest sum; with one, a student without attention is trained by attention transfer first
             to find those that recall needs, see `rank_layers`. `"answers:1/10"` ranks heads by what the teacher's
@@ -212,8 +213,6 @@ class Recipe:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         lora_rank_of(self.train)
-        kept = self.options.get("num_kept_tokens", 0)
-        check(not self.spread_kept or (type(kept) is int and kept > 0), "num_kept_tokens", "one number to spread", kept)
         self.on_policy.check()
         shortest, own = min(self.distillation.lengths), self.on_policy.tokens
         is_shorter = not self.on_policy.share or own < shortest

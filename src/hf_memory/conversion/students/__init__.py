@@ -22,7 +22,8 @@ STUDENTS = {"attention": MEMORIES["transformer"], **MEMORIES}  # the first has a
 HEADS = ("linear_key_head_dim", "linear_value_head_dim")  # the teacher's head size, so that its projections fit
 OPEN = ("sliding_window", "attention_dropout", "initializer_range")  # options that may differ from the teacher's
 ATTENTION = ("full_attention", "sliding_attention")  # layer types of teachers
-WINDOW = 256  # tokens that heads beside full heads see
+WINDOW = 256  # tokens that heads beside full heads see, or keep and see
+BLOCK = 16  # tokens that heads which keep some read at once
 SINKS = 4  # first tokens that a window also sees: trained heads attend to them by default (attention sinks)
 PRESETS: dict[str, dict] = {
     "linear": {"feature_map": "hedgehog"},  # learned to imitate softmax
@@ -78,6 +79,19 @@ def find_student(name: str) -> Family:
     return STUDENTS[name]
 
 
+def usual_window(teacher: PreTrainedConfig, to: str, options: Mapping, tokens: int = WINDOW) -> dict[str, int]:
+    """What heads that do not keep everything see, as options of the student that hold as many bytes as these tokens.
+
+    It is the teacher's own window if it has one; a window and kept tokens for students without another memory, unless
+    options have a window or what stands for the first tokens; and otherwise a window.
+    """
+    own, given = own_window(teacher), ("sliding_window", "num_kept_tokens", "attention_sinks", "virtual_token")
+    if own or to != "attention" or any(options.get(name, False) is not False for name in given):
+        return {"sliding_window": own or tokens}
+    near = tokens // 4
+    return {"sliding_window": near, "num_kept_tokens": tokens - near - SINKS - BLOCK, "kept_block_size": BLOCK}
+
+
 def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], options: Mapping) -> MemoryConfig:
     """The config of a student that keeps some layers of its teacher's attention.
 
@@ -95,7 +109,7 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
     presets |= {"memory_rope": True, "num_sink_tokens": SINKS if new != "memory" else 0} | PRESETS.get(to, {})
-    presets |= {"sliding_window": window} if to == "attention" else {}
+    presets |= usual_window(teacher, to, options) if to == "attention" else {}
     if options.get("attention_sinks") or options.get("virtual_token"):
         presets["num_sink_tokens"] = 0
     if options.get("gate") in ("mamba2", "mamba3"):
