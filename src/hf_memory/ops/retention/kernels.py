@@ -74,33 +74,48 @@ def _seen(token, i, place, meta: tl.constexpr):
 
 
 @triton.jit
+def _queries(row, start, part, tokens, meta: tl.constexpr):
+    """Some queries of a block that begins at `start`: their places in it and in q, and which of them exist."""
+    query = part * meta.BR + tl.arange(0, meta.BR)
+    place = query // meta.G
+    at = (row // meta.H * tokens + start + place) * (meta.H * meta.G) + row % meta.H * meta.G + query % meta.G
+    return place, at, query < meta.C * meta.G
+
+
+@triton.jit
+def _entries_of(given, row, n, meta: tl.constexpr):
+    """Places of the entries that the queries of a block see, and the numbers of their tokens."""
+    i = tl.arange(0, meta.BM)
+    places = given.places + (row * (given.blocks + 1) + n) * meta.STAY
+    at = tl.where(i < meta.STAY, tl.load(places + i, mask=i < meta.STAY, other=0), n * meta.C + i)
+    number = given.number + row * (meta.STAY + given.blocks * meta.C)
+    return at, tl.load(number + at, mask=i < meta.STAY + meta.C, other=0)
+
+
+@triton.jit
 def _decide_kernel(given, received, asks, decay, meta: tl.constexpr):
     """Places of the entries before each block, and the attention that they have received."""
-    H: tl.constexpr = meta.H
-    G: tl.constexpr = meta.G
     D: tl.constexpr = meta.D
     C: tl.constexpr = meta.C
     STAY: tl.constexpr = meta.STAY
     row = tl.cast(tl.program_id(0), tl.int64)
-    i, r, d = tl.arange(0, meta.BM), tl.arange(0, meta.BR), tl.arange(0, meta.BD)
+    i, d = tl.arange(0, meta.BM), tl.arange(0, meta.BD)
     is_held, is_entry, is_older = i < STAY, i < STAY + C, i < STAY + C - meta.WINDOW
     tokens, entries = given.blocks * C, row * (STAY + given.blocks * C)
     number, received = given.number + entries, received + entries
     places = given.places + row * (given.blocks + 1) * STAY
-    asks += row // H * tokens
+    asks += row // meta.H * tokens
     tl.store(places + i, i, mask=is_held)
     for n in range(given.blocks):
         tl.debug_barrier()  # what the last round has stored is there
-        start = tl.cast(n, tl.int64) * C
-        at = tl.where(is_held, tl.load(places + n * STAY + i, mask=is_held, other=0), start + i)
-        token = tl.load(number + at, mask=is_entry, other=0)
+        block = tl.cast(n, tl.int64)
+        start = block * C
+        at, token = _entries_of(given, row, block, meta)
         u = tl.load(received + tl.where(is_held, i, start + i), mask=is_entry, other=0.0)
         u *= tl.where(tl.load(asks + start) > 0, decay, 1.0)
         keys = _tile_rows(given.k + entries * D, at, d, D, is_entry)
-        for part in range((C * G + meta.BR - 1) // meta.BR):
-            query = part * meta.BR + r
-            place, is_query = query // G, query < C * G
-            at_query = (row // H * tokens + start + place) * (H * G) + row % H * G + query % G
+        for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
+            place, at_query, is_query = _queries(row, start, part, tokens, meta)
             queries = _tile_rows(given.q, at_query, d, D, is_query)
             s = given.scale * tl.dot(queries, tl.trans(keys), input_precision=meta.PRECISION)
             s = tl.where(_seen(token, i, place, meta), _capped(s, given.softcap, meta), float("-inf"))
@@ -119,28 +134,20 @@ def _decide_kernel(given, received, asks, decay, meta: tl.constexpr):
         tl.debug_barrier()  # all have read what is replaced
         tl.store(received + start + i, u, mask=is_entry & ~is_held)
         tl.store(received + to, u, mask=stays)
-        tl.store(places + (n + 1) * STAY + to, tl.cast(at, tl.int32), mask=stays)
+        tl.store(places + (block + 1) * STAY + to, tl.cast(at, tl.int32), mask=stays)
 
 
 @triton.jit
 def _attend_kernel(given, outputs, meta: tl.constexpr):
     """Attention of the queries of a block."""
-    H: tl.constexpr = meta.H
-    G: tl.constexpr = meta.G
     D: tl.constexpr = meta.D
-    C: tl.constexpr = meta.C
-    STAY: tl.constexpr = meta.STAY
     row, n = tl.cast(tl.program_id(0), tl.int64), tl.cast(tl.program_id(1), tl.int64)
-    i, r = tl.arange(0, meta.BM), tl.arange(0, meta.BR)
-    is_held, is_entry = i < STAY, i < STAY + C
-    tokens, entries = given.blocks * C, row * (STAY + given.blocks * C)
-    held = tl.load(given.places + (row * (given.blocks + 1) + n) * STAY + i, mask=is_held, other=0)
-    at = tl.where(is_held, held, n * C + i)
-    token = tl.load(given.number + entries + at, mask=is_entry, other=0)
-    for part in range((C * G + meta.BR - 1) // meta.BR):
-        query = part * meta.BR + r
-        place, is_query = query // G, query < C * G
-        at_query = (row // H * tokens + n * C + place) * (H * G) + row % H * G + query % G
+    i = tl.arange(0, meta.BM)
+    is_entry, tokens = i < meta.STAY + meta.C, given.blocks * meta.C
+    entries = row * (meta.STAY + tokens)
+    at, token = _entries_of(given, row, n, meta)
+    for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
+        place, at_query, is_query = _queries(row, n * meta.C, part, tokens, meta)
         s = tl.zeros([meta.BR, meta.BM], tl.float32)
         for first in tl.static_range(0, meta.BD, meta.BC):
             c = first + tl.arange(0, meta.BC)
@@ -164,22 +171,14 @@ def _attend_kernel(given, outputs, meta: tl.constexpr):
 @triton.jit
 def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr):
     """Gradients of queries, and sums of those of keys and values."""
-    H: tl.constexpr = meta.H
-    G: tl.constexpr = meta.G
     D: tl.constexpr = meta.D
-    C: tl.constexpr = meta.C
-    STAY: tl.constexpr = meta.STAY
     row, n = tl.cast(tl.program_id(0), tl.int64), tl.cast(tl.program_id(1), tl.int64)
-    i, r, d = tl.arange(0, meta.BM), tl.arange(0, meta.BR), tl.arange(0, meta.BD)
-    is_held, is_entry = i < STAY, i < STAY + C
-    tokens, entries = given.blocks * C, row * (STAY + given.blocks * C)
-    held = tl.load(given.places + (row * (given.blocks + 1) + n) * STAY + i, mask=is_held, other=0)
-    at = tl.where(is_held, held, n * C + i)
-    token = tl.load(given.number + entries + at, mask=is_entry, other=0)
-    for part in range((C * G + meta.BR - 1) // meta.BR):
-        query = part * meta.BR + r
-        place, is_query = query // G, query < C * G
-        at_query = (row // H * tokens + n * C + place) * (H * G) + row % H * G + query % G
+    i, d = tl.arange(0, meta.BM), tl.arange(0, meta.BD)
+    is_entry, tokens = i < meta.STAY + meta.C, given.blocks * meta.C
+    entries = row * (meta.STAY + tokens)
+    at, token = _entries_of(given, row, n, meta)
+    for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
+        place, at_query, is_query = _queries(row, n * meta.C, part, tokens, meta)
         do = _tile_rows(gradients.o, at_query, d, D, is_query)
         o = _tile_rows(outputs.o, at_query, d, D, is_query)
         sums = tl.sum(tl.cast(do, tl.float32) * tl.cast(o, tl.float32), 1)
