@@ -127,7 +127,7 @@ def table() -> str:
     for row in map(twins.read, sorted(RESULTS.glob("*.json"))):
         found[row["name"].rpartition(", ")[0]].append(row)
     lines = [["learned", "seeds", *FIGURES], ["---"] * (2 + len(FIGURES))]
-    for choice, of_seeds in found.items():
+    for choice, of_seeds in ((choice, x) for choice, x in found.items() if x):
         cells = [
             twins.over_seeds([value(row[column]) for row in of_seeds if column in row], form)
             for column, form, value in FIGURES.values()

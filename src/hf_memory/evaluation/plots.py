@@ -30,7 +30,7 @@ def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Map
     bars = last.bar(list(perplexities), list(perplexities.values()))
     last.bar_label(bars, fmt="%.1f")
     last.set(title="held-out perplexity", ylim=(0, 1.15 * max(perplexities.values())))
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png", bbox_inches="tight")  # a legend may be wider
 
 
 def plot_heads(path: Path, scores: Iterable[tuple[int, int, float]], chosen: Iterable[tuple[int, int, float]]) -> None:
@@ -85,7 +85,8 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
     names = list(dict.fromkeys(name for found in models.values() for name in found))
     if not names:
         return
-    figure, (panel,) = _panels(1, height=1 + 0.4 * len(names))
+    height = 0.6 + 0.2 * len(models) + max(0.4, 0.07 * len(models)) * len(names)  # inches, of legend and bars
+    figure, (panel,) = _panels(1, height=height)
     thick = 0.8 / len(models)
     for i, (model, found) in enumerate(models.items()):
         scores = [row[SCORE] for row in found.values()]
@@ -95,6 +96,7 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
         panel.barh(places, values, thick, xerr=sides, capsize=2, color=f"C{i}", label=_shown(model))
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
+    panel.margins(y=0.02)
     panel.set(xlabel=f"{SCORE}, with 95 % intervals", xlim=(0, 1))
     _finish(figure, path)
 
@@ -143,7 +145,7 @@ def _finish(figure, path: Path) -> None:
         handles, labels = panel.get_legend_handles_labels()
         shown |= dict(zip(labels, handles))
     figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(figure.axes))
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png", bbox_inches="tight")  # a legend may be wider
 
 
 def _shown(name: str) -> str:
