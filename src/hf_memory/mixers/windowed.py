@@ -278,7 +278,8 @@ class WindowedMixer(MemoryMixer):
         q, rotated, k, v = rows
         if self.retention is not None:
             attended: Any
-            attended, states = self.retention.attend(rotated, k, v, self.scores, context)
+            memory = self.retention._replace(backend=self.config.mixer_backend)
+            attended, states = memory.attend(rotated, k, v, self.scores, context)
             if virtual is not None:
                 attended = joined_softmax(attended, self.scores.attend_with_mass(Blocks.of(rotated, tokens, virtual)))
             return self._with_sinks(attended)[0], states
