@@ -108,7 +108,7 @@ def kept(device: str, channels: int, dtype: str) -> Iterator[dict]:
     rows = {name: torch.randn(2, 200, n, channels, generator=generator) for name, n in (("q", 4), ("k", 2), ("v", 2))}
 
     def attend(q, k, v, backend: str, output_final_state: bool) -> tuple:
-        form = memory._replace(backend="triton" if backend == "triton" else "chunk")
+        form = memory._replace(backend=backend)
         return form.attend(q, k, v, Scores(channels**-0.5), Context(None, None, None, {}))[0]
 
     found = difference(attend, rows, dtype, device)
@@ -264,11 +264,7 @@ def jobs_of(device: str) -> list[Job]:
         models += [(name, "fla") for name, (*_, theirs) in MODELS.items() if theirs]
     return [
         *(Job("right", (*kernel, *size), 120) for size in sizes for kernel in kernels),
-        *(
-            Job("kept", size, 120)
-            for size in ((128, "bfloat16"), (32, "float32"))
-            if device != "cpu" or "float32" in size
-        ),
+        *(Job("kept", size, 120) for size in KEPT if device != "cpu" or size[1] == "float32"),
         *(Job("compile", (form.name,), 120) for form in FORMS if device != "cpu"),
         Job("second GPU", (), 60),
         Job("graph", (), 60),
