@@ -24,7 +24,7 @@ from hf_memory.evaluation.scores import ALL, KINDS, RATIO, SCORE, SUMMARY, WIN
 from hf_memory.evaluation.tasks import Found
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
-from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, recipe_of, recipes
+from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, put, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEACHER, WIDE = "teacher", "teacher in float32"
@@ -98,8 +98,7 @@ def write(length: int, known: record.Record) -> None:
     """Draw the figures, and put the table between its marks in PAGE."""
     record.draw(place(length), known)
     start, end = f"<!-- {place(length).name} -->", f"<!-- /{place(length).name} -->"
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
-    PAGE.write_text(f"{before}{start}\n\n{table(known)}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    put(PAGE, start, table(known), end)
 
 
 def main() -> None:

@@ -380,8 +380,13 @@ def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
     rows = {name: rows[name] for name in order if name in rows}
     RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     draw(rows)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(f"{before}{START}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    put(PAGE, START, table(rows), END)
+
+
+def put(page: Path, start: str, text: str, end: str) -> None:
+    """Replace what a page has between two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(start)
+    page.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def materials(most: int = 400_000) -> tuple:

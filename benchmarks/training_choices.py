@@ -92,7 +92,7 @@ def run_of(choice: str, seed: int) -> dict[str, Any]:
 
 def make(name: str) -> Path:
     """The folder of a row's student, which is trained if it is not there."""
-    folder = WORK / name.replace(", ", "-").replace(" ", "_")
+    folder = WORK / twins.file_name(name)
     output = folder / "student"
     if not output.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,11 +142,9 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     teacher, tokenizer, _, held_out = smollm2.materials()
     for column, name in product(COLUMNS, sys.argv[1:] or rows()):
-        file = RESULTS / f"{name.replace(', ', '-').replace(' ', '_')}.json"
+        file = RESULTS / f"{twins.file_name(name)}.json"
         complete(file, column, name, teacher, tokenizer, held_out)
-        before, _, rest = smollm2.PAGE.read_text(encoding="utf-8").partition(START)
-        text = f"{before}{START}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
-        smollm2.PAGE.write_text(text, encoding="utf-8")
+        smollm2.put(smollm2.PAGE, START, table(), END)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,11 @@ def complete(
     print(name, column, found, flush=True)
 
 
+def file_name(name: str) -> str:
+    """The name of a row's file, without its ending."""
+    return name.replace(", ", "-").replace(" ", "_")
+
+
 def read(file: Path) -> dict:
     """A row, as far as it is there."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -267,12 +272,10 @@ def main() -> None:
     *models, tokens, held_out = smollm2.materials()
     rows = recipes()
     for column, name in product(COLUMNS, sys.argv[1:] or rows):
-        file = RESULTS / f"{name.replace(', ', '-').replace(' ', '_')}.json"
+        file = RESULTS / f"{file_name(name)}.json"
         complete(file, column, name, rows[name], models, tokens, held_out)
         draw(students())
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-        text = f"{before}{START}\n\n{table(students())}\n\n{END}{rest.partition(END)[2]}"
-        PAGE.write_text(text, encoding="utf-8")
+        smollm2.put(PAGE, START, table(students()), END)
 
 
 if __name__ == "__main__":
