@@ -10,7 +10,7 @@ import torch
 from cases import PRODUCT_KEYS
 from hf_memory import DeltaNetConfig, conversion
 from hf_memory.cli.progress import Lines
-from hf_memory.conversion import Recipe, Run, check_run, make_student, resolve, results_of
+from hf_memory.conversion import Recipe, Run, check_run, make_student, plan_rows, resolve, results_of
 from hf_memory.conversion.describe import ways_to_serve
 from hf_memory.conversion.report import model_card
 from hf_memory.conversion.students.starts import start_near
@@ -127,6 +127,14 @@ def test_what_is_kept_by_default_depends_on_the_family(to, kept):
 def test_heads_with_windows_keep_tokens_unless_options_say_otherwise(to, options, window, kept):
     student = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000)).student
     assert (student.sliding_window, getattr(student, "num_kept_tokens", 0)) == (window, kept)
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"), [("heads:1/2", "172 of each head, beside a window of 64"), ("heads:1/1", None)]
+)
+def test_a_plan_says_how_many_tokens_heads_keep(keep, said):
+    plan = resolve(Recipe(keep=keep), make_teacher("llama").config, text(4000))
+    assert dict(plan_rows(plan)).get("older tokens kept") == said
 
 
 @pytest.mark.parametrize(("positions", "length"), [(4096, 3000), (512, 512)])

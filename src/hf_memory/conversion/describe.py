@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from operator import mul
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -189,12 +188,22 @@ def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "attention kept", _kept(plan) if getattr(plan.student, "full_attention_heads", None) else layers
         if plan.is_exact:
             yield "start", "equal to the teacher, so that there is no attention transfer"
-    if any(kept := getattr(plan.student, "kept_tokens", [])):
-        full = plan.student.full_attention_heads or [[]] * len(kept)
-        heads = [(plan.student.num_key_value_heads - len(some)) * (n > 0) for n, some in zip(kept, full)]
-        mean = round(sum(map(mul, kept, heads)) / sum(heads))
+    if kept := _kept_tokens(plan.student):
+        mean = round(sum(kept) / len(kept))
         more = " in the mean, more where they bring the student nearer" if plan.recipe.spread_kept else ""
         yield "older tokens kept", f"{mean} of each head{more}, beside a window of {plan.student.sliding_window}"
+
+
+def _kept_tokens(student: Any) -> list[int]:
+    """The number of older tokens that each key-value head with a window keeps, if it keeps some."""
+    full = getattr(student, "full_attention_heads", None) or [[]] * student.num_hidden_layers
+    layers = zip(getattr(student, "layer_types", None) or (), getattr(student, "kept_tokens", ()), full)
+    return [
+        kept
+        for kind, kept, heads in layers
+        for _ in range(student.num_key_value_heads - len(heads))
+        if kind == "sliding_heads" and kept
+    ]
 
 
 def _stage_rows(stage: Stage, plan: Plan) -> Iterator[tuple[str, str]]:
