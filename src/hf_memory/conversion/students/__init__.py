@@ -102,9 +102,9 @@ def student_config(teacher: PreTrainedConfig, to: str, kept: tuple[int, ...], op
     kinds, far_memory = layer_types(teacher), getattr(family.config, "far_memory", None)
     has_window = "sliding_window" in options and far_memory is not None
     new = "sliding_heads" if to == "attention" else "sliding_memory" if has_window else "memory"
-    window = own_window(teacher) or WINDOW
+    own = own_window(teacher)
     in_place_of = {"sliding_attention": "sliding_memory"} if to == "deltaformer" else {}
-    if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", window) == own_window(teacher):
+    if new != "memory" and {*kinds} == {*ATTENTION} and options.get("sliding_window", own) == own:
         in_place_of = {"sliding_attention": "sliding_attention"}  # they are as short already
     shared["layer_types"] = [kind if i in kept else in_place_of.get(kind, new) for i, kind in enumerate(kinds)]
     presets = {name: shared["head_dim"] for name in HEADS if hasattr(family.config, name)}
