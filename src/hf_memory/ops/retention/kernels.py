@@ -173,16 +173,13 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
     """Gradients of queries, and sums of those of keys and values."""
     D: tl.constexpr = meta.D
     row, n = tl.cast(tl.program_id(0), tl.int64), tl.cast(tl.program_id(1), tl.int64)
-    i, d = tl.arange(0, meta.BM), tl.arange(0, meta.BD)
+    i = tl.arange(0, meta.BM)
     is_entry, tokens = i < meta.STAY + meta.C, given.blocks * meta.C
     entries = row * (meta.STAY + tokens)
     at, token = _entries_of(given, row, n, meta)
     for part in range((meta.C * meta.G + meta.BR - 1) // meta.BR):
         place, at_query, is_query = _queries(row, n * meta.C, part, tokens, meta)
-        do = _tile_rows(gradients.o, at_query, d, D, is_query)
-        o = _tile_rows(outputs.o, at_query, d, D, is_query)
-        sums = tl.sum(tl.cast(do, tl.float32) * tl.cast(o, tl.float32), 1)
-        sums -= tl.load(gradients.mass + at_query, mask=is_query, other=0.0)
+        sums = -tl.load(gradients.mass + at_query, mask=is_query, other=0.0)
         s = tl.zeros([meta.BR, meta.BM], tl.float32)
         dp = tl.zeros([meta.BR, meta.BM], tl.float32)
         for first in tl.static_range(0, meta.BD, meta.BC):
@@ -192,6 +189,8 @@ def _gradients_kernel(given, outputs, gradients, dq, dk, dv, meta: tl.constexpr)
             values = _tile_rows(given.v + entries * D, at, c, D, is_entry)
             do = _tile_rows(gradients.o, at_query, c, D, is_query)
             dp += tl.dot(do, tl.trans(values), input_precision=meta.PRECISION)
+            o = _tile_rows(outputs.o, at_query, c, D, is_query)
+            sums += tl.sum(tl.cast(do, tl.float32) * tl.cast(o, tl.float32), 1)
         s = _capped(given.scale * s, given.softcap, meta)
         is_seen = _seen(token, i, place, meta) & is_query[:, None]
         mass = tl.load(outputs.mass + at_query, mask=is_query, other=0.0)
