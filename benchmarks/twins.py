@@ -8,7 +8,7 @@ rows of 2,048 in bfloat16; the seed gives the order of the text and new weights.
 2,560, the others hold as many bytes as 259 tokens of a window and four first ones, or half of it. KL is of 12 windows
 of 2,048 held-out tokens and two of 8,192, by position; recall as in smollm2.py; of needles the part of the digits that
 is most likely, three depths at each length. Each row is a file in benchmarks/results/twins, and a column of all rows is
-made before the next; the picture and the table of docs/windows.md have means and 95 % intervals over seeds.
+made before the next; the picture and the table of docs/results.md have means and 95 % intervals over seeds.
 """
 
 import hashlib
@@ -75,8 +75,7 @@ NEEDLES = (512, 1024, 2048, 4096, 7000)
 DEPTHS = 3
 CONTEXT = smollm2.CONTEXT
 COLUMNS = ("by position to 2048", "recall", "by position to 8192", "needles")
-PAGE = smollm2.ROOT / "docs" / "windows.md"
-START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of PAGE
+START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of smollm2.PAGE
 STYLES = {"windows": "--", "kept": "-", "slots": ":"}  # of lines in the picture
 T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for so many seeds
 
@@ -200,9 +199,9 @@ def students() -> dict[str, list[dict]]:
 
 
 def over_seeds(found: list[float], form: str) -> str:
-    """The mean of a figure with half of its 95 % interval by Student's t, if there are several seeds."""
-    if len(found) < 2:
-        return "".join(f"{x:{form}}" for x in found)
+    """The mean of a figure with half of its 95 % interval by Student's t, if seeds differ."""
+    if len(set(found)) < 2:
+        return "".join(f"{x:{form}}" for x in found[:1])
     return f"{statistics.mean(found):{form}} ± {T_975[len(found)] * statistics.stdev(found) / len(found) ** 0.5:{form}}"
 
 
@@ -275,7 +274,7 @@ def main() -> None:
         file = RESULTS / f"{file_name(name)}.json"
         complete(file, column, name, rows[name], models, tokens, held_out)
         draw(students())
-        smollm2.put(PAGE, START, table(students()), END)
+        smollm2.put(smollm2.PAGE, START, table(students()), END)
 
 
 if __name__ == "__main__":
