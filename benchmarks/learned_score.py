@@ -161,9 +161,10 @@ def moments(x: Tensor, later: Tensor, counts: Tensor | None = None) -> Tensor:
 
 def of_any_tokens(teacher: PreTrainedModel, student: PreTrainedModel, row: Tensor) -> Tensor:
     """The moments [layers, H, F + 1, F + 1] of tokens and times by chance."""
-    size, first, _, block, _ = mixers_of(student)[0].retention
-    blocks, token = torch.arange(len(row) // block - AHEAD // block)[:, None], torch.arange(len(row))
-    time, token = ((token >= first) & (token < block * (blocks + 1) - size)).nonzero().T
+    sizes = mixers_of(student)[0].retention
+    block, token = sizes.block, torch.arange(len(row))
+    blocks = torch.arange(len(row) // block - AHEAD // block)[:, None]
+    time, token = ((token >= sizes.first) & (token < block * (blocks + 1) - sizes.size)).nonzero().T
     drawn = torch.randperm(len(time), generator=torch.Generator().manual_seed(0))[:SAMPLES]
     time, token = time[drawn], token[drawn]
     found = []
@@ -194,14 +195,13 @@ class Watched:
         self.sums = torch.zeros(len(reading.keys), F, F, dtype=torch.double)
 
     def __call__(self, entries: Entries) -> Tensor:
-        size, first, _, block, _ = self.sizes
-        number = entries.number[0]
+        number, sizes = entries.number[0], self.sizes
         now = int(number.max())
-        time = now // block - 1
+        time = now // sizes.block - 1
         if time % EVERY == 0 and now + AHEAD <= self.later.shape[2]:
             later = self.later[self.heads, time].gather(1, (number - 1).clamp(min=0).long())
             x = features_of(entries, self.frequencies)[0]
-            self.sums[self.heads] += moments(x, later, (number > first) & (number <= now - size))
+            self.sums[self.heads] += moments(x, later, (number > sizes.first) & (number <= now - sizes.size))
         return entries.received
 
 
