@@ -84,6 +84,11 @@ class Scored(Retention):
 
     score: Score
 
+    def _replace(self, **changes) -> "Scored":
+        changed = super()._replace(**changes)
+        changed.score = self.score
+        return changed
+
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         values = torch.cat([entries.values, entries.received[..., None]], -1)
         left = super()._after(entries._replace(values=values, received=self.score(entries)), ends)

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cases import CASE, CASES, make_config, make_model
 from comparing import assert_close, in_float64
 from hf_memory.integrations.vllm import ALONE, ModelConfig
 from hf_memory.integrations.vllm.placement import check, divided, memory_layers, of_all_heads, share, window_parts
-from hf_memory.integrations.vllm.states import Pages, readings
+from hf_memory.integrations.vllm.states import Pages, page_size, readings
+from hf_memory.mixers.positions import Positions
+from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.whole_layers import WholeLayersConfig
 
 STEPS = (  # tokens of three sequences that each step reads: begun, gone on with, and written to
@@ -20,30 +23,38 @@ STEPS = (  # tokens of three sequences that each step reads: begun, gone on with
 SLOTS = torch.tensor([4, 1, 2])
 
 
-def grows(case):
-    """Some memory does, with the text."""
-    config = make_config(case)
-    return any(x.growth != "fixed" for i in memory_layers(config) for x in config.state_specs[i].values())
-
-
 def has_no_place(case):
-    """Something grows with the text, or layers keep different states."""
+    """Some memory grows with the text, beside heads that keep everything, or a layer runs several times."""
     config = make_config(case)
-    kept = [config.state_specs[i] for i in memory_layers(config)]
-    return grows(case) or any(spec != kept[0] for spec in kept)
+    if getattr(config, "depth", "") == "universal":
+        return True
+    layers = [i for i in memory_layers(config) if config.mixer_class(i) is not WindowedMixer]
+    return any(x.growth != "fixed" for i in layers for x in config.state_specs[i].values())
 
 
 SERVED = [case for case in CASES if not has_no_place(case) and memory_layers(make_config(case))]
 REFUSED = [case for case in CASES if has_no_place(case)]
 
 
+def heads_alone(mixer, text, angles):
+    """Outputs [T, heads, V] of heads that keep everything, as an engine's attention gives them, if there are any."""
+    if not any(state.growth != "fixed" for state in mixer.spec.values()):
+        return None
+    q, k, v = mixer.project_heads(text[None], Positions(*angles))
+    of_heads = (x.unflatten(2, (len(mixer.places), -1))[:, :, mixer.full_heads].flatten(2, 3) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in of_heads)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=mixer.scaling, enable_gqa=True)
+    return o[0].transpose(0, 1)
+
+
 def step_by_step(model, mixer, texts):
     """Outputs of each text's tokens, read in STEPS through pages that hold nothing but NaN at first."""
     pages, seen = Pages(mixer, torch.float32), [0] * len(texts)
-    pages.kv_cache = tuple(
-        torch.full((6, *shape), torch.nan if dtype.is_floating_point else -7, dtype=dtype)
-        for shape, dtype in pages.kept.values()
-    )
+    pages.pages = torch.full((6, page_size(mixer.spec, torch.float32) + 24), 255, dtype=torch.uint8)[:, 8:-8]
+    everything = torch.arange(max(map(len, texts)))
+    attended = [
+        heads_alone(mixer, text, model.model.rotary_emb(text[None], everything[None, : len(text)])) for text in texts
+    ]
     outputs = [[] for _ in texts]
     for step in STEPS:
         parts = [text[start : start + new] for text, start, new in zip(texts, seen, step)]
@@ -52,7 +63,9 @@ def step_by_step(model, mixer, texts):
         bounds = torch.tensor([0, *step]).cumsum(0)
         row = torch.cat(parts)[None]
         angles = model.model.rotary_emb(row, places[None])
-        output = pages.read(row, angles, readings(bounds, torch.tensor(seen)), SLOTS)
+        own = [None if o is None else o[end - new : end] for o, new, end in zip(attended, step, seen)]
+        full = None if own[0] is None else torch.cat(own)
+        output = pages.read(row, angles, readings(bounds, torch.tensor(seen)), SLOTS, full)
         for mine, start, end in zip(outputs, bounds, bounds[1:]):
             mine.append(output[0, start:end])
     return [torch.cat(mine) for mine in outputs]
@@ -62,13 +75,14 @@ def step_by_step(model, mixer, texts):
 @torch.no_grad()
 def test_sequences_in_steps_are_each_sequence_alone(case):
     model = make_model(case)
-    mixer = model.model.layers[memory_layers(model.config)[0]].mixer
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randn(sum(lengths), 32, generator=generator) for lengths in zip(*STEPS)]
-    for text, output in zip(texts, step_by_step(model, mixer, texts)):
-        angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
-        exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
-        assert_close(output[None], exact, mixer(text[None], angles)[0])
+    mixers = [model.model.layers[i].mixer for i in reversed(memory_layers(model.config))]
+    for mixer in {str(x.spec): x for x in mixers}.values():  # the first with these states
+        for text, output in zip(texts, step_by_step(model, mixer, texts)):
+            angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
+            exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
+            assert_close(output[None], exact, mixer(text[None], angles)[0])
 
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
@@ -84,14 +98,8 @@ def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    fault = r"(with virtual_token|got [\w ]+ in layer \d of \w+)" if grows(case) else "pages of one size"
-    with pytest.raises(ValueError, match=f"{fault}.*generate_stream"):
+    with pytest.raises(ValueError, match=r"got ([\w ]+ in layer \d of \w+|'universal').*generate_stream"):
         check(make_config(case))
-
-
-def test_first_tokens_beside_a_window_are_refused():
-    with pytest.raises(ValueError, match=r"num_sink_tokens must be 0, got 2; convert with virtual_token"):
-        check(with_heads([1], [], [], [], num_sink_tokens=2))
 
 
 def part_of(model, rank, size):
@@ -137,6 +145,7 @@ def test_what_cannot_be_divided_is_refused():
         ("retention", "each head's decay"),
         ("deltaproduct", "num_householder"),
         ("titans-mag", "does not divide model.layers.0"),
+        ("attention-kept", "full_attention_heads beside a memory"),
     ):
         with pytest.raises(ValueError, match=f"tensor_parallel_size must be 1.*{fault}"):
             divided(make_config(CASE[name]), 2)

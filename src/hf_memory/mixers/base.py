@@ -30,6 +30,7 @@ class Context(NamedTuple):
     states: States  # before the tokens; ops may overwrite them; empty: nothing was read
     order: Tensor | None = None  # [B, T], the places of the tokens before padding was moved to the end
     known: int | None = None  # number of tokens that each row has read before, if known on the host
+    attended: Tensor | None = None  # [B, T, heads, V], of heads that keep everything if an engine runs these
 
     def of(self, tokens: slice, states: States) -> "Context":
         """The context of some of the tokens, which are read after `states`; not for packed sequences."""

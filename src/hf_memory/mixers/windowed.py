@@ -165,7 +165,8 @@ class WindowedMixer(MemoryMixer):
         `slot_gates` [B, tokens, H, gates] and `slot_angles` [B, tokens, channels], also in a ring, for the writes of
         tokens that are still in the window; and of heads that keep everything `full_keys` and `full_values` [B, tokens,
         heads, D] and `full_positions` [B, tokens], or another ring if they have a window."""
-        if self.reads_step and context.is_step(hidden_states) and not torch.is_grad_enabled():
+        reads_step = self.reads_step and context.attended is None and not torch.is_grad_enabled()
+        if reads_step and context.is_step(hidden_states):
             return self.step(hidden_states, context.positions, context.states, context.known), context.states
         o, states = self.attend(hidden_states, *self.project_heads(hidden_states, None), context)
         return self.o_proj(o.flatten(2)), states
@@ -206,6 +207,9 @@ class WindowedMixer(MemoryMixer):
         outputs: list[Tensor] = []
         states: States = {}
         for is_near, heads in self.parts:
+            if not is_near and context.attended is not None:
+                outputs.append(context.attended)
+                continue
             rows = self._of(heads, None if self.far is None else q, rotated, k, v)
             read = partial(self._near, hidden_states) if is_near else self._full
             o, new = read(rows, tokens, context, self._virtual(heads, len(k)))

@@ -30,6 +30,9 @@ class ModelConfig:
         if stages != 1:
             raise ValueError(f"pipeline_parallel_size must be 1 for models of hf_memory in vLLM, got {stages}")
         divided(model.hf_config, parallel.tensor_parallel_size)
+        if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+            cache.block_size = 32  # with its default of 128, windows take twice as much
+            cache.user_specified_block_size = True
         if memory_layers(model.hf_config):
             if vllm_config.speculative_config is not None:
                 raise ValueError("speculative_config must be None: a memory cannot forget tokens that are refused")
@@ -37,9 +40,6 @@ class ModelConfig:
             cache.enable_prefix_caching = False
             return
         cache.sliding_window = None  # each layer has its own
-        if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
-            cache.block_size = 32  # with its default of 128, windows take twice as much
-            cache.user_specified_block_size = True
 
 
 def register() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -23,9 +23,10 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hf_memory.integrations.vllm.placement import divided, memory_layers, of_all_heads, share, style, window_parts
-from hf_memory.integrations.vllm.states import Pages, Reading, kept_states, readings
+from hf_memory.integrations.vllm.states import Pages, Reading, page_size, readings
 from hf_memory.mixers.attention import AttentionMixer
-from hf_memory.mixers.base import MemoryMixer, Projections
+from hf_memory.mixers.base import Projections
+from hf_memory.mixers.pasts import Everything
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 
@@ -67,18 +68,23 @@ class Attended:
     ) -> tuple[Tensor, None]:
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         mixer: Any = self.mixer
-        q, k, v = mixer.project_heads(hidden_states, Positions(*position_embeddings))
-        q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
-        virtual = getattr(mixer, "virtual_token", None)
-        sinks = virtual or getattr(mixer, "sinks", None)
-        k = k if virtual is None else k - virtual.keys
-        sunk = None if sinks is None else sinks.values
-        v = v if sunk is None else v - sunk
-        o = torch.empty_like(q)
-        for attention in mixer.vllm:
-            o[:, attention.heads] = attention(q, k, v)
-        o = o if sunk is None else o + sunk[:, None]
+        sinks = getattr(mixer, "virtual_token", None) or getattr(mixer, "sinks", None)
+        o = attended(mixer, hidden_states, position_embeddings, sinks)
         return mixer.o_proj(o.flatten(1)[None]), None
+
+
+def attended(mixer: Any, hidden_states: Tensor, angles: tuple[Tensor, Tensor], sinks: Any) -> Tensor:
+    """Outputs [T, H, G, D] of the heads that have vLLM's attention, of hidden states [1, T, hidden_size]."""
+    q, k, v = mixer.project_heads(hidden_states, Positions(*angles))
+    q, k, v = q[0].unflatten(1, (k.shape[2], -1)), k[0], v[0]
+    virtual = getattr(mixer, "virtual_token", None)
+    k = k if virtual is None else k - virtual.keys
+    sunk = None if sinks is None else sinks.values
+    v = v if sunk is None else v - sunk
+    o = torch.empty_like(q)
+    for attention in mixer.vllm:
+        o[:, attention.heads] = attention(q, k, v)
+    return o if sunk is None else o + sunk[:, None]
 
 
 class HeadSinks(nn.Module):
@@ -100,29 +106,41 @@ class HeadSinks(nn.Module):
 
 
 class Memory(Pages, MambaBase):
-    """Replaces a mixer's forward by one that keeps states in pages that vLLM allocates."""
+    """Replaces a mixer's forward by one that keeps states in pages that vLLM allocates, of one size in all layers.
+
+    Heads that keep everything have vLLM's attention.
+    """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
-    def __init__(self, mixer: MemoryMixer, dtype: torch.dtype, name: str):
+    def __init__(self, mixer: Any, dtype: torch.dtype, name: str, size: int, full: Iterable[HeadsAttention]):
         super().__init__(mixer, dtype)
-        self.name, self.alone = name, mixer.forward
+        self.name, self.size, self.alone = name, size, mixer.forward
+        mixer.vllm = nn.ModuleList(full)
         mixer.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def get_state_shape(self) -> list[tuple[int, ...]]:
-        """Shapes of the states of a sequence."""
-        return [shape for shape, _ in self.kept.values()]
+        """Shape of the page of a sequence."""
+        return [(self.size,)]
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of the states, in the same order."""
-        return tuple(dtype for _, dtype in self.kept.values())
+        """Dtype of the page."""
+        return (torch.uint8,)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the pages [sequences, 1, 1, bytes], which may be longer than the states."""
+        self.pages = kv_cache[:, 0, 0].view(torch.uint8)
 
     def forward(self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs):
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         if steps is None:  # vLLM measures how much memory these tokens need
             return self.alone(hidden_states, position_embeddings)
         slots = get_forward_context().attn_metadata[self.name].state_indices_tensor
-        return self.read(hidden_states, position_embeddings, steps, slots), None
+        mixer, full = self.mixer, None
+        if mixer.vllm:
+            o = attended(mixer, hidden_states, position_embeddings, mixer.virtual_token)
+            full = o[:, mixer.full_heads].flatten(1, 2)
+        return self.read(hidden_states, position_embeddings, steps, slots, full), None
 
 
 class ModelForVLLM(nn.Module):
@@ -165,18 +183,26 @@ class ModelForVLLM(nn.Module):
         """Let vLLM run attention, and keep the states of memories."""
         full = vllm_config.model_config.hf_config.full_attention_heads
         layers = vllm_config.compilation_config.static_forward_context
-        parts, numbers = window_parts(self.config), count()
+        parts, numbers, cache = window_parts(self.config), count(), vllm_config.cache_config
         self.memories = [f"model.layers.{i}.mixer" for i in memory_layers(self.config)]
         for i, layer in enumerate(self.model.layers):
-            name = f"model.layers.{i}.mixer"
+            name, mixer = f"model.layers.{i}.mixer", layer.mixer
             if name in self.memories:
-                layers[name] = Memory(layer.mixer, vllm_config.model_config.dtype, name)
+                grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full, Everything)
+                heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
+                layers[name] = Memory(mixer, vllm_config.model_config.dtype, name, self._page_size(vllm_config), heads)
                 continue
-            if self.config.attention_sinks and isinstance(layer.mixer, WindowedMixer):
-                heads = self.size * self.config.num_key_value_heads
-                near = [h for h in range(heads) if not full or h not in full[i]]
-                layer.mixer.sinks = HeadSinks(layer.mixer, near, self.rank, self.size) if near else None
-            Attended(layer.mixer, attentions(layer.mixer, name, parts, numbers, vllm_config))
+            if self.config.attention_sinks and isinstance(mixer, WindowedMixer):
+                near = [h for h in range(self.size * mixer.heads[1]) if not full or h not in full[i]]
+                mixer.sinks = HeadSinks(mixer, near, self.rank, self.size) if near else None
+            Attended(mixer, attentions(mixer, name, parts, numbers, cache))
+
+    @staticmethod
+    def _page_size(vllm_config: VllmConfig) -> int:
+        model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+        parts = [share(model.hf_config, rank, ranks) for rank in range(ranks)]
+        specs = [part.state_specs[i] for part in parts for i in memory_layers(part)]
+        return max((page_size(spec, model.dtype) for spec in specs), default=0)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens, before the embedding multiplier."""
@@ -198,9 +224,7 @@ class ModelForVLLM(nn.Module):
         return loaded
 
 
-def attentions(
-    mixer, name: str, parts: int, numbers: Iterator[int], vllm_config: VllmConfig
-) -> Iterator[HeadsAttention]:
+def attentions(mixer, name: str, parts: int, numbers: Iterator[int], cache: CacheConfig) -> Iterator[HeadsAttention]:
     """vLLM's attention for a mixer: over its window in so many parts, and for each head that keeps everything.
 
     Args:
@@ -208,9 +232,9 @@ def attentions(
         name: name of the mixer.
         parts: into how many caches the heads of a window are divided.
         numbers: of heads that keep everything, over all layers, so that all processes have the same names.
-        vllm_config: vLLM's options.
+        cache: vLLM's options of caches.
     """
-    heads, cache = mixer.heads[1], vllm_config.cache_config
+    heads = mixer.heads[1]
     if isinstance(mixer, AttentionMixer):
         yield HeadsAttention(mixer, slice(0, heads), mixer.sliding_window, cache_config=cache, prefix=f"{name}.vllm")
         return
@@ -220,9 +244,16 @@ def attentions(
         sinks = {"sinks": mixer.sinks.logits.data[of_queries]} if mixer.sinks else _virtual(mixer, n)
         place = f"{name}.heads_{first}"
         yield HeadsAttention(mixer, own, config.sliding_window, cache_config=cache, prefix=place, **sinks)
+    yield from full_attentions(mixer, n, numbers, cache)
+
+
+def full_attentions(mixer, blocks: int, numbers: Iterator[int], cache: CacheConfig) -> Iterator[HeadsAttention]:
+    """vLLM's attention for each head of a mixer that keeps everything, with pages of so many blocks of tokens."""
     for h in mixer.full_heads:
-        window, place = config.full_attention_window, f"model.full_heads.{next(numbers)}"
-        yield HeadsAttention(mixer, slice(h, h + 1), window, n, cache_config=cache, prefix=place, **_virtual(mixer, 1))
+        window, place = mixer.config.full_attention_window, f"model.full_heads.{next(numbers)}"
+        yield HeadsAttention(
+            mixer, slice(h, h + 1), window, blocks, cache_config=cache, prefix=place, **_virtual(mixer, 1)
+        )
 
 
 def _virtual(mixer: WindowedMixer, heads: int) -> dict[str, Tensor]:
@@ -280,15 +311,10 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the states of each memory layer."""
-        return tuple(shape for shape, _ in cls._kept(vllm_config).values())
+        """Shape of the page of each memory layer."""
+        return ((cls._page_size(vllm_config),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Dtypes of the states of each memory layer."""
-        return tuple(dtype for _, dtype in cls._kept(vllm_config).values())
-
-    @classmethod
-    def _kept(cls, vllm_config: VllmConfig):
-        config = share(vllm_config.model_config.hf_config, 0, vllm_config.parallel_config.tensor_parallel_size)
-        return kept_states(config.state_specs[memory_layers(config)[0]], vllm_config.model_config.dtype)
+        """Dtype of the page of each memory layer."""
+        return (torch.uint8,)

@@ -29,25 +29,15 @@ def memory_layers(config: Any) -> list[int]:
 
 def check(config: Any) -> None:
     """Raise ValueError unless vLLM can store all states of the model."""
-    memories = memory_layers(config)
-    for i in memories:
+    if getattr(config, "depth", "fixed") == "universal":
+        raise ValueError(f"vLLM has one page for a layer, so depth must be 'fixed', got {config.depth!r}. {ELSEWHERE}")
+    for i in memory_layers(config):
         growing = [name for name, state in config.state_specs[i].items() if state.growth != "fixed"]
-        if growing and config.layer_types[i] == "sliding_heads" and config.num_sink_tokens:
-            raise ValueError(
-                "vLLM has no first tokens beside a window, so num_sink_tokens must be 0, got "
-                f"{config.num_sink_tokens}; convert with virtual_token, which takes their place. {ELSEWHERE}"
-            )
-        if growing:
+        if growing and config.mixer_class(i) is not WindowedMixer:  # whose full heads are vLLM's attention
             raise ValueError(
                 "vLLM stores states of fixed size, and keys and values of attention, but nothing else that "
                 f"grows with the text, got {' and '.join(growing)} in layer {i} of {config.model_type}. {ELSEWHERE}"
             )
-    if any(config.state_specs[i] != config.state_specs[memories[0]] for i in memories):
-        raise ValueError(
-            "vLLM has pages of one size for all memory layers, so full_attention_heads must have the same number of "
-            f"heads for each layer, got {config.full_attention_heads}, and num_kept_tokens one number for all, got "
-            f"{config.num_kept_tokens}. {ELSEWHERE}"
-        )
 
 
 def window_parts(config: Any) -> int:
@@ -67,7 +57,7 @@ def share(config: Any, rank: int, size: int) -> Any:
     """The config of the part of a model that one of `size` processes has: some of the heads, and of the MLP's channels.
 
     Raises:
-        ValueError: heads or channels are not divisible, or a norm needs all of them.
+        ValueError: heads or channels are not divisible, or something needs all of them.
     """
     if size == 1:
         return config
@@ -75,6 +65,7 @@ def share(config: Any, rank: int, size: int) -> Any:
         "a norm of all heads": config.qk_norm_whole_width,
         "gate='retention', where each head's decay is that of its number": getattr(config, "gate", "") == "retention",
         "num_householder above 1": getattr(config, "num_householder", 1) > 1,
+        "full_attention_heads beside a memory": bool(config.full_attention_heads and memory_layers(config)),
     }
     for name in (name for name, is_there in undivided.items() if is_there):
         raise ValueError(f"tensor_parallel_size must be 1 with {name}, got {size}. {ELSEWHERE}")
