@@ -116,7 +116,11 @@ class Small(NamedTuple):
     target: str = "auto"
 
 
-WINDOW = {"layer_types": ["sliding_memory"] * 4, "sliding_window": 32, "num_sink_tokens": 4}
+FULL = {"full_attention_heads": [[1], [], [0, 1], [0]]}
+FIRST = {"sliding_window": 32, "num_sink_tokens": 4}
+WINDOW = {"layer_types": ["sliding_memory"] * 4, **FIRST}
+KEPT = {"layer_types": ["sliding_heads"] * 4, "num_kept_tokens": [20, 8, 20, 40], "kept_block_size": 16}
+VIRTUAL = {"sliding_window": 32, "num_sink_tokens": 0, "virtual_token": True}
 KINDS = {
     "Gated DeltaNet": Small("deltanet", {**GATED_DELTANET, **SQUARE}),
     "Gated DeltaNet, attention": Small("deltanet", {**GATED_DELTANET, **SQUARE, **HYBRID}),
@@ -141,11 +145,20 @@ KINDS = {
     "Titans MAG": Small("titans", {"variant": "mag", "sliding_window": 64}),
     "Titans MAL": Small("titans", {"variant": "mal", "sliding_window": 64}),
     "Titans MAC": Small("titans", {"variant": "mac", "segment_length": 64}),
-    "windows and full heads": Small("transformer", {**WINDOWS, "full_attention_heads": [[1], [], [0, 1], [0]]}),
+    "windows and full heads": Small("transformer", {**WINDOWS, **FULL}),
+    "windows, first tokens and full heads": Small(
+        "transformer", {"layer_types": ["sliding_heads"] * 4, **FIRST, **FULL}
+    ),
+    "kept tokens and full heads": Small("transformer", {**KEPT, **FIRST, **FULL}),
+    "kept tokens, virtual token and full heads": Small("transformer", {**KEPT, **VIRTUAL, **FULL}),
+    "kept tokens and full heads of 128 tokens": Small(
+        "transformer", {**KEPT, **FIRST, **FULL, "full_attention_window": 128}
+    ),
     "windows and a full layer": Small(
         "transformer", {**WINDOWS, "layer_types": ["sliding_heads"] * 3 + ["full_attention"]}
     ),
     "a memory beside a window": Small("deltanet", {"gate": "scalar", **WINDOW}),
+    "a memory beside a window and full heads": Small("deltanet", {"gate": "scalar", **WINDOW, **FULL}),
 }
 
 

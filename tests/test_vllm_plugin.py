@@ -50,7 +50,7 @@ def heads_alone(mixer, text, angles):
 def step_by_step(model, mixer, texts):
     """Outputs of each text's tokens, read in STEPS through pages that hold nothing but NaN at first."""
     pages, seen = Pages(mixer, torch.float32), [0] * len(texts)
-    pages.pages = torch.full((6, page_size(mixer.spec, torch.float32) + 24), 255, dtype=torch.uint8)[:, 8:-8]
+    pages.bind(torch.full((6, page_size(mixer.spec, torch.float32) + 24), 255, dtype=torch.uint8)[:, 8:-8])
     everything = torch.arange(max(map(len, texts)))
     attended = [
         heads_alone(mixer, text, model.model.rotary_emb(text[None], everything[None, : len(text)])) for text in texts
@@ -87,12 +87,12 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
     bounds, lengths = torch.tensor([0, 1, 4, 5, 6, 6, 9]), torch.tensor([8, 3, 1, 5, 2, 9])
-    found = [(x.sequences.tolist(), x.tokens.tolist(), x.begins) for x in readings(bounds, lengths)]
+    found = [(x.sequences.tolist(), x.tokens.tolist(), x.known) for x in readings(bounds, lengths)]
     assert found == [
-        ([0, 3], [[0], [5]], False),
-        ([1], [[1, 2, 3]], True),
-        ([2], [[4]], True),
-        ([5], [[6, 7, 8]], False),
+        ([0, 3], [[0], [5]], None),
+        ([1], [[1, 2, 3]], 0),
+        ([2], [[4]], 0),
+        ([5], [[6, 7, 8]], 6),
     ]
 
 

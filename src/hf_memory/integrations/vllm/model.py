@@ -128,8 +128,8 @@ class Memory(Pages, MambaBase):
         return (torch.uint8,)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the pages [sequences, 1, 1, bytes], which may be longer than the states."""
-        self.pages = kv_cache[:, 0, 0].view(torch.uint8)
+        """Take the pages [sequences, 1, 1, bytes]."""
+        self.bind(kv_cache[:, 0, 0].view(torch.uint8))
 
     def forward(self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs):
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""

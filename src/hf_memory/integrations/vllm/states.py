@@ -32,15 +32,19 @@ def places_of(spec: Spec, dtype: torch.dtype) -> dict[str, Place]:
     for name, state in spec.items():
         if state.growth == "fixed" and (count := math.prod(state.shape)):
             kind = state.dtype or dtype
-            start, end = end, end + count * kind.itemsize
+            start, end = aligned(end), aligned(end) + count * kind.itemsize
             found[name] = Place(slice(start, end), state.shape, kind)
-            end += -end % ALIGNMENT
     return found
 
 
 def page_size(spec: Spec, dtype: torch.dtype) -> int:
     """Bytes of a page for these states."""
-    return max((place.bytes.stop for place in places_of(spec, dtype).values()), default=0)
+    return aligned(max((place.bytes.stop for place in places_of(spec, dtype).values()), default=0))
+
+
+def aligned(place: int) -> int:
+    """The first place after this one, or this, where any number can begin."""
+    return place + -place % ALIGNMENT
 
 
 class Reading(NamedTuple):
@@ -48,7 +52,7 @@ class Reading(NamedTuple):
 
     sequences: Tensor  # [N], numbers of the sequences in the step
     tokens: Tensor  # [N, T], positions in the row of all tokens
-    begins: bool  # whether these are the first tokens of the sequences
+    known: int | None  # number of tokens that each sequence has read before, if they agree; 0: none has read any
 
 
 def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
@@ -61,40 +65,47 @@ def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
     Returns:
         As few groups as possible; all sequences that decode one token are in one group.
     """
-    alike: dict[tuple[int, bool], list[int]] = {}
+    alike: dict[tuple[int, bool], dict[int, int]] = {}
     for i, ((start, end), length) in enumerate(zip(pairwise(bounds.tolist()), lengths.tolist())):
-        if end > start:
-            alike.setdefault((end - start, length == end - start), []).append(i)
+        if (new := end - start) > 0:
+            alike.setdefault((new, length == new), {})[i] = length - new
     found = []
-    for (new, begins), rows in alike.items():
-        sequences = torch.tensor(rows, device=bounds.device)
-        found.append(Reading(sequences, bounds[sequences, None] + torch.arange(new, device=bounds.device), begins))
+    for (new, _), before in alike.items():
+        sequences = torch.tensor([*before], device=bounds.device)
+        tokens = bounds[sequences, None] + torch.arange(new, device=bounds.device)
+        known = {*before.values()}
+        found.append(Reading(sequences, tokens, known.pop() if len(known) == 1 else None))
     return found
 
 
 class Pages:
     """The states of one mixer for all sequences, with a page for each sequence, and the mixer's forward with them."""
 
-    pages: Tensor  # [sequences, bytes] uint8
+    stored: States  # of all pages
 
     def __init__(self, mixer: MemoryMixer, dtype: torch.dtype):
         self.mixer, self.dtype = mixer, dtype
         self.places = places_of(mixer.spec, dtype)
 
-    def load(self, rows: Tensor) -> States:
-        """The states in some pages."""
-        pages, found = self.pages[rows], {}
+    def bind(self, pages: Tensor) -> None:
+        """Store states in pages [sequences, bytes], which may be longer than the states."""
+        of_states = {name: pages[:, place.bytes].view(place.dtype) for name, place in self.places.items()}
+        self.stored = {name: x.view(-1, *self.places[name].shape) for name, x in of_states.items()}
         for name, state in self.mixer.spec.items():
-            if place := self.places.get(name):
-                found[name] = pages[:, place.bytes].contiguous().view(place.dtype).view(-1, *place.shape)
-            elif state.growth == "fixed":
-                found[name] = rows.new_empty(len(rows), *state.shape, dtype=state.dtype or self.dtype)
-        return found
+            if state.growth == "fixed" and name not in self.stored:  # it is empty
+                self.stored[name] = pages.new_empty(len(pages), *state.shape, dtype=state.dtype or self.dtype)
 
-    def save(self, rows: Tensor, states: States) -> None:
-        """Write states to some pages."""
-        for name, place in self.places.items():
-            self.pages[rows, place.bytes] = states[name].to(place.dtype).reshape(len(rows), -1).view(torch.uint8)
+    def _load(self, rows: Tensor) -> States:
+        """The states in some pages: on a CPU views of that of one sequence, otherwise copies."""
+        if len(rows) == 1 and rows.device.type == "cpu":
+            return {name: x.narrow(0, int(rows), 1) for name, x in self.stored.items()}
+        return {name: x.index_select(0, rows) for name, x in self.stored.items()}
+
+    def _save(self, rows: Tensor, states: States) -> None:
+        """Write states to some pages, unless they were changed there."""
+        for name, page in self.stored.items():
+            if states[name].data_ptr() != page[rows[0]].data_ptr():
+                page.index_copy_(0, rows, states[name].to(page.dtype))
 
     def read(
         self,
@@ -115,11 +126,12 @@ class Pages:
         """
         positions = Positions(*angles) if self.mixer.sees_positions else None
         output = torch.zeros_like(hidden_states)
-        for sequences, tokens, begins in steps:
-            rows = slots[sequences]
+        for sequences, tokens, known in steps:
+            rows = slots[sequences].long()
             places = None if positions is None else positions.gather(tokens)
-            states = {} if begins else nested(self.load(rows))
-            context = Context(places, None, None, states, attended=None if attended is None else attended[tokens])
+            states = {} if known == 0 else nested(self._load(rows))
+            full = None if attended is None else attended[tokens]
+            context = Context(places, None, None, states, known=known, attended=full)
             output[0, tokens], states = self.mixer.mix(hidden_states[0, tokens], context)
-            self.save(rows, flat(states))
+            self._save(rows, flat(states))
         return output
