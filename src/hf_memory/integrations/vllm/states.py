@@ -54,6 +54,10 @@ class Reading(NamedTuple):
     tokens: Tensor  # [N, T], positions in the row of all tokens
     known: int | None  # number of tokens that each sequence has read before, if they agree; 0: none has read any
 
+    def of(self, x: Tensor) -> Tensor:
+        """Rows x [tokens of the step, ...] of these tokens, [N, T, ...]; a view if these are all."""
+        return x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
+
 
 def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
     """Group the sequences of a step by their number of new tokens.
@@ -124,14 +128,14 @@ class Pages:
             slots: [N], the page of each sequence.
             attended: [T, heads, V], outputs of the queries of heads that keep everything, see `Context`.
         """
-        positions = Positions(*angles) if self.mixer.sees_positions else None
-        output = torch.zeros_like(hidden_states)
-        for sequences, tokens, known in steps:
-            rows = slots[sequences].long()
-            places = None if positions is None else positions.gather(tokens)
-            states = {} if known == 0 else nested(self._load(rows))
-            full = None if attended is None else attended[tokens]
-            context = Context(places, None, None, states, known=known, attended=full)
-            output[0, tokens], states = self.mixer.mix(hidden_states[0, tokens], context)
+        output = torch.zeros_like(hidden_states[0])
+        for step in steps:
+            rows = slots[step.sequences].long()
+            positions = Positions(*(step.of(x[0]) for x in angles)) if self.mixer.sees_positions else None
+            states = {} if step.known == 0 else nested(self._load(rows))
+            full = None if attended is None else step.of(attended)
+            context = Context(positions, None, None, states, known=step.known, attended=full)
+            mixed, states = self.mixer.mix(step.of(hidden_states[0]), context)
             self._save(rows, flat(states))
-        return output
+            output[step.tokens] = mixed
+        return output[None]
