@@ -174,7 +174,7 @@ def table(results: Results) -> list[tuple[str, ...]]:
             perplexity = _figure(found, "perplexity", "perplexity", at)
             ratio = perplexity / _figure(best, "perplexity", "perplexity", at)
             kl, same = (_figure(found, "agreement", figure, at) for figure in ("KL", "same choice"))
-            compared = ("", "") if kl is None else (f"{kl:.3f}", f"{same:.1%}")
+            compared = ("", "") if kl is None else (f"{kl:z.3f}", f"{same:.1%}")
             recall, size = _figure(found, "recall", "recall", at), _figure(found, "speed", BYTES, at) / 1000
             quality = f"{perplexity:.2f}", f"{ratio:.3f}", *compared
             rows.append((f"{at:,}", name, *quality, f"{recall:.3f}", f"{size:.0f}"))

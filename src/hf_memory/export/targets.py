@@ -10,6 +10,7 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 
 TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), OlmoHybrid(), Bailing(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
+WITHOUT_EXPORT = "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
 
 
 class NotExportable(ValueError):
@@ -30,8 +31,7 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     if has_memory and not isinstance(config, DeltaNetConfig) and getattr(config, "gate", None) != "mamba2":
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise NotExportable(
-            f"no engine has the memory of {config.model_type}{gate}. Without export, vLLM runs it if hf_memory is "
-            "installed too and the memory does not grow, and so do transformers and hf_memory.generate_stream"
+            f"no engine has the memory of {config.model_type}{gate}. {WITHOUT_EXPORT} and the memory does not grow"
         )
     of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
     if not of_family:
@@ -43,4 +43,4 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise NotExportable(f"no target represents the model exactly: {needs}")
+    raise NotExportable(f"no target represents the model exactly: {needs}. {WITHOUT_EXPORT}")
