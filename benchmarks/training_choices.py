@@ -34,8 +34,9 @@ from hf_memory.files.folders import replaced
 RESULTS = smollm2.ROOT / "benchmarks" / "results" / "training_choices"
 WORK = smollm2.WORK / "training_choices"
 USUAL = smollm2.ROOT / "recipes" / "smollm2.yaml"
+KEPT = yaml.safe_load(USUAL.read_text(encoding="utf-8"))["option"]["num_kept_tokens"]  # of each layer
 LONG = {"steps": 13, "start_length": 2048, "length": 8192, "chunk_length": 2048}  # as many tokens
-CHOICES: dict[str, dict[str, Any]] = {  # what replaces entries of USUAL; of a schedule, its fields
+CHOICES: dict[str, dict[str, Any]] = {  # what replaces entries of USUAL; of a schedule, or options, its fields
     "as it is": {},
     "all weights": {"train": "all"},
     "LoRA of rank 8": {"train": "lora:8", "distillation": {"learning_rate": 1e-3}},
@@ -44,8 +45,12 @@ CHOICES: dict[str, dict[str, Any]] = {  # what replaces entries of USUAL; of a s
     "a quarter of the steps on its own text": {"on-policy": {"share": 0.25, "tokens": 128, "beta": 1.0}},
     "rows that grow to 8,192 tokens": {"distillation": LONG},
     "before training": {"distillation": {"steps": 0}},
+    "before training, twice the kept tokens": {
+        "distillation": {"steps": 0},
+        "option": {"num_kept_tokens": [2 * n for n in KEPT]},
+    },
 }
-SEEDS = {"LoRA of rank 8": 1, "rows that grow to 8,192 tokens": 1, "before training": 1}  # how many, if not three
+ONCE = ("LoRA of rank 8", "rows that grow to 8,192 tokens", *list(CHOICES)[-2:])  # with one seed, others with three
 SCORES, POSITIONS = "scores", "by position to 8192"  # of a row
 COLUMNS = SCORES, POSITIONS
 START, END = "<!-- training choices -->", "<!-- /training choices -->"  # around the table of smollm2.PAGE
@@ -77,14 +82,14 @@ FIGURES: dict[str, tuple[str, str, Callable]] = {  # of the table: the column of
 def rows() -> dict[str, tuple[str, int]]:
     """Name of a row: its choice and its seed; seed by seed, so that the first ones say most."""
     pairs = product(range(3), CHOICES)
-    return {f"{choice}, seed {seed}": (choice, seed) for seed, choice in pairs if seed < SEEDS.get(choice, 3)}
+    return {f"{choice}, seed {seed}": (choice, seed) for seed, choice in pairs if seed == 0 or choice not in ONCE}
 
 
 def run_of(choice: str, seed: int) -> dict[str, Any]:
     """The file of a run."""
     run = yaml.safe_load(USUAL.read_text(encoding="utf-8")) | {"measure-tokens": 2048, "seed": seed}
     changes = {"text": {"prose": 0.6, "practice": 0.4}} | CHOICES[choice]
-    changes["distillation"] = run["distillation"] | changes.get("distillation", {})
+    changes |= {name: run[name] | changes.get(name, {}) for name in ("distillation", "option")}
     files = {"prose": smollm2.example.fetch_text(), "practice": smollm2.example.fetch_practice()}
     changes["text"] = {str(files[name]): share for name, share in changes["text"].items()}
     return {"teacher": str(smollm2.example.fetch_teacher()), **run, **changes}
