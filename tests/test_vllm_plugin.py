@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from cases import CASE, CASES, make_config, make_model
 from comparing import assert_close, in_float64
+from hf_memory.cache import State
 from hf_memory.integrations.vllm import ALONE, ModelConfig
 from hf_memory.integrations.vllm.placement import check, divided, memory_layers, of_all_heads, share, window_parts
-from hf_memory.integrations.vllm.states import Pages, page_size, readings
+from hf_memory.integrations.vllm.states import Pages, Shelf, readings
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.whole_layers import WholeLayersConfig
@@ -47,10 +48,13 @@ def heads_alone(mixer, text, angles):
     return o[0].transpose(0, 1)
 
 
-def step_by_step(model, mixer, texts):
+def step_by_step(model, layer, texts):
     """Outputs of each text's tokens, read in STEPS through pages that hold nothing but NaN at first."""
-    pages, seen = Pages(mixer, torch.float32), [0] * len(texts)
-    pages.bind(torch.full((6, page_size(mixer.spec, torch.float32) + 24), 255, dtype=torch.uint8)[:, 8:-8])
+    memories, mixer, seen = memory_layers(model.config), model.model.layers[layer].mixer, [0] * len(texts)
+    shelf = Shelf({i: model.config.state_specs[i] for i in memories}, torch.float32)
+    slots = {i: SLOTS.roll(i) for i in memories}
+    for i in memories:
+        shelf.bind(i, torch.full((6, shelf.size + 24), 255, dtype=torch.uint8)[:, 8:-8])
     everything = torch.arange(max(map(len, texts)))
     attended = [
         heads_alone(mixer, text, model.model.rotary_emb(text[None], everything[None, : len(text)])) for text in texts
@@ -65,7 +69,7 @@ def step_by_step(model, mixer, texts):
         angles = model.model.rotary_emb(row, places[None])
         own = [None if o is None else o[end - new : end] for o, new, end in zip(attended, step, seen)]
         full = None if own[0] is None else torch.cat(own)
-        output = pages.read(row, angles, readings(bounds, torch.tensor(seen)), SLOTS, full)
+        output = Pages(mixer, layer, shelf).read(row, angles, readings(bounds, torch.tensor(seen), slots), full)
         for mine, start, end in zip(outputs, bounds, bounds[1:]):
             mine.append(output[0, start:end])
     return [torch.cat(mine) for mine in outputs]
@@ -77,9 +81,10 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
     model = make_model(case)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randn(sum(lengths), 32, generator=generator) for lengths in zip(*STEPS)]
-    mixers = [model.model.layers[i].mixer for i in reversed(memory_layers(model.config))]
-    for mixer in {str(x.spec): x for x in mixers}.values():  # the first with these states
-        for text, output in zip(texts, step_by_step(model, mixer, texts)):
+    memories = {str(model.config.state_specs[i]): i for i in reversed(memory_layers(model.config))}
+    for layer in memories.values():  # the first with these states
+        mixer = model.model.layers[layer].mixer
+        for text, output in zip(texts, step_by_step(model, layer, texts)):
             angles = model.model.rotary_emb(text[None], torch.arange(len(text))[None])
             exact = in_float64(mixer)(*in_float64((text[None], angles)))[0]
             assert_close(output[None], exact, mixer(text[None], angles)[0])
@@ -87,13 +92,30 @@ def test_sequences_in_steps_are_each_sequence_alone(case):
 
 def test_a_step_is_read_in_as_few_calls_as_lengths_allow():
     bounds, lengths = torch.tensor([0, 1, 4, 5, 6, 6, 9]), torch.tensor([8, 3, 1, 5, 2, 9])
-    found = [(x.sequences.tolist(), x.tokens.tolist(), x.known) for x in readings(bounds, lengths)]
-    assert found == [
-        ([0, 3], [[0], [5]], None),
-        ([1], [[1, 2, 3]], 0),
-        ([2], [[4]], 0),
-        ([5], [[6, 7, 8]], 6),
+    slots = {0: torch.arange(10, 16), 2: torch.arange(20, 26)}
+    found = [
+        ({i: rows.tolist() for i, rows in x.rows.items()}, x.tokens.tolist(), x.known)
+        for x in readings(bounds, lengths, slots)
     ]
+    assert found == [
+        ({0: [10, 13], 2: [20, 23]}, [[0], [5]], None),
+        ({0: [11], 2: [21]}, [[1, 2, 3]], 0),
+        ({0: [12], 2: [22]}, [[4]], 0),
+        ({0: [15], 2: [25]}, [[6, 7, 8]], 6),
+    ]
+
+
+def test_pages_are_hardly_larger_than_needed():
+    sizes = {0: (90, 90, 2), 1: (10, 10), 3: (40, 40, 40)}
+    shelf = Shelf({i: {str(n): State((x,)) for n, x in enumerate(own)} for i, own in sizes.items()}, torch.bfloat16)
+    assert shelf.size == 480  # bytes of float32: 360 twice, then 160, 160, 160, 40, 40 and 8
+    taken = [
+        (x.page, byte)
+        for own in shelf.places.values()
+        for x in own.values()
+        for byte in range(x.bytes.start, x.bytes.stop)
+    ]
+    assert len(taken) == len({*taken}) == 4 * 322
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])

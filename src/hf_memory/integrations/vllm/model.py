@@ -23,12 +23,14 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hf_memory.integrations.vllm.placement import divided, memory_layers, of_all_heads, share, style, window_parts
-from hf_memory.integrations.vllm.states import Pages, Reading, page_size, readings
+from hf_memory.integrations.vllm.states import Pages, Reading, Shelf, readings
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.pasts import Everything
 from hf_memory.mixers.positions import Positions
 from hf_memory.mixers.windowed import WindowedMixer
+
+NAME = "model.layers.{}.mixer"  # of the mixer of a layer
 
 
 class HeadsAttention(Attention):
@@ -113,15 +115,15 @@ class Memory(Pages, MambaBase):
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
-    def __init__(self, mixer: Any, dtype: torch.dtype, name: str, size: int, full: Iterable[HeadsAttention]):
-        super().__init__(mixer, dtype)
-        self.name, self.size, self.alone = name, size, mixer.forward
+    def __init__(self, mixer: Any, layer: int, shelf: Shelf, full: Iterable[HeadsAttention]):
+        super().__init__(mixer, layer, shelf)
+        self.alone = mixer.forward
         mixer.vllm = nn.ModuleList(full)
         mixer.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def get_state_shape(self) -> list[tuple[int, ...]]:
         """Shape of the page of a sequence."""
-        return [(self.size,)]
+        return [(self.shelf.size,)]
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Dtype of the page."""
@@ -129,18 +131,17 @@ class Memory(Pages, MambaBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the pages [sequences, 1, 1, bytes]."""
-        self.bind(kv_cache[:, 0, 0].view(torch.uint8))
+        self.shelf.bind(self.layer, kv_cache[:, 0, 0].view(torch.uint8))
 
     def forward(self, hidden_states: Tensor, position_embeddings, steps: list[Reading] | None, **kwargs):
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         if steps is None:  # vLLM measures how much memory these tokens need
             return self.alone(hidden_states, position_embeddings)
-        slots = get_forward_context().attn_metadata[self.name].state_indices_tensor
         mixer, full = self.mixer, None
         if mixer.vllm:
             o = attended(mixer, hidden_states, position_embeddings, mixer.virtual_token)
             full = o[:, mixer.full_heads].flatten(1, 2)
-        return self.read(hidden_states, position_embeddings, steps, slots, full), None
+        return self.read(hidden_states, position_embeddings, steps, full), None
 
 
 class ModelForVLLM(nn.Module):
@@ -184,13 +185,14 @@ class ModelForVLLM(nn.Module):
         full = vllm_config.model_config.hf_config.full_attention_heads
         layers = vllm_config.compilation_config.static_forward_context
         parts, numbers, cache = window_parts(self.config), count(), vllm_config.cache_config
-        self.memories = [f"model.layers.{i}.mixer" for i in memory_layers(self.config)]
+        self.memories = memory_layers(self.config)
+        shelf = self._shelf(vllm_config)
         for i, layer in enumerate(self.model.layers):
-            name, mixer = f"model.layers.{i}.mixer", layer.mixer
-            if name in self.memories:
+            name, mixer = NAME.format(i), layer.mixer
+            if i in self.memories:
                 grows = isinstance(mixer, WindowedMixer) and isinstance(mixer.full, Everything)
                 heads = full_attentions(mixer, mixer.heads[1], numbers, cache) if grows else ()
-                layers[name] = Memory(mixer, vllm_config.model_config.dtype, name, self._page_size(vllm_config), heads)
+                layers[name] = Memory(mixer, i, shelf, heads)
                 continue
             if self.config.attention_sinks and isinstance(mixer, WindowedMixer):
                 near = [h for h in range(self.size * mixer.heads[1]) if not full or h not in full[i]]
@@ -198,11 +200,11 @@ class ModelForVLLM(nn.Module):
             Attended(mixer, attentions(mixer, name, parts, numbers, cache))
 
     @staticmethod
-    def _page_size(vllm_config: VllmConfig) -> int:
-        model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-        parts = [share(model.hf_config, rank, ranks) for rank in range(ranks)]
-        specs = [part.state_specs[i] for part in parts for i in memory_layers(part)]
-        return max((page_size(spec, model.dtype) for spec in specs), default=0)
+    def _shelf(vllm_config: VllmConfig) -> Shelf:
+        """Pages for the states of the part of a model that a process has; all processes have alike ones."""
+        model = vllm_config.model_config
+        config = share(model.hf_config, 0, vllm_config.parallel_config.tensor_parallel_size)
+        return Shelf({i: config.state_specs[i] for i in memory_layers(config)}, model.dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens, before the embedding multiplier."""
@@ -298,21 +300,25 @@ class MemoryForVLLM(ModelForVLLM, HasInnerState, IsHybrid):
         **kwargs,
     ) -> Tensor:
         """The tokens of all sequences in one row [T] -> last hidden states [T, hidden_size]."""
-        metadata = get_forward_context().attn_metadata
-        step = metadata[self.memories[0]] if metadata else None
+        steps, metadata = None, get_forward_context().attn_metadata
+        if metadata:
+            own = {i: metadata[NAME.format(i)] for i in self.memories}
+            any_layer = own[self.memories[0]]
+            slots = {i: x.state_indices_tensor for i, x in own.items()}
+            steps = readings(any_layer.query_start_loc, any_layer.seq_lens, slots)
         return self.model(
             input_ids=None if input_ids is None or inputs_embeds is not None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
             position_ids=positions[None],
             attention_mask=dict.fromkeys(self.config.layer_types),  # vLLM separates the sequences
             use_cache=False,
-            steps=readings(step.query_start_loc, step.seq_lens) if step else None,
+            steps=steps,
         ).last_hidden_state[0]
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """Shape of the page of each memory layer."""
-        return ((cls._page_size(vllm_config),),)
+        return ((cls._shelf(vllm_config).size,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

@@ -1,6 +1,7 @@
 """States of our models in vLLM's pages, and how a mixer reads the tokens of a step. This module needs no vLLM."""
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,43 +16,59 @@ ALIGNMENT = 8  # bytes of the widest number
 
 
 class Place(NamedTuple):
-    """Where a state of a sequence is in its page."""
+    """Where a state of a sequence is."""
 
+    page: int  # the layer whose page it is in
     bytes: slice
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def places_of(spec: Spec, dtype: torch.dtype) -> dict[str, Place]:
-    """The place of each state of fixed size, one after the other, by name; `dtype` is that of the model.
+class Shelf:
+    """The pages of a model: each layer with a memory has one for each sequence, all of one size.
 
-    Empty states are left out.
+    A state may be in any layer's page: the largest is put first, and each where most room is left, so that pages are
+    hardly larger than they must be if layers keep different states.
     """
-    found: dict[str, Place] = {}
-    end = 0
-    for name, state in spec.items():
-        if state.growth == "fixed" and (count := math.prod(state.shape)):
-            kind = state.dtype or dtype
-            start, end = aligned(end), aligned(end) + count * kind.itemsize
-            found[name] = Place(slice(start, end), state.shape, kind)
-    return found
 
+    def __init__(self, specs: Mapping[int, Spec], dtype: torch.dtype):
+        """States of fixed size by layer; `dtype` is that of the model."""
+        self.places: dict[int, dict[str, Place]] = {layer: {} for layer in specs}
+        self._pages: dict[int, Tensor] = {}
+        self._states: dict[int, States] = {}
+        ends = dict.fromkeys(specs, 0)
+        sizes = [
+            (math.prod(state.shape) * (state.dtype or dtype).itemsize, layer, name)
+            for layer, spec in specs.items()
+            for name, state in spec.items()
+            if state.growth == "fixed"
+        ]
+        for size, layer, name in sorted(sizes, reverse=True):
+            page, state = min(ends, key=ends.__getitem__), specs[layer][name]
+            taken = slice(ends[page], ends[page] + size)
+            self.places[layer][name] = Place(page, taken, state.shape, state.dtype or dtype)
+            ends[page] += size + -size % ALIGNMENT
+        self.size = max(ends.values(), default=0)
 
-def page_size(spec: Spec, dtype: torch.dtype) -> int:
-    """Bytes of a page for these states."""
-    return aligned(max((place.bytes.stop for place in places_of(spec, dtype).values()), default=0))
+    def bind(self, layer: int, pages: Tensor) -> None:
+        """Use a layer's pages [sequences, bytes] of uint8, which may be longer than `size`."""
+        self._pages[layer] = pages
+        self._states.clear()
 
-
-def aligned(place: int) -> int:
-    """The first place after this one, or this, where any number can begin."""
-    return place + -place % ALIGNMENT
+    def states(self, layer: int) -> States:
+        """The states of a layer in all pages, as views."""
+        if layer not in self._states:
+            places = self.places[layer].items()
+            found = {name: self._pages[x.page][:, x.bytes].view(x.dtype) for name, x in places}
+            self._states[layer] = {name: found[name].view(len(found[name]), *x.shape) for name, x in places}
+        return self._states[layer]
 
 
 class Reading(NamedTuple):
     """Sequences that a mixer reads in one call, with the same number of tokens each."""
 
-    sequences: Tensor  # [N], numbers of the sequences in the step
     tokens: Tensor  # [N, T], positions in the row of all tokens
+    rows: dict[int, Tensor]  # [N], the page of each sequence, by layer
     known: int | None  # number of tokens that each sequence has read before, if they agree; 0: none has read any
 
     def of(self, x: Tensor) -> Tensor:
@@ -59,12 +76,13 @@ class Reading(NamedTuple):
         return x.unflatten(0, self.tokens.shape) if self.tokens.numel() == len(x) else x[self.tokens]
 
 
-def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
+def readings(bounds: Tensor, lengths: Tensor, slots: Mapping[int, Tensor]) -> list[Reading]:
     """Group the sequences of a step by their number of new tokens.
 
     Args:
         bounds: [N + 1], where the tokens of each sequence begin in the row, and where those of the last one end.
         lengths: [N], number of tokens of each sequence, including those of this step.
+        slots: by layer the page of each sequence [N].
 
     Returns:
         As few groups as possible; all sequences that decode one token are in one group.
@@ -77,46 +95,39 @@ def readings(bounds: Tensor, lengths: Tensor) -> list[Reading]:
     for (new, _), before in alike.items():
         sequences = torch.tensor([*before], device=bounds.device)
         tokens = bounds[sequences, None] + torch.arange(new, device=bounds.device)
+        rows = {layer: x[sequences].long() for layer, x in slots.items()}
         known = {*before.values()}
-        found.append(Reading(sequences, tokens, known.pop() if len(known) == 1 else None))
+        found.append(Reading(tokens, rows, known.pop() if len(known) == 1 else None))
     return found
 
 
 class Pages:
-    """The states of one mixer for all sequences, with a page for each sequence, and the mixer's forward with them."""
+    """The states of one layer for all sequences, and its mixer's forward with them."""
 
-    stored: States  # of all pages
+    def __init__(self, mixer: MemoryMixer, layer: int, shelf: Shelf):
+        self.mixer, self.shelf, self.layer = mixer, shelf, layer
 
-    def __init__(self, mixer: MemoryMixer, dtype: torch.dtype):
-        self.mixer, self.dtype = mixer, dtype
-        self.places = places_of(mixer.spec, dtype)
+    def _load(self, rows: dict[int, Tensor]) -> States:
+        """The states in some pages: on a CPU views of those of one sequence, otherwise copies."""
+        stored, found = self.shelf.states(self.layer), {}
+        is_alone = len(rows[self.layer]) == 1 and rows[self.layer].device.type == "cpu"
+        for name, (page, *_) in self.shelf.places[self.layer].items():
+            x, here = stored[name], rows[page]
+            found[name] = x.narrow(0, int(here), 1) if is_alone else x.index_select(0, here)
+        return found
 
-    def bind(self, pages: Tensor) -> None:
-        """Store states in pages [sequences, bytes], which may be longer than the states."""
-        of_states = {name: pages[:, place.bytes].view(place.dtype) for name, place in self.places.items()}
-        self.stored = {name: x.view(-1, *self.places[name].shape) for name, x in of_states.items()}
-        for name, state in self.mixer.spec.items():
-            if state.growth == "fixed" and name not in self.stored:  # it is empty
-                self.stored[name] = pages.new_empty(len(pages), *state.shape, dtype=state.dtype or self.dtype)
-
-    def _load(self, rows: Tensor) -> States:
-        """The states in some pages: on a CPU views of that of one sequence, otherwise copies."""
-        if len(rows) == 1 and rows.device.type == "cpu":
-            return {name: x.narrow(0, int(rows), 1) for name, x in self.stored.items()}
-        return {name: x.index_select(0, rows) for name, x in self.stored.items()}
-
-    def _save(self, rows: Tensor, states: States) -> None:
+    def _save(self, rows: dict[int, Tensor], states: States) -> None:
         """Write states to some pages, unless they were changed there."""
-        for name, page in self.stored.items():
-            if states[name].data_ptr() != page[rows[0]].data_ptr():
-                page.index_copy_(0, rows, states[name].to(page.dtype))
+        stored = self.shelf.states(self.layer)
+        for name, (page, *_) in self.shelf.places[self.layer].items():
+            if states[name].data_ptr() != stored[name][rows[page][0]].data_ptr():
+                stored[name].index_copy_(0, rows[page], states[name].to(stored[name].dtype))
 
     def read(
         self,
         hidden_states: Tensor,
         angles: tuple[Tensor, Tensor],
         steps: list[Reading],
-        slots: Tensor,
         attended: Tensor | None = None,
     ) -> Tensor:
         """The mixer's outputs for the tokens of all sequences in one row, each with the state of its own sequence.
@@ -125,17 +136,15 @@ class Pages:
             hidden_states: [1, T, hidden_size]; the output is zero for tokens that are in no reading.
             angles: cosines and sines of the tokens' positions, [1, T, channels] each.
             steps: the result of `readings`.
-            slots: [N], the page of each sequence.
             attended: [T, heads, V], outputs of the queries of heads that keep everything, see `Context`.
         """
         output = torch.zeros_like(hidden_states[0])
         for step in steps:
-            rows = slots[step.sequences].long()
             positions = Positions(*(step.of(x[0]) for x in angles)) if self.mixer.sees_positions else None
-            states = {} if step.known == 0 else nested(self._load(rows))
+            states = {} if step.known == 0 else nested(self._load(step.rows))
             full = None if attended is None else step.of(attended)
             context = Context(positions, None, None, states, known=step.known, attended=full)
             mixed, states = self.mixer.mix(step.of(hidden_states[0]), context)
-            self._save(rows, flat(states))
+            self._save(step.rows, flat(states))
             output[step.tokens] = mixed
         return output[None]
