@@ -85,11 +85,7 @@ def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
     [
         ({"to": "deltaformer"}, ("cannot be exported", "vLLM does not run it"), ("hf-memory export", "vllm serve")),
         ({"to": "gated"}, ("cannot be exported", "vllm serve FOLDER"), ("llama-server",)),
-        (
-            {"to": "attention", "keep": "heads:1/2"},
-            ("vLLM does not run it",),
-            ("vllm serve FOLDER",),
-        ),
+        ({"to": "attention", "keep": "heads:1/2"}, ("cannot be exported", "vllm serve FOLDER"), ("llama-server",)),
     ],
 )
 def test_a_card_says_how_this_model_is_served(recipe, true, false):
