@@ -137,7 +137,8 @@ class Memory(Pages, MambaBase):
         """The tokens of all sequences in one row [1, T, hidden_size] -> as many outputs, and no attention weights."""
         if steps is None:  # vLLM measures how much memory these tokens need
             return self.alone(hidden_states, position_embeddings)
-        mixer, full = self.mixer, None
+        mixer: Any = self.mixer
+        full = None
         if mixer.vllm:
             o = attended(mixer, hidden_states, position_embeddings, mixer.virtual_token)
             full = o[:, mixer.full_heads].flatten(1, 2)
