@@ -221,6 +221,17 @@ class Predicted:
         return torch.einsum("bhnf,hf->bhn", x, self.weights).exp()
 
 
+def near_heads(student: PreTrainedModel) -> Tensor:
+    """[layers, H] bool, the heads that keep tokens."""
+    return torch.tensor([[h in x.near_heads for h in range(len(x.places))] for x in mixers_of(student)])
+
+
+def predicted(student: PreTrainedModel, weights: Tensor, frequencies: Tensor) -> list[Predicted]:
+    """A score for each layer from the weights [heads that keep tokens, F] of all."""
+    parts = weights.split([len(x.near_heads) for x in mixers_of(student)])
+    return [Predicted(x, frequencies) for x in parts]
+
+
 class Truth:
     """The attention to come of one layer, in the texts that are being read."""
 
@@ -296,8 +307,7 @@ def rows() -> list[str]:
 
 def scored(name: str, teacher: PreTrainedModel, student: PreTrainedModel, sums: dict[tuple[str, str], Tensor]) -> dict:
     """Let the student choose as of a row; the part of the variance that its score explains of each kind of tokens."""
-    mixers = mixers_of(student)
-    near = torch.tensor([[h in x.near_heads for h in range(len(x.places))] for x in mixers])
+    near = near_heads(student)
     of_near = {x: found[near] for x, found in sums.items()}
     if name == AVERAGE:
         known = {kind: fitted(of_near[kind, "fitted"], 2) for kind in KINDS}
@@ -308,8 +318,7 @@ def scored(name: str, teacher: PreTrainedModel, student: PreTrainedModel, sums: 
         kind, size, layers = regressions()[name]
         weights = fitted(of_near[kind, "fitted"], size)
         known = dict.fromkeys(KINDS, weights)
-        of_layers = weights.split([len(x.near_heads) for x in mixers])
-        choose_by(student, [Predicted(x, frequencies_of(teacher)) for x in of_layers], layers)
+        choose_by(student, predicted(student, weights, frequencies_of(teacher)), layers)
     return {kind: explained(x, of_near[kind, "held out"]) for kind, x in known.items()}
 
 

@@ -35,16 +35,13 @@ def moments(seed: int, tokens: Text, teacher: PreTrainedModel, student: PreTrain
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(tokens) - LENGTH, (TEXTS,), generator=generator)
     found = [learned_score.of_any_tokens(teacher, student, row) for row in tokens.windows(starts, LENGTH)]
-    mixers = learned_score.mixers_of(student)
-    near = torch.tensor([[h in x.near_heads for h in range(len(x.places))] for x in mixers])
-    return torch.stack(found).sum(0)[near]
+    return torch.stack(found).sum(0)[learned_score.near_heads(student)]
 
 
 def choose(student: PreTrainedModel, score: str, sums: Tensor, frequencies: Tensor) -> None:
     """Keep tokens by a regression."""
     weights = learned_score.fitted(sums, learned_score.FEATURES[score])
-    parts = weights.split([len(x.near_heads) for x in learned_score.mixers_of(student)])
-    learned_score.choose_by(student, [learned_score.Predicted(x, frequencies) for x in parts])
+    learned_score.choose_by(student, learned_score.predicted(student, weights, frequencies))
 
 
 def figures(heads: str, size: str, materials: tuple) -> dict[str, list[float]]:
