@@ -107,21 +107,31 @@ class Pages:
     def __init__(self, mixer: MemoryMixer, layer: int, shelf: Shelf):
         self.mixer, self.shelf, self.layer = mixer, shelf, layer
 
+    @property
+    def _stored(self) -> States:
+        return self.shelf.states(self.layer)
+
+    def _own(self, rows: dict[int, Tensor]) -> States:
+        """The states of one sequence on a CPU, as views of its pages; none otherwise, where a place is not known."""
+        here = rows[self.layer]
+        if len(here) > 1 or here.device.type != "cpu":
+            return {}
+        places = self.shelf.places[self.layer]
+        return {name: x.narrow(0, int(rows[places[name].page]), 1) for name, x in self._stored.items()}
+
     def _load(self, rows: dict[int, Tensor]) -> States:
-        """The states in some pages: on a CPU views of those of one sequence, otherwise copies."""
-        stored, found = self.shelf.states(self.layer), {}
-        is_alone = len(rows[self.layer]) == 1 and rows[self.layer].device.type == "cpu"
-        for name, (page, *_) in self.shelf.places[self.layer].items():
-            x, here = stored[name], rows[page]
-            found[name] = x.narrow(0, int(here), 1) if is_alone else x.index_select(0, here)
-        return found
+        """The states in some pages: views if there is one sequence, on a CPU, otherwise copies."""
+        places = self.shelf.places[self.layer]
+        return self._own(rows) or {name: x.index_select(0, rows[places[name].page]) for name, x in self._stored.items()}
 
     def _save(self, rows: dict[int, Tensor], states: States) -> None:
         """Write states to some pages, unless they were changed there."""
-        stored = self.shelf.states(self.layer)
-        for name, (page, *_) in self.shelf.places[self.layer].items():
-            if states[name].data_ptr() != stored[name][rows[page][0]].data_ptr():
-                stored[name].index_copy_(0, rows[page], states[name].to(stored[name].dtype))
+        places, own = self.shelf.places[self.layer], self._own(rows)
+        for name, stored in self._stored.items():
+            if not own:
+                stored.index_copy_(0, rows[places[name].page], states[name].to(stored.dtype))
+            elif own[name].data_ptr() != states[name].data_ptr():
+                own[name].copy_(states[name])
 
     def read(
         self,
