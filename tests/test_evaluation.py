@@ -53,8 +53,8 @@ class Predictor(nn.Module):
         super().__init__()
         self.predict = predict
 
-    def forward(self, input_ids, use_cache):
-        return SimpleNamespace(logits=self.predict(input_ids))
+    def forward(self, input_ids, use_cache, logits_to_keep=slice(None)):
+        return SimpleNamespace(logits=self.predict(input_ids)[:, logits_to_keep])
 
 
 def certain(tokens):
@@ -167,6 +167,13 @@ def test_only_a_model_that_recalls_has_a_copy_gain():
     text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     assert copy_gain(Predictor(know_nothing), text, passage=8, gap=8) == pytest.approx(0, abs=1e-6)
     assert copy_gain(Predictor(copy_what_followed), text, passage=8, gap=8) > 2
+
+
+def test_a_copy_gain_asks_for_no_more_logits_than_it_needs():
+    model, asked = small_llama(), []
+    model.register_forward_pre_hook(lambda _, args, given: asked.append(given["logits_to_keep"]), with_kwargs=True)
+    copy_gain(model, random_text(300), passage=8, gap=8)
+    assert {len(places) for places in asked} == {7}
 
 
 def test_a_copy_gain_does_not_come_from_knowing_the_text():

@@ -213,7 +213,7 @@ def copy_gain(
     read = unread.clone()
     read[:, before : before + passage] = texts
     losses = [
-        _losses(model, text.begun(rows), progress)[:, 1 - passage :] for rows in (unread, read)
+        _losses(model, text.begun(rows), progress, passage - 1) for rows in (unread, read)
     ]  # without the first token, which cannot be predicted
     return Estimate((losses[0] - losses[1]).mean(1))
 
@@ -227,15 +227,15 @@ def trials_within(max_tokens: int | None, gaps: Iterable[int], *, passage: int, 
 
 
 @torch.no_grad()
-def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The negative log-likelihood [B, T - 1] of all tokens [B, T] except the first, in float32."""
-    losses = [F.cross_entropy(x.float().mT, y.to(x.device), reduction="none") for x, y in _logits(model, input_ids)]
-    return torch.cat(losses, dim=1).cpu()
+def token_losses(model: PreTrainedModel, input_ids: Tensor, last: int | None = None) -> Tensor:
+    """The negative log-likelihood [B, n] of the last n tokens of [B, T], else of all but the first, in float32."""
+    compared = _logits(model, input_ids, last)
+    return torch.cat([F.cross_entropy(x.float().mT, y.to(x.device), reduction="none") for x, y in compared], 1).cpu()
 
 
-def _losses(model: PreTrainedModel, rows: Tensor, progress: Tell) -> Tensor:
+def _losses(model: PreTrainedModel, rows: Tensor, progress: Tell, last: int | None = None) -> Tensor:
     """Losses in float64, so that means are exact."""
-    return torch.cat([token_losses(model, batch) for batch in _batches(rows, progress)]).double()
+    return torch.cat([token_losses(model, batch, last) for batch in _batches(rows, progress)]).double()
 
 
 def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
@@ -244,15 +244,16 @@ def _batches(rows: Tensor, progress: Tell) -> Iterator[Tensor]:
         progress(batch.numel())
 
 
-def _logits(model: PreTrainedModel, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slices of the logits [B, n, V] of tokens [B, T], and the tokens [B, n] that follow.
+def _logits(model: PreTrainedModel, input_ids: Tensor, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slices of the logits [B, n, V] of tokens [B, T], and the tokens [B, n] that follow: all of them, or the last.
 
     They have no more than SLICE logits, unless one place has more, and are views of no more than WHOLE.
     """
     B, T = input_ids.shape
     V = model.config.get_text_config().vocab_size
     size = max(1, SLICE // (B * V))
-    for places in torch.arange(T - 1).split(max(1, WHOLE // (B * V))):
+    first = 0 if last is None else T - 1 - last
+    for places in torch.arange(first, T - 1).split(max(1, WHOLE // (B * V))):
         kept = {} if len(places) == T - 1 else {"logits_to_keep": places.to(model.device)}
         logits = _read(model, input_ids, **kept)[:, : len(places)]
         yield from zip(logits.split(size, dim=1), input_ids[:, places + 1].split(size, dim=1))
