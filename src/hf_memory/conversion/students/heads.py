@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
@@ -171,13 +172,15 @@ def window_divergences(
         report: is called with the progress.
     """
     gates = torch.zeros(teacher.config.num_hidden_layers, teacher.config.num_key_value_heads)
+    is_fused = teacher.config._attn_implementation == "sdpa"
+    attend = sdpa_attention_forward if is_fused else eager_attention_forward
 
     def mixed(module, query, key, value, attention_mask, **kwargs):
-        full, _ = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        full, _ = attend(module, query, key, value, attention_mask, **kwargs)
         place = torch.arange(query.shape[2], device=query.device)
         is_far = (place[:, None] - place >= window) & (place >= first)
         mask = attention_mask.masked_fill(is_far, torch.finfo(query.dtype).min)
-        near, _ = eager_attention_forward(module, query, key, value, mask, **kwargs)  # [B, T, HQ, D]
+        near, _ = attend(module, query, key, value, mask, **kwargs)  # [B, T, HQ, D]
         gate = gates[module.layer_idx].to(full).repeat_interleave(full.shape[2] // gates.shape[1])[:, None]
         return near + gate * (full - near), None
 
