@@ -15,9 +15,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## train a small Llama, convert it, compare, generate; all offline
 	$(BIN)/hf-memory demo --output demo_output
 
-# Steps of training free and take tensors of hundreds of megabytes: glibc is to keep them, not to ask the kernel again.
-smollm2 gemma3: export GLIBC_TUNABLES = glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296
-
 smollm2: $(INSTALLED)  ## convert SmolLM2-135M-Instruct on two cores; goes on where it was stopped
 	$(BIN)/python examples/real_teacher.py
 
