@@ -8,7 +8,7 @@ rows of 2,048 in bfloat16; the seed gives the order of the text and new weights.
 2,560, the others hold as many bytes as 259 tokens of a window and four first ones, or half of it. KL is of 12 windows
 of 2,048 held-out tokens and two of 8,192, by position; recall as in smollm2.py; of needles the part of the digits that
 is most likely, three depths at each length. Each row is a file in benchmarks/results/twins, and a column of all rows is
-made before the next; the picture and the table of docs/results.md have means and 95 % intervals over seeds.
+made before the next. The table of docs/results.md has means and 95 % intervals over seeds, and docs/windows.md ratios.
 """
 
 import hashlib
@@ -75,7 +75,9 @@ NEEDLES = (512, 1024, 2048, 4096, 7000)
 DEPTHS = 3
 CONTEXT = smollm2.CONTEXT
 COLUMNS = ("by position to 2048", "recall", "by position to 8192", "needles")
-START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of smollm2.PAGE
+START, END = "<!-- twins -->", "<!-- /twins -->"  # around the table of smollm2.PAGE, and that of RATIOS_PAGE
+RATIOS_PAGE = smollm2.ROOT / "docs" / "windows.md"
+BESIDE = [name for name in HEADS if "answers" not in name]  # heads of the table of ratios
 STYLES = {"windows": "--", "kept": "-", "slots": ":"}  # of lines in the picture
 T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # quantile of Student's t for so many seeds
 
@@ -226,6 +228,21 @@ def table(kinds: dict[str, list[dict]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def ratios(kinds: dict[str, list[dict]]) -> str:
+    """In Markdown: KL of students with kept tokens and slots relative to windows of as many bytes; means over seeds."""
+    column, _, value = FIGURES["KL"]
+    kl = {name: statistics.mean(value(row[column]) for row in rows) for name, rows in kinds.items()}
+
+    def ratio(kind: str, heads: str, size: str) -> str:
+        names = f"{kind}, {heads}, {size}", f"windows, {heads}, {size}"
+        return f"{kl[names[0]] / kl[names[1]]:.2f}" if all(name in kl for name in names) else ""
+
+    lines = [["KL / that of windows", *BESIDE], ["---"] * (1 + len(BESIDE))]
+    for kind, size in product(("kept", "slots"), SIZES):
+        lines.append([f"{kind}, {size}", *(ratio(kind, heads, size) for heads in BESIDE)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def draw(kinds: dict[str, list[dict]]) -> None:
     """KL by position in texts of two lengths, and needles by length: a line for each kind, a mark for each seed.
 
@@ -275,6 +292,7 @@ def main() -> None:
         complete(file, column, name, rows[name], models, tokens, held_out)
         draw(students())
         smollm2.put(smollm2.PAGE, START, table(students()), END)
+        smollm2.put(RATIOS_PAGE, START, ratios(students()), END)
 
 
 if __name__ == "__main__":
