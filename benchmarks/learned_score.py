@@ -337,11 +337,11 @@ def measured(student: PreTrainedModel, teacher: PreTrainedModel, held_out: Text)
 def table(found: dict[str, dict]) -> str:
     """The rows in Markdown."""
     header = ["old tokens stay by", "explained of any tokens", "of held tokens", "KL", "recall at 512", "at 2,048"]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for name, row in found.items():
         known = [f"{row['variance explained'][kind]:.0%}" if row["variance explained"] else "" for kind in KINDS]
         lines.append([name, *known, f"{row['KL']:.4f}", *(f"{x:.0%}" for x in row["recall"].values())])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return smollm2.markdown(header, lines)
 
 
 def read() -> dict[str, dict]:

@@ -68,9 +68,8 @@ def figures(heads: str, size: str, materials: tuple) -> dict[str, list[float]]:
 
 def table(cells: dict[str, dict[str, list[float]]]) -> str:
     """The cells in Markdown."""
-    lines = [["KL before training", learned_score.AVERAGE, *SCORES], ["---"] * (2 + len(SCORES))]
-    lines += [[name, *(twins.over_seeds(kl, ".4f") for kl in cell.values())] for name, cell in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [[name, *(twins.over_seeds(kl, ".4f") for kl in cell.values())] for name, cell in cells.items()]
+    return smollm2.markdown(["KL before training", learned_score.AVERAGE, *SCORES], lines)
 
 
 def main() -> None:

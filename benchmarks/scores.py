@@ -24,7 +24,7 @@ from hf_memory.evaluation.scores import ALL, KINDS, RATIO, SCORE, SUMMARY, WIN
 from hf_memory.evaluation.tasks import Found
 from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.progress import Progress
-from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, put, recipe_of, recipes
+from smollm2 import PAGE, ROOT, SLOTS, example, folder_of, markdown, put, recipe_of, recipes
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEACHER, WIDE = "teacher", "teacher in float32"
@@ -85,7 +85,7 @@ def table(known: record.Record) -> str:
     totals = [x.get(SUMMARY, {}).get(ALL) for x in found.values()]
     columns.append(["all that the teacher can answer", *(_cell(total) for total in totals)])
     header, *rows = zip(*columns)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(columns), *rows))
+    return markdown(header, rows)
 
 
 def _cell(row: dict | None) -> str:

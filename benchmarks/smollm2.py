@@ -383,6 +383,12 @@ def write(about: dict, rows: dict[str, dict], order: Iterable[str]) -> None:
     put(PAGE, START, table(rows), END)
 
 
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    header = list(header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
+
+
 def put(page: Path, start: str, text: str, end: str) -> None:
     """Replace what a page has between two marks."""
     before, _, rest = page.read_text(encoding="utf-8").partition(start)

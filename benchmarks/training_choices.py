@@ -133,14 +133,14 @@ def table() -> str:
     found: dict[str, list[dict]] = {choice: [] for choice in CHOICES}
     for row in map(twins.read, sorted(RESULTS.glob("*.json"))):
         found[row["name"].rpartition(", ")[0]].append(row)
-    lines = [["learned", "seeds", *FIGURES], ["---"] * (2 + len(FIGURES))]
+    lines = []
     for choice, of_seeds in ((choice, x) for choice, x in found.items() if x):
         cells = [
             twins.over_seeds([value(row[column]) for row in of_seeds if column in row], form)
             for column, form, value in FIGURES.values()
         ]
         lines.append([choice, str(len(of_seeds)), *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return smollm2.markdown(["learned", "seeds", *FIGURES], lines)
 
 
 def main() -> None:

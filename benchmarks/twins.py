@@ -8,7 +8,8 @@ rows of 2,048 in bfloat16; the seed gives the order of the text and new weights.
 2,560, the others hold as many bytes as 259 tokens of a window and four first ones, or half of it. KL is of 12 windows
 of 2,048 held-out tokens and two of 8,192, by position; recall as in smollm2.py; of needles the part of the digits that
 is most likely, three depths at each length. Each row is a file in benchmarks/results/twins, and a column of all rows is
-made before the next. The table of docs/results.md has means and 95 % intervals over seeds, and docs/windows.md ratios.
+made before the next. The table of docs/results.md has means and 95 % intervals over seeds, docs/windows.md ratios and
+the picture.
 """
 
 import hashlib
@@ -220,12 +221,12 @@ FIGURES: dict[str, tuple[str, str, Callable]] = {  # of the table: the column of
 
 def table(kinds: dict[str, list[dict]]) -> str:
     """The students in Markdown."""
-    lines = [["student", "seeds", *FIGURES], ["---"] * (2 + len(FIGURES))]
+    lines = []
     for name, rows in kinds.items():
         columns = FIGURES.values()
         cells = [over_seeds([value(x[column]) for x in rows if column in x], form) for column, form, value in columns]
         lines.append([name, str(len(rows)), *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return smollm2.markdown(["student", "seeds", *FIGURES], lines)
 
 
 def ratios(kinds: dict[str, list[dict]]) -> str:
@@ -237,10 +238,9 @@ def ratios(kinds: dict[str, list[dict]]) -> str:
         names = f"{kind}, {heads}, {size}", f"windows, {heads}, {size}"
         return f"{kl[names[0]] / kl[names[1]]:.2f}" if all(name in kl for name in names) else ""
 
-    lines = [["KL / that of windows", *BESIDE], ["---"] * (1 + len(BESIDE))]
-    for kind, size in product(("kept", "slots"), SIZES):
-        lines.append([f"{kind}, {size}", *(ratio(kind, heads, size) for heads in BESIDE)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    pairs = product(("kept", "slots"), SIZES)
+    lines = [[f"{kind}, {size}", *(ratio(kind, heads, size) for heads in BESIDE)] for kind, size in pairs]
+    return smollm2.markdown(["KL / that of windows", *BESIDE], lines)
 
 
 def draw(kinds: dict[str, list[dict]]) -> None:
