@@ -112,6 +112,16 @@ def test_what_is_kept_by_default_depends_on_the_family(to, kept):
 
 
 @pytest.mark.parametrize(
+    ("to", "options", "train"),
+    [("attention", {}, "attention"), ("attention", {"attention_sinks": True}, "all"), ("deltanet", {}, "all")],
+)
+def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, train):
+    plan = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000))
+    assert plan.recipe.train == train
+    assert (plan.stages[-1].learned < plan.student_parameters) is (train == "attention")
+
+
+@pytest.mark.parametrize(
     ("to", "options", "window", "kept"),
     [
         ("attention", {}, 64, 172),

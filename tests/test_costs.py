@@ -85,7 +85,7 @@ def test_only_the_experts_that_a_token_uses_cost_operations():
 
 def test_what_changes_the_memory_of_a_stage():
     teacher = make_teacher("llama-tied")
-    plan = plan_of(teacher, to="attention", keep="none", options={"sliding_window": 8})
+    plan = plan_of(teacher, to="attention", keep="none", train="all", options={"sliding_window": 8})
     (whole,) = costs(plan)
     (half,), (again,), (alone,) = (
         costs(plan, {name: value})

@@ -73,12 +73,12 @@ class StudentFlags:
     distillation: Annotated[list[str] | None, schedule("distillation")] = None
     fine_tuning: Annotated[list[str] | None, schedule("fine-tuning, by default of 0 steps")] = None
     train: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What distillation trains: all weights, attention (all but embeddings and feed-forward layers), what "
-            "is new, or with lora:8 this and LoRA of rank 8."
+            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if something is new."
         ),
-    ] = DEFAULT.train
+    ] = None
     lora_rank: options.LoraRank = None
     temperature: Annotated[float, typer.Option(help="Temperature of the distillation loss.")] = 1.0
     cross_entropy: Annotated[

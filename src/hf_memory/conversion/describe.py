@@ -75,7 +75,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named |= {stage.name: str(stage.schedule) for stage in plan.stages}
     named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
     named |= {"on_policy": str(recipe.on_policy) if parts and recipe.on_policy.share else None}
-    named |= {"train": recipe.train if parts and recipe.train != "all" else None}
+    named |= {"train": recipe.train if parts else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits, "top_k": plan.top_k}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
     spread = {"num_kept_tokens": plan.student.num_kept_tokens} if recipe.spread_kept else {}

@@ -17,6 +17,7 @@ from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
 from hf_memory.conversion.stages.logits import bytes_of_logits
+from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import can_have_windows, changed_layers, is_exact, student_config, usual_window
 from hf_memory.conversion.students.heads import HEAD_SCORES, HeadScore, by_layer, layers_by_heads
@@ -197,6 +198,8 @@ def resolve(
     check(is_number or not recipe.spread_kept, "num_kept_tokens", "one number to spread", kept_tokens)
     whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
+    if recipe.train is None:
+        recipe = replace(recipe, train="all" if new_parameters(student) else "attention")
     window = _window(recipe, teacher, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
         raise ValueError(f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}")

@@ -155,7 +155,8 @@ class Recipe:
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
         train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
             which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
-            `"lora:8"` these parts, and the other linear layers with LoRA of rank 8.
+            `"lora:8"` these parts, and the other linear layers with LoRA of rank 8. Default: all weights of a student
+            with parts that its teacher does not have, and `"attention"` of others.
         lora_rank: rank of LoRA in fine-tuning; default: all weights are trained.
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
@@ -174,7 +175,7 @@ class Recipe:
     transfer: Schedule = TRANSFER_SCHEDULE
     distillation: Schedule = DISTILLATION_SCHEDULE
     fine_tuning: Schedule = NO_FINE_TUNING
-    train: str = "all"
+    train: str = None  # type: ignore[assignment]  # until `resolve`
     lora_rank: int | None = None
     temperature: float = 1.0
     cross_entropy: float | None = None
@@ -212,7 +213,8 @@ class Recipe:
         if self.top_k is not None:
             check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
-        lora_rank_of(self.train)
+        if self.train is not None:
+            lora_rank_of(self.train)
         self.on_policy.check()
         shortest, own = min(self.distillation.lengths), self.on_policy.tokens
         is_shorter = not self.on_policy.share or own < shortest
