@@ -151,7 +151,7 @@ class Recipe:
         transfer: schedule of attention transfer. Windows of the default length are shortened for a teacher or a text
             that has fewer tokens, here and in distillation. A stage with 0 steps is left out. Attention transfer is
             also left out if the student equals its teacher before any training.
-        distillation: schedule of distillation, in which the whole student learns.
+        distillation: schedule of distillation, in which what `train` says learns from the teacher's predictions.
         fine_tuning: schedule of fine-tuning. Its windows may be longer than the teacher's largest position.
         train: what distillation trains. `"all"` weights; with `"attention"` all but embeddings and feed-forward layers,
             which stay the teacher's; the parts that are `"new"`, so that what equals the teacher stays so; or with
