@@ -24,8 +24,9 @@ from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Blocks, Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.contract import Backend, beside, choose_backend
-from hf_memory.ops.retention import kernel_refuses, retained_attention
+from hf_memory.ops.contract import Backend, beside
+from hf_memory.ops.retention import retained_attention
+from hf_memory.ops.retention.chunk import places_that_stay, rows_at
 
 DECAY = 0.8  # of the received attention, for each block
 
@@ -51,11 +52,8 @@ class Entries(NamedTuple):
         return Entries(*(x.masked_fill(beside(is_left, x), 0) for x in self))
 
     def select(self, order: Tensor) -> "Entries":
-        """The entries at places [B, H, n]; faster than `gather`."""
-        B, H, size = self.number.shape
-        rows = size * torch.arange(B * H, device=order.device).view(B, H, 1)
-        index = (rows + order).flatten()
-        return Entries(*(x.flatten(0, 2).index_select(0, index).view(B, H, -1, *x.shape[3:]) for x in self))
+        """The entries at places [B, H, n]."""
+        return Entries(*(rows_at(x, order) for x in self))
 
 
 class Retention(NamedTuple):
@@ -131,9 +129,22 @@ class Retention(NamedTuple):
         received = F.pad(begun.received, (0, len(place) - c))
         new = Entries(k.transpose(1, 2), v.transpose(1, 2), number[:, None].expand_as(received), received)
         asks = ((place >= offset) & (number > 0)).to(received.dtype)
-        form = choose_backend(self.backend, q, kernel_refuses(k, self.stay + c))
-        read = self._at_once if form == "triton" else self._in_turn
-        attended, held, new = read(entries.of(slice(self.stay)), new, q, asks, scores)
+        entries, n = entries.of(slice(self.stay)).with_block(new), self.stay
+        o, mass, stays, received = retained_attention(
+            q,
+            *entries,
+            asks,
+            block=c,
+            first=self.first,
+            window=self.size,
+            decay=DECAY,
+            scale=scores.scaling,
+            softcap=scores.softcap,
+            backend=self.backend,
+        )
+        attended = [o, mass][: 1 + self.needs_mass]
+        held = entries.select(stays)._replace(received=received[:, :, :n])
+        new = new._replace(received=received[:, :, n:])
         if context.states:
             attended = [take(x, offset + torch.arange(T, device=q.device)) for x in attended]
         last = (offset + after - before) // c * c + torch.arange(c, device=q.device)  # places of a block that goes on
@@ -141,43 +152,6 @@ class Retention(NamedTuple):
         return [x[:, :T] for x in attended], held.with_block(
             block.without((block.number == 0) | (last >= len(place))[:, None])
         )
-
-    def _in_turn(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
-        """Read whole blocks of entries [B, H, blocks * block, ...] by queries that count where `asks` is 1.
-
-        Returns also the entries that stay in the end, and all new ones with the attention that they received.
-        """
-        (B, H), c = held.number.shape[:2], self.block
-        later = torch.ones(c, c, dtype=torch.bool, device=q.device).triu(1).expand(B, H, c, c)
-        read, received = [], []
-        for of_block, asking, *block in zip(q.split(c, 1), asks.split(c, 1), *(x.split(c, 2) for x in new)):
-            entries = held.with_block(Entries(*block))
-            hidden = torch.cat([(held.number == 0)[:, :, None].expand(-1, -1, c, -1), later], -1)
-            attended, weights = self._attended(of_block, entries, hidden, scores)
-            counts = asking.repeat(1, weights.shape[2])[:, None, None]
-            more = (counts @ weights.detach().to(counts.dtype).flatten(2, 3)).squeeze(2)
-            entries = entries._replace(received=DECAY ** asking[:, :1, None] * entries.received + more)
-            read.append(attended)
-            received.append(entries.received[:, :, self.stay :])
-            held = self._after(entries, block[2][:, :1, -1:] > 0)
-        return [torch.cat(x, 1) for x in zip(*read)], held, new._replace(received=torch.cat(received, 2))
-
-    def _at_once(self, held: Entries, new: Entries, q: Tensor, asks: Tensor, scores: Scores):
-        """The same in kernels."""
-        entries, n = held.with_block(new), self.stay
-        o, mass, last, received = retained_attention(
-            q,
-            *entries,
-            asks,
-            block=self.block,
-            first=self.first,
-            window=self.size,
-            decay=DECAY,
-            scale=scores.scaling,
-            softcap=scores.softcap,
-        )
-        held = entries.select(last)._replace(received=received[:, :, :n])
-        return [o, mass][: 1 + self.needs_mass], held, new._replace(received=received[:, :, n:])
 
     def _token(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, context: Context):
         """The same as `_blocks` for one token of each row."""
@@ -233,14 +207,8 @@ class Retention(NamedTuple):
 
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         """Those that stay: after a block that ends, [B or 1, 1, 1] bool, the best, otherwise those before it."""
-        number, n = entries.number, self.stay
-        older = slice(number.shape[2] - self.size)  # than those of the window, which are the last ones
-        number, received = number[:, :, older], entries.received[:, :, older]
-        rank = received.masked_fill(number == 0, -1).masked_fill((number > 0) & (number <= self.first), torch.inf)
-        best = rank.argsort(dim=-1, descending=True, stable=True)[..., : n - self.size].sort(-1).values
-        window = torch.arange(older.stop, older.stop + self.size, device=best.device).expand(*best.shape[:2], -1)
-        order = torch.cat([best, window], 2)
-        return entries.select(torch.where(ends, order, torch.arange(n, device=best.device)))
+        given = entries.number, entries.received, ends
+        return entries.select(places_that_stay(*given, self.stay, self.first, self.size))
 
 
 def _written(x: Tensor, at: Tensor, new: Tensor) -> Tensor:

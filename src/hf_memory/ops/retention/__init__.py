@@ -1,13 +1,16 @@
-"""Attention to a window and kept tokens in kernels: first which entries are held before each block, then all blocks.
+"""Attention to a window and kept tokens: first which entries are held before each block, then all blocks.
 
 Each decision depends on the one before it, but takes little of the work; once all are known, blocks are read in
-parallel. `mixers.retention` has the definition, and reads block by block where there is no kernel.
+parallel. `mixers.retention` has the definition.
 """
 
 import math
 
 import torch
 from torch import Tensor
+
+from hf_memory.ops.contract import Backend, choose_backend
+from hf_memory.ops.retention import chunk
 
 LARGEST = {2: 1 << 15, 4: 1 << 12}  # by bytes of a number: how many of the keys a program can hold
 
@@ -26,6 +29,7 @@ def retained_attention(
     decay: float,
     scale: float,
     softcap: float | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Read new tokens in blocks of c; after each it is decided which entries stay.
 
@@ -42,17 +46,20 @@ def retained_attention(
         decay: of the received attention, for each block.
         scale: of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
+        backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
     Returns:
         The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32; the places
         [B, H, stay] among the entries of those that are held in the end, in their order; and the received attention
         [B, H, stay + T], of these, and of new tokens when their block has been read.
     """
-    from hf_memory.ops.retention import kernels
-
+    if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) == "triton":
+        from hf_memory.ops.retention import kernels as form
+    else:
+        form = chunk
     how = block, first, window, decay, scale, softcap or 0.0
-    places, received = kernels.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
-    o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
+    places, received = form.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
+    o, mass = form.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
     return o, mass, places[:, :, -1], received
 
 
