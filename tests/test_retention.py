@@ -9,6 +9,7 @@ from hf_memory import MemoryTransformerConfig
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.retention import DECAY, Retention
+from hf_memory.ops.retention import chunk
 
 MEMORY = Retention(size=5, first=2, kept=4, block=3, needs_mass=True)
 
@@ -51,8 +52,10 @@ def attend(q, k, v, states=None, mask=None, cu_seqlens=None, known=None):
     return torch.cat([o, mass[..., None]], -1), new | {"tokens_read": context.places(q)[1]}
 
 
+@pytest.mark.parametrize("scores", [chunk.SCORES, 1], ids=["at once", "in groups"])
 @pytest.mark.parametrize("T", [1, 3, 17, 31])
-def test_equals_its_definition(T):
+def test_equals_its_definition(T, scores, monkeypatch):
+    monkeypatch.setattr(chunk, "SCORES", scores)
     inputs = make(T)
     o, reference = attend(*inputs)[0], expected(*inputs)
     assert_close(o, reference)

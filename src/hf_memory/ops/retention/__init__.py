@@ -5,6 +5,7 @@ parallel. `mixers.retention` has the definition.
 """
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -53,10 +54,11 @@ def retained_attention(
         [B, H, stay] among the entries of those that are held in the end, in their order; and the received attention
         [B, H, stay + T], of these, and of new tokens when their block has been read.
     """
+    form: ModuleType = chunk
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) == "triton":
-        from hf_memory.ops.retention import kernels as form
-    else:
-        form = chunk
+        from hf_memory.ops.retention import kernels
+
+        form = kernels
     how = block, first, window, decay, scale, softcap or 0.0
     places, received = form.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
     o, mass = form.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
