@@ -166,7 +166,7 @@ def _call_retention(D: int, stay: int, dtype: torch.dtype) -> None:
     """A call of kept tokens and its backward."""
     q, k = torch.zeros(1, 64, 16, D, dtype=dtype), torch.zeros(1, 4, stay + 64, D, dtype=dtype)
     number, asks = torch.zeros(1, 4, stay + 64, dtype=torch.int32), torch.ones(1, 64)
-    how = {"block": 16, "first": 4, "window": 32, "decay": 0.8, "scale": 0.1}
+    how = {"block": 16, "first": 4, "window": 32, "decay": 0.8, "scale": 0.1, "backend": "triton"}
     with torch.enable_grad():
         retained_attention(q.requires_grad_(), k, k, number, number.float(), asks, **how)[0].sum().backward()
 
