@@ -140,9 +140,10 @@ class Retention(NamedTuple):
             decay=DECAY,
             scale=scores.scaling,
             softcap=scores.softcap,
+            needs_mass=self.needs_mass,
             backend=self.backend,
         )
-        attended = [o, mass][: 1 + self.needs_mass]
+        attended = [o, mass] if self.needs_mass and mass is not None else [o]
         held = entries.select(stays)._replace(received=received[:, :, :n])
         new = new._replace(received=received[:, :, n:])
         if context.states:

@@ -5,7 +5,6 @@ parallel. `mixers.retention` has the definition.
 """
 
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -30,8 +29,9 @@ def retained_attention(
     decay: float,
     scale: float,
     softcap: float | None = None,
+    needs_mass: bool = True,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Read new tokens in blocks of c; after each it is decided which entries stay.
 
     Args:
@@ -47,21 +47,22 @@ def retained_attention(
         decay: of the received attention, for each block.
         scale: of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
+        needs_mass: whether the mass of the softmax is asked for.
         backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
     Returns:
-        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32; the places
+        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32, which may be
+        None if it is not asked for; the places
         [B, H, stay] among the entries of those that are held in the end, in their order; and the received attention
         [B, H, stay + T], of these, and of new tokens when their block has been read.
     """
-    form: ModuleType = chunk
-    if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) == "triton":
-        from hf_memory.ops.retention import kernels
-
-        form = kernels
     how = block, first, window, decay, scale, softcap or 0.0
-    places, received = form.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
-    o, mass = form.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
+    if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
+        return chunk.retained_attention(q, k, v, number, received, asks, *how, needs_mass)
+    from hf_memory.ops.retention import kernels
+
+    places, received = kernels.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
+    o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)
     return o, mass, places[:, :, -1], received
 
 

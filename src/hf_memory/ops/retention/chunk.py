@@ -1,7 +1,8 @@
-"""Kept tokens in PyTorch, in the two parts that kernels have: decisions block by block, and then blocks at once."""
+"""Kept tokens in PyTorch: block by block, and for gradients then blocks at once, as in kernels."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SCORES = 2**18  # that are computed at once on a CPU: 1 MB of float32
 
@@ -27,10 +28,10 @@ def places_that_stay(number: Tensor, received: Tensor, ends: Tensor, stay: int, 
     return torch.where(ends, torch.cat([best, newer.expand(*best.shape[:2], -1)], 2), places[:stay])
 
 
-@torch.no_grad()
-def retained_places(
+def retained_attention(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     number: Tensor,
     received: Tensor,
     asks: Tensor,
@@ -40,44 +41,45 @@ def retained_places(
     decay: float,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Places [B, H, blocks + 1, stay] and received attention [B, H, stay + T], see the package; no cap is 0."""
+    needs_mass: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """See the package; no cap is 0. With gradients what the decisions have read is read again, many blocks at once."""
     (B, H, entries), T = k.shape[:3], q.shape[1]
-    stay = entries - T
+    stay, learns = entries - T, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
     (held, *new), (u, *before) = (x.split([stay, *[block] * (T // block)], 2) for x in (places, received))
-    found, of_blocks = [held], []
-    queries, asks = _by_block(scale * q, H, block).unbind(2), asks.split(block, 1)
-    for asked, asking, at, earlier in zip(queries, asks, new, before):
-        at, u = torch.cat([held, at], 2), torch.cat([u, earlier], 2)
-        token = number.gather(2, at)
-        p = _scores(asked, rows_at(k, at), token, block, softcap).softmax(-1)
-        counts = asking.repeat(1, p.shape[2])[:, None, None]
-        u = decay ** asking[:, :1, None] * u + (counts @ p.to(counts.dtype).flatten(2, 3)).squeeze(2)
-        of_blocks.append(u[:, :, stay:])
-        order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
-        held, u = at.gather(2, order), u.gather(2, order)
-        found.append(held)
-    return torch.stack(found, 2), torch.cat([u, *of_blocks], 2)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    later = F.pad(q.new_full((block, block), -torch.inf, dtype=dtype).triu(1), (stay, 0))
+    queries, found, of_blocks, read = _by_block(scale * q, H, block), [], [], []
+    with torch.no_grad():
+        for asked, asking, at, earlier in zip(queries.unbind(2), asks.split(block, 1), new, before):
+            at, u = torch.cat([held, at], 2), torch.cat([u, earlier], 2)
+            token = number.gather(2, at)
+            scores = _scores(asked, rows_at(k, at), token, later, softcap)
+            p = scores.softmax(-1)
+            counts = asking.repeat(1, p.shape[2])[:, None, None]
+            u = decay ** asking[:, :1, None] * u + (counts @ p.to(counts.dtype).flatten(2, 3)).squeeze(2)
+            found.append(at)
+            of_blocks.append(u[:, :, stay:])
+            if not learns:
+                read.append([x.unsqueeze(2) for x in _outputs(p, scores, rows_at(v, at), needs_mass)])
+            order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
+            held, u = at.gather(2, order), u.gather(2, order)
+    if learns:
+        wide = [x.to(dtype) for x in (k, v)]  # gradients are sums over blocks
+        size = T // block if q.is_cuda else max(1, SCORES // (queries[:, :, 0, :, :1].numel() * at.shape[2]))
+        for asked, of_group in zip(queries.split(size, 2), torch.stack(found, 2).split(size, 2)):
+            keys, values = (rows_at(x, of_group).to(q.dtype) for x in wide)
+            scores = _scores(asked, keys, rows_at(number, of_group), later, softcap)
+            read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
+    o, *mass = (torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*read))
+    return o, mass[0] if needs_mass else None, held, torch.cat([u, *of_blocks], 2)
 
 
-def retained_attention(
-    q: Tensor, k: Tensor, v: Tensor, number: Tensor, places: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, HQ, D], and the logarithm of the mass [B, T, HQ], in groups of blocks on a CPU."""
-    (B, T, HQ, _), (H, blocks, stay) = q.shape, places[:, :, 1:].shape[1:]
-    block, wide = T // blocks, [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v)]  # sums gradients so
-    own = torch.arange(stay, stay + T, device=q.device).view(blocks, block)
-    at = torch.cat([places[:, :, :-1], own.expand(B, H, -1, -1)], 3)
-    size = blocks if q.is_cuda else max(1, SCORES // (B * HQ * block * (stay + block)))
-    outputs, masses = [], []
-    for queries, of_group in zip(_by_block(scale * q, H, block).split(size, 2), at.split(size, 2)):
-        keys, values = (rows_at(x, of_group).to(q.dtype) for x in wide)
-        scores = _scores(queries, keys, rows_at(number, of_group), block, softcap)
-        outputs.append((scores.softmax(-1).to(v.dtype).flatten(3, 4) @ values).unflatten(3, (-1, block)))
-        masses.append(scores.logsumexp(-1))
-    o, mass = (torch.cat(x, 2).movedim((2, 4), (1, 2)) for x in (outputs, masses))  # [B, blocks, c, H, G, ...]
-    return o.flatten(1, 2).flatten(2, 3), mass.flatten(1, 2).flatten(2, 3)
+def _outputs(p: Tensor, scores: Tensor, v: Tensor, needs_mass: bool) -> list[Tensor]:
+    """Outputs [..., G, c, D] of weights and scores [..., G, c, n], and the logarithms of their mass [..., G, c]."""
+    o = (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, p.shape[-3:-1])
+    return [o, scores.logsumexp(-1)] if needs_mass else [o]
 
 
 def _by_block(q: Tensor, H: int, block: int) -> Tensor:
@@ -85,15 +87,15 @@ def _by_block(q: Tensor, H: int, block: int) -> Tensor:
     return q.unflatten(2, (H, -1)).unflatten(1, (-1, block)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def _scores(q: Tensor, k: Tensor, token: Tensor, block: int, softcap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, softcap: float) -> Tensor:
     """Scores [..., G, c, n] in float32 of queries [..., G * c, D], and minus infinity for what they do not see.
 
-    The last c of the entries [..., n] are those of the block; tokens are counted from 1, and 0 is none.
+    The last c of the entries [..., n] are those of the block, of which `later` [c, n] hides what comes after a query.
     """
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores, block = (q @ k.mT).to(later.dtype), len(later)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1).expand(*token.shape[:-1], -1, -1)
-    none = (token[..., None, :-block] == 0).expand(*token.shape[:-1], block, -1)
-    bias = scores.new_zeros(()).masked_fill(torch.cat([none, later], -1), -torch.inf)  # its sum has a cheap gradient
-    return scores.unflatten(-2, (-1, block)) + bias.unsqueeze(-3)
+    none = token == 0
+    none[..., -block:] = False  # padding sees itself, and counts nowhere
+    hidden = later.masked_fill(none.unsqueeze(-2), -torch.inf).unsqueeze(-3)
+    return scores.unflatten(-2, (-1, block)) + hidden  # a sum has a cheaper gradient than what is filled in place
