@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_tracing
 
 from hf_memory.cache import Spec, State, States
 from hf_memory.layers import wide
-from hf_memory.mixers.attention_blocks import Blocks, Scores
+from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
 from hf_memory.ops.contract import Backend, beside
@@ -163,9 +163,9 @@ class Retention(NamedTuple):
         at = (self.stay + before % c)[:, None]
         new = (k.transpose(1, 2), v.transpose(1, 2), (before + 1)[:, None].int())
         keys, values, number = (_written(x, at, y) for x, y in zip(entries, new))
-        attended, weights = self._attended(q, Entries(keys, values, number, at), (number == 0)[:, :, None], scores)
+        attended, weights = self._attended(q, Entries(keys, values, number, at), number == 0, scores)
         begins, ends = ((before % c == edge)[..., None] for edge in (0, c - 1))
-        received = torch.where(begins, DECAY * entries.received, entries.received) + weights.detach().sum((2, 3))
+        received = torch.where(begins, DECAY * entries.received, entries.received) + weights
         entries = Entries(keys, values, number, received.to(entries.received.dtype))
         if not is_tracing(ends) and ends.device.type == "cpu" and not ends.any():
             return attended, entries
@@ -180,9 +180,9 @@ class Retention(NamedTuple):
         if place == 0:
             entries.received.mul_(DECAY)
         seen = entries.of(slice(n + place + 1))
-        hidden = None if position - place >= n else (seen.number == 0)[:, :, None]
+        hidden = None if position - place >= n else seen.number == 0
         attended, weights = self._attended(q, seen, hidden, scores)
-        seen.received.add_(weights.sum((2, 3)))
+        seen.received.add_(weights)
         if place == self.block - 1:
             left = self._after(entries, torch.ones(1, 1, 1, dtype=torch.bool, device=q.device))
             for old, new in zip(entries, left):
@@ -190,21 +190,21 @@ class Retention(NamedTuple):
         return attended, entries
 
     def _attended(self, q: Tensor, entries: Entries, hidden: Tensor | None, scores: Scores):
-        """Attention of queries [B, c, HQ, D] to entries, except for hidden ones [B, H, c, n].
+        """Attention of a query of each row [B, 1, HQ, D] to entries, except for hidden ones [B, H, n].
 
-        Returns outputs, with masses if they are asked for, and weights [B, H, G, c, n].
+        Returns the output, with its mass if that is asked for, and weights [B, H, n], sums over the queries of a group.
         """
-        nowhere = q.new_zeros(1, 1)  # relations do not apply
-        keys, values = (x.transpose(1, 2) for x in entries[:2])
-        asked = scores.of(Blocks(q, keys, values, None, nowhere, nowhere))
+        B, H = entries.number.shape[:2]
+        asked = wide((scores.scaling * q).view(B, H, -1, q.shape[3]) @ entries.keys.mT)
+        if scores.softcap is not None:
+            asked = scores.softcap * torch.tanh(asked / scores.softcap)
         if hidden is not None:
-            asked = asked.masked_fill_(hidden[:, :, None], -torch.inf)
+            asked = asked.masked_fill(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)
-        o = (weights.to(q.dtype).flatten(2, 3) @ entries.values).unflatten(2, (-1, q.shape[1]))
-        attended = [o.permute(0, 3, 1, 2, 4).flatten(2, 3)]
+        attended = [(weights.to(q.dtype) @ entries.values).view(*q.shape[:3], -1)]
         if self.needs_mass:
-            attended.append(asked.logsumexp(-1).permute(0, 3, 1, 2).flatten(2))
-        return attended, weights
+            attended.append(asked.logsumexp(-1).view(q.shape[:3]))
+        return attended, weights.detach().sum(2)
 
     def _after(self, entries: Entries, ends: Tensor) -> Entries:
         """Those that stay: after a block that ends, [B or 1, 1, 1] bool, the best, otherwise those before it."""
