@@ -48,8 +48,8 @@ def retained_attention(
     stay, learns = entries - T, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
     (held, *new), (u, *before) = (x.split([stay, *[block] * (T // block)], 2) for x in (places, received))
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    later = F.pad(q.new_full((block, block), -torch.inf, dtype=dtype).triu(1), (stay, 0))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    later = F.pad(q.new_full((block, block), -torch.inf, dtype=wide).triu(1), (stay, 0))
     queries, found, of_blocks, read = _by_block(scale * q, H, block), [], [], []
     with torch.no_grad():
         for asked, asking, at, earlier in zip(queries.unbind(2), asks.split(block, 1), new, before):
@@ -66,14 +66,23 @@ def retained_attention(
             order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
             held, u = at.gather(2, order), u.gather(2, order)
     if learns:
-        wide = [x.to(dtype) for x in (k, v)]  # gradients are sums over blocks
-        size = T // block if q.is_cuda else max(1, SCORES // (queries[:, :, 0, :, :1].numel() * at.shape[2]))
-        for asked, of_group in zip(queries.split(size, 2), torch.stack(found, 2).split(size, 2)):
-            keys, values = (rows_at(x, of_group).to(q.dtype) for x in wide)
-            scores = _scores(asked, keys, rows_at(number, of_group), later, softcap)
-            read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
+        read = _read_again(queries, k, v, number, torch.stack(found, 2), later, softcap, needs_mass)
     o, *mass = (torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*read))
     return o, mass[0] if needs_mass else None, held, torch.cat([u, *of_blocks], 2)
+
+
+def _read_again(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, at: Tensor, later: Tensor, softcap: float, needs_mass: bool
+) -> list[list[Tensor]]:
+    """Outputs of groups of blocks of queries [B, H, blocks, G * c, D] from entries at known places [B, H, blocks, n]."""
+    of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
+    size = at.shape[2] if q.is_cuda else max(1, SCORES // of_block)
+    wide, read = [x.to(later.dtype) for x in (k, v)], []  # gradients are sums over blocks
+    for asked, of_group in zip(q.split(size, 2), at.split(size, 2)):
+        keys, values = (rows_at(x, of_group).to(q.dtype) for x in wide)
+        scores = _scores(asked, keys, rows_at(number, of_group), later, softcap)
+        read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
+    return read
 
 
 def _outputs(p: Tensor, scores: Tensor, v: Tensor, needs_mass: bool) -> list[Tensor]:
