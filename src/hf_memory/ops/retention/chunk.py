@@ -74,7 +74,7 @@ def retained_attention(
 def _read_again(
     q: Tensor, k: Tensor, v: Tensor, number: Tensor, at: Tensor, later: Tensor, softcap: float, needs_mass: bool
 ) -> list[list[Tensor]]:
-    """Outputs of queries [B, H, blocks, G * c, D] from entries at known places [B, H, blocks, n], in groups of blocks."""
+    """Outputs of queries [B, H, blocks, G * c, D] from entries at places [B, H, blocks, n], in groups of blocks."""
     of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
     size = at.shape[2] if q.is_cuda else max(1, SCORES // of_block)
     wide, read = [x.to(later.dtype) for x in (k, v)], []  # gradients are sums over blocks
