@@ -2,9 +2,10 @@
 
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hf_memory.ops.contract import soft_capped
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "fc1")
 LAST_NORMS = ("norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "embedding_norm")
@@ -54,4 +55,4 @@ def head(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
     config = model.config.get_text_config()
     logits = model.get_output_embeddings()(hidden_states) / getattr(config, "logits_scaling", 1)
     cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return soft_capped(logits, cap)

@@ -1,6 +1,5 @@
 """Softmax attention, full or sliding, through transformers' attention interface."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -11,6 +10,7 @@ from hf_memory.convertible import Convertible
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Projections
 from hf_memory.mixers.positions import Positions
+from hf_memory.ops.contract import soft_capped
 
 
 class AttentionMixer(Convertible, Projections):
@@ -78,9 +78,7 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention as in Gemma 2, whose implementation in transformers has a softmax in float32 for float64 too."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = soft_capped(q @ k.mT * scaling, softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = F.dropout(wide(scores).softmax(-1).to(q.dtype), dropout, mixer.training)

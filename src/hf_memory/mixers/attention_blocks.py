@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memory.ops.contract import first_derivatives_only, varies
+from hf_memory.ops.contract import first_derivatives_only, soft_capped, varies
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
@@ -97,8 +97,7 @@ class Scores(NamedTuple):
         q = (self.scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
         scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C))  # groups share keys
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = soft_capped(scores, self.softcap)
         if self.relation is not None:
             scores = self.relation(scores.flatten(1, 2), blocks, self.scaling).unflatten(1, (H, -1))
         return scores

@@ -24,7 +24,7 @@ from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.contract import Backend, beside
+from hf_memory.ops.contract import Backend, beside, soft_capped
 from hf_memory.ops.retention import retained_attention
 from hf_memory.ops.retention.chunk import places_that_stay, rows_at
 
@@ -196,8 +196,7 @@ class Retention(NamedTuple):
         """
         B, H = entries.number.shape[:2]
         asked = wide((scores.scaling * q).view(B, H, -1, q.shape[3]) @ entries.keys.mT)
-        if scores.softcap is not None:
-            asked = scores.softcap * torch.tanh(asked / scores.softcap)
+        asked = soft_capped(asked, scores.softcap)
         if hidden is not None:
             asked = asked.masked_fill(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)

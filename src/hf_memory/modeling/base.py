@@ -30,7 +30,7 @@ from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubClassMixin
 from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
-from hf_memory.ops.contract import blank
+from hf_memory.ops.contract import blank, soft_capped
 
 MASKS = {
     **dict.fromkeys(LAYER_TYPES, padding_mask),
@@ -361,8 +361,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
 
     def predict(self, hidden_states: Tensor) -> Tensor:
         """Logits [..., vocab_size] of last hidden states [..., hidden_size]."""
-        logits, cap = self.lm_head(hidden_states), self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_capped(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
 
 def _with(own_loss: Tensor | None, loss: Tensor) -> Tensor:

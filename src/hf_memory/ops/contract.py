@@ -287,6 +287,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(scores / cap), as in Gemma 2; the scores themselves if there is no cap, None or 0."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
 def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
     """`op` without autocast, with all but the first `kept(q)` arguments in float32; its output o has the dtype of q."""
 

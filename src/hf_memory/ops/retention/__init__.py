@@ -51,10 +51,10 @@ def retained_attention(
         backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
     Returns:
-        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32, which may be
-        None if it is not asked for; the places
-        [B, H, stay] among the entries of those that are held in the end, in their order; and the received attention
-        [B, H, stay + T], of these, and of new tokens when their block has been read.
+        The outputs [B, T, HQ, D]; the logarithms of their mass in the softmax [B, T, HQ], in float32, or perhaps
+        None if it is not asked for; the places [B, H, stay] among the entries of those that are held in the end,
+        in their order; and the received attention [B, H, stay + T], of these, and of new tokens when their block has
+        been read.
     """
     how = block, first, window, decay, scale, softcap or 0.0
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":

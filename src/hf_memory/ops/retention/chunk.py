@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memory.ops.contract import soft_capped, wide
+
 SCORES = 2**18  # that are computed at once on a CPU: 1 MB of float32
 
 
@@ -48,8 +50,7 @@ def retained_attention(
     stay, learns = entries - T, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
     (held, *new), (u, *before) = (x.split([stay, *[block] * (T // block)], 2) for x in (places, received))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    later = F.pad(q.new_full((block, block), -torch.inf, dtype=wide).triu(1), (stay, 0))
+    later = F.pad(wide(q[:0]).new_full((block, block), -torch.inf).triu(1), (stay, 0))
     queries, found, of_blocks, read = _by_block(scale * q, H, block), [], [], []
     with torch.no_grad():
         for asked, asking, at, earlier in zip(queries.unbind(2), asks.split(block, 1), new, before):
@@ -77,9 +78,9 @@ def _read_again(
     """Outputs of queries [B, H, blocks, G * c, D] from entries at places [B, H, blocks, n], in groups of blocks."""
     of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
     size = at.shape[2] if q.is_cuda else max(1, SCORES // of_block)
-    wide, read = [x.to(later.dtype) for x in (k, v)], []  # gradients are sums over blocks
+    summed, read = (wide(k), wide(v)), []  # gradients are sums over blocks
     for asked, of_group in zip(q.split(size, 2), at.split(size, 2)):
-        keys, values = (rows_at(x, of_group).to(q.dtype) for x in wide)
+        keys, values = (rows_at(x, of_group).to(q.dtype) for x in summed)
         scores = _scores(asked, keys, rows_at(number, of_group), later, softcap)
         read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
     return read
@@ -101,9 +102,7 @@ def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, softcap: float) 
 
     The last c of the entries [..., n] are those of the block, of which `later` [c, n] hides what comes after a query.
     """
-    scores, block = (q @ k.mT).to(later.dtype), len(later)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores, block = soft_capped(wide(q @ k.mT), softcap), len(later)
     none = token == 0
     none[..., -block:] = False  # padding sees itself, and counts nowhere
     hidden = later.masked_fill(none.unsqueeze(-2), -torch.inf).unsqueeze(-3)
