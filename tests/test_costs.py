@@ -7,6 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memory.conversion import Recipe, Run, Schedule, convert, resolve
 from hf_memory.conversion.costs import DEVICES, costs, read_device
 from hf_memory.conversion.describe import device_rows
+from hf_memory.conversion.stages.fine_tuning import trained
 from hf_memory.conversion.students import build
 from teachers import make_teacher, text
 
@@ -22,15 +23,16 @@ def plan_of(teacher, **recipe):
     )
 
 
-def saved_bytes(model):
-    """Bytes that a forward pass of a model without its head saves for the backward pass, besides its weights."""
+def saved_bytes(plan, teacher):
+    """Bytes that a forward pass of a student without its head saves for the backward pass, besides its weights."""
+    model = build(plan.student, teacher, seed=0)
     weights, saved = {x.untyped_storage().data_ptr() for x in model.parameters()}, {}
 
     def save(x):
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
-    with saved_tensors_hooks(save, lambda x: x):
+    with trained(model, plan.recipe.train, seed=0), saved_tensors_hooks(save, lambda x: x):
         model.train().model(text(ROWS * LENGTH).view(ROWS, LENGTH), use_cache=False)
     return sum(storage.nbytes() for place, storage in saved.items() if place not in weights)
 
@@ -40,15 +42,17 @@ def saved_bytes(model):
     [
         {"to": "deltanet", "keep": "heads:1/4", "options": {"sliding_window": 8}},
         {"to": "attention", "keep": "heads:1/4", "options": {"sliding_window": 8}},
+        {"to": "attention", "keep": "heads:1/4", "options": {"sliding_window": 8}, "train": "all"},
+        {"to": "deltanet", "keep": "none", "train": "new"},
         {"to": "gated", "keep": "none", "options": {"gate": "mamba2", "memory_rope": False}},
     ],
-    ids=lambda recipe: recipe["to"],
+    ids=lambda recipe: " ".join((recipe["to"], recipe.get("train", ""))),
 )
 def test_activations_are_what_a_forward_pass_saves(recipe):
     teacher = make_teacher()
     plan = plan_of(teacher, **recipe)
     (cost,) = costs(plan)
-    assert cost.parts["activations"] == saved_bytes(build(plan.student, teacher, seed=0))
+    assert cost.parts["activations"] == saved_bytes(plan, teacher)
 
 
 def test_layers_that_keep_different_numbers_of_tokens_cost_as_much_as_with_their_mean():
@@ -56,7 +60,7 @@ def test_layers_that_keep_different_numbers_of_tokens_cost_as_much_as_with_their
     seen = {"sliding_window": 8, "num_kept_tokens": [4, 12], "kept_block_size": 4}
     plan = plan_of(teacher, to="attention", options=seen)
     (cost,) = costs(plan)
-    assert cost.parts["activations"] == pytest.approx(saved_bytes(build(plan.student, teacher, seed=0)), rel=0.01)
+    assert cost.parts["activations"] == pytest.approx(saved_bytes(plan, teacher), rel=0.01)
     (least,) = costs(plan_of(teacher, to="attention", options={**seen, "num_kept_tokens": 4}))
     assert least.parts["activations"] < 0.98 * cost.parts["activations"]
 
@@ -129,9 +133,10 @@ def test_the_teacher_is_held_if_it_runs(top_k):
     assert torch.tensor([cost.peak for cost in (transfer, distillation, fine_tuning)]).min() > 0
 
 
-def test_a_run_that_does_not_fit_is_refused_before_its_first_step(monkeypatch):
+@pytest.mark.parametrize("train", ["all", "attention", "new", "lora:2"])
+def test_a_run_that_does_not_fit_is_refused_before_its_first_step(train, monkeypatch):
     teacher, steps = make_teacher(), []
-    plan = plan_of(teacher, to="gated")
+    plan = plan_of(teacher, to="gated", train=train)
     (cost,) = costs(plan)
     run = Run(report=steps.append)
     monkeypatch.setattr("hf_memory.conversion.costs.memory_for", lambda device: cost.peak - 1)

@@ -1,8 +1,9 @@
 """What a plan costs: memory by part, operations, and time on a device.
 
 No formulas of layers: a layer of each kind runs on tensors without data (FakeTensorMode), and what it saves for its
-backward pass and what it multiplies is counted. Other layers of its kind cost the same. With LoRA the work is counted
-as if all weights learned, which is a little more. Full attention counts with a mask, which real tensors may not need.
+backward pass and what it multiplies is counted. Other layers of its kind cost the same. Operations are counted as if all
+weights learned, which is a little more where some are frozen; what is saved is that of the weights that learn, and with
+LoRA that of all. Full attention counts with a mask, which real tensors may not need.
 """
 
 import copy
@@ -22,8 +23,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_memory.conversion.plan import BYTES, Plan, Stage
+from hf_memory.conversion.recipe import lora_rank_of
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.divergence import SLICE
+from hf_memory.conversion.stages.fine_tuning import own_learners
 from hf_memory.conversion.stages.sharding import is_sharded, processes
 from hf_memory.conversion.stages.transfer import AttentionTransfer
 from hf_memory.files.memory import memory_for
@@ -113,9 +116,8 @@ def check_memory(plan: Plan, run: Run, device: torch.device) -> None:
     if TINY * BYTES * plan.student_parameters < free or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
         return
     for cost in costs(plan, run.training, processes=number if is_sharded() else 1):
-        learns_all = cost.stage.slot == "transfer" or cost.stage.learned == plan.student_parameters
         held = sum(size for name, size in cost.parts.items() if name not in ("activations", "logits"))
-        is_counted = learns_all and number == 1 and not cost.stage.schedule.chunk_length  # or else needs less
+        is_counted = number == 1 and not cost.stage.schedule.chunk_length  # or else needs less
         if (cost.peak if is_counted else held) > free:
             parts = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in cost.parts.items())
             raise ValueError(
@@ -151,10 +153,12 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
 
 def _learner(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool, again: bool) -> Work:
     """What learns, without a head; with activation checkpointing the inputs of its layers, and one layer."""
-    is_transfer = stage.slot == "transfer"
     student = _keeping_alike(plan.student)
-    configs = [student, plan.teacher] if is_transfer else [student]
-    run = partial(_of_transfer if is_transfer else _of_model, shape=shape, half=half)
+    configs, run = [student], partial(_of_model, shape=shape, half=half)
+    if stage.slot == "transfer":
+        configs, run = [student, plan.teacher], partial(_of_transfer, shape=shape, half=half)
+    elif stage.slot == "distillation" and lora_rank_of(plan.recipe.train) is None:
+        run = partial(run, train=plan.recipe.train)
     whole = _over_layers(configs, run)
     if not again:
         return whole
@@ -216,10 +220,15 @@ def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfi
     return config
 
 
-def _of_model(config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False) -> Work:
-    """A model without its head."""
+def _of_model(
+    config: PreTrainedConfig, *, shape: tuple[int, int], half: bool, again: bool = False, train: str = "all"
+) -> Work:
+    """A model without its head, of which learns what `train` of a recipe says."""
     with FakeTensorMode():
         model = _counted(config)
+        model.requires_grad_(False)
+        for learner in own_learners(model, train):
+            learner.requires_grad_()
         return _traced(model, lambda ids: model.model(ids, use_cache=False), shape, half, again)
 
 
