@@ -1,9 +1,9 @@
 """What a plan costs: memory by part, operations, and time on a device.
 
 No formulas of layers: a layer of each kind runs on tensors without data (FakeTensorMode), and what it saves for its
-backward pass and what it multiplies is counted. Other layers of its kind cost the same. Operations are counted as if all
-weights learned, which is a little more where some are frozen; what is saved is that of the weights that learn, and with
-LoRA that of all. Full attention counts with a mask, which real tensors may not need.
+backward pass and what it multiplies is counted. Other layers of its kind cost the same. What is saved is that of the
+weights that learn, and with LoRA that of all. Operations are counted as if all weights learned, a little more than are
+needed. Full attention counts with a mask, which real tensors may not need.
 """
 
 import copy
