@@ -142,6 +142,7 @@ def recipes(best: Recipe) -> dict[str, Recipe]:
     of_files = {name: recipe_of(ROOT / "recipes" / f"{file}.yaml")[0] for name, file in COMMANDS.items()}
     sinks = Recipe(
         to="attention",
+        train="all",
         keep="retrieval:1/11",
         options={"sliding_window": 263, "attention_sinks": True},  # as many bytes as the best
         transfer=Schedule(24, 4e-2, 1, 1024, warmup=0.1),

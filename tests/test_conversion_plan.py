@@ -113,7 +113,7 @@ def test_what_is_kept_by_default_depends_on_the_family(to, kept):
 
 @pytest.mark.parametrize(
     ("to", "options", "train"),
-    [("attention", {}, "attention"), ("attention", {"attention_sinks": True}, "all"), ("deltanet", {}, "all")],
+    [("attention", {}, "attention"), ("attention", {"attention_sinks": True}, "attention"), ("deltanet", {}, "all")],
 )
 def test_only_attention_learns_where_the_teacher_has_all_parts(to, options, train):
     plan = resolve(Recipe(to, options=options), make_teacher("llama").config, text(4000))

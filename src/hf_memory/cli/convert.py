@@ -76,7 +76,7 @@ class StudentFlags:
         str | None,
         typer.Option(
             help="What distillation trains: all weights, attention (all but embeddings and feed-forward layers), what "
-            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if something is new."
+            "is new, or with lora:8 this and LoRA of rank 8; default: attention, or all if there is a memory."
         ),
     ] = None
     lora_rank: options.LoraRank = None

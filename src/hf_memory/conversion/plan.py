@@ -199,7 +199,8 @@ def resolve(
     whole, student, scores = _on_meta(teacher), _on_meta(config), scorer and _on_meta(scorer)
     carry_over(student, whole)
     if recipe.train is None:
-        recipe = replace(recipe, train="all" if new_parameters(student) else "attention")
+        has_memory = recipe.to != "attention" and bool(new_parameters(student))
+        recipe = replace(recipe, train="all" if has_memory else "attention")
     window = _window(recipe, teacher, config, tokens)
     if (sinks := getattr(config, "num_sink_tokens", 0)) >= window:
         raise ValueError(f"num_sink_tokens must be fewer than the {window} tokens of a training window, got {sinks}")
