@@ -28,6 +28,7 @@ from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.divergence import SLICE
 from hf_memory.conversion.stages.fine_tuning import own_learners
 from hf_memory.conversion.stages.sharding import is_sharded, processes
+from hf_memory.conversion.stages.trainer import only_these_learn
 from hf_memory.conversion.stages.transfer import AttentionTransfer
 from hf_memory.files.memory import memory_for
 
@@ -226,10 +227,8 @@ def _of_model(
     """A model without its head, of which learns what `train` of a recipe says."""
     with FakeTensorMode():
         model = _counted(config)
-        model.requires_grad_(False)
-        for learner in own_learners(model, train):
-            learner.requires_grad_()
-        return _traced(model, lambda ids: model.model(ids, use_cache=False), shape, half, again)
+        with only_these_learn(model, own_learners(model, train)):
+            return _traced(model, lambda ids: model.model(ids, use_cache=False), shape, half, again)
 
 
 def _counted(config: PreTrainedConfig) -> PreTrainedModel:
