@@ -136,9 +136,9 @@ def students() -> dict[str, dict]:
     rows = {f"{to}, pure": {"to": to, **options} for to, options in FAMILIES.items()}
     for to, options in FAMILIES.items():
         exact = to in ("deltaformer", "titans")  # whatever layer they keep
-        rows[f"{to}, a quarter kept"] = {"to": to, "keep": "1/4" if exact else "auto", **options}
+        rows[f"{to}, a quarter kept"] = {"to": to, "keep": "3" if exact else "0", **options}
     rows["titans with a window of 32, pure"] = WINDOW
-    rows["titans with a window of 32, a quarter kept"] = {**WINDOW, "keep": "auto"}
+    rows["titans with a window of 32, a quarter kept"] = {**WINDOW, "keep": "0"}
     return rows | {f"deltanet, {name}": {**DELTANET, **stages} for name, stages in ABLATION.items()}
 
 
@@ -148,7 +148,7 @@ def models(teacher, training: Tensor, new: Tensor) -> dict[str, Callable[[], tup
     def converted(arguments: dict):
         recipe = Recipe(**{"transfer": TRANSFER, "distillation": DISTILLATION, **arguments})
         made = convert(teacher, training, resolve(recipe, teacher.config, training))
-        return made.student, {"kept": made.plan.kept, "ranking": made.ranking}
+        return made.student, {"kept": made.plan.kept}
 
     def trained_on():
         model = copy.deepcopy(teacher)

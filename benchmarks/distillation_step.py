@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from decode import SHAPE
-from hf_memory.conversion import Run, Schedule, carry_over, distill, distill_from_logits, make_student, save_logits
+from hf_memory.conversion import Run, Schedule, carry_over, distill, make_student
 from training import peak_bytes
 
 RESULTS = Path(__file__).parent / "results" / "distillation_step.json"
@@ -37,7 +36,6 @@ LOSSES: dict[str, dict] = {
     "teacher": {},
     "teacher at temperature 2": {"temperature": 2.0},
     "teacher and text": {"cross_entropy": 0.5},
-    "saved logits": {},
 }
 DTYPES = ("float32", "bfloat16")
 
@@ -83,14 +81,9 @@ def measure(loss: str, dtype: str, profile: bool) -> dict:
     carry_over(student, teacher)
     tokens, clock = torch.randint(SIZES["vocab_size"], (4096,)), Clock()
     how = {"run": Run(callbacks=(clock,), training={"bf16": dtype == "bfloat16"}), **LOSSES[loss]}
-    with tempfile.TemporaryDirectory() as folder, clock.operators if profile else nullcontext():
-        if loss == "saved logits":
-            save_logits(Path(folder), teacher, tokens, SCHEDULE)
-            before = peak_bytes()
-            distill_from_logits(student, Path(folder), tokens, SCHEDULE, **how)
-        else:
-            before = peak_bytes()
-            distill(student, teacher, tokens, SCHEDULE, **how)
+    with clock.operators if profile else nullcontext():
+        before = peak_bytes()
+        distill(student, teacher, tokens, SCHEDULE, **how)
     for name, seconds in clock.operators.seconds.most_common(30):
         print(f"{seconds:6.2f} s  {name}")
     seconds = statistics.median(clock.times[1:])

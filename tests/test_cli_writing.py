@@ -49,7 +49,7 @@ finally:
         assert expected in done.stdout
 
 
-@pytest.mark.parametrize(("command", "extra"), [("evaluate", "lm-eval"), ("datastore", "faiss-cpu")])
+@pytest.mark.parametrize(("command", "extra"), [("evaluate", "reasoning-gym"), ("datastore", "faiss-cpu")])
 def test_help_names_extras(command, extra, run):
     assert extra in run(command, "--help")[1]
 

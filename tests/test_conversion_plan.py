@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ def planned(**recipe):
         ({"transfer": NONE, "distillation": NONE}, ("not trained after that",), (TRANSFER, KL, "distillation")),
         ({"keep": (1,)}, ("grows with the text at 50% of the rate of its teacher's",), (FIXED,)),
         ({"fine_tuning": SCHEDULE, "lora_rank": 2}, ("fine-tuned on the text", "LoRA"), ()),
-        ({"top_k": 8}, ("8 most likely tokens",), ()),
         (
             {"train": "new"},
             ("the parts that its teacher does not have were trained to predict",),
@@ -65,7 +63,6 @@ def planned(**recipe):
             ("the whole student",),
         ),
         ({"train": "lora:2"}, ("and LoRA of rank 2 of the others, were trained",), ("the whole student",)),
-        ({"top_k": 8, "cross_entropy": 1.0}, (), ("most likely tokens", "top_k")),
     ],
 )
 def test_a_card_says_what_was_done_and_no_more(recipe, true, false):
@@ -197,8 +194,6 @@ def test_what_is_planned_is_what_runs(recipe):
         ({"cross_entropy": 2.0}, "cross_entropy must be from 0 to 1, got 2.0"),
         ({"seed": -1}, "seed must be from 0 to 4294967292, got -1"),
         ({"seed": 2**32}, "seed must be from 0 to"),
-        ({"top_k": 65}, "top_k must be from 1 to the teacher's 64 tokens, got 65"),
-        ({"top_k": 0}, "top_k must be from 1 to the teacher's 64 tokens, got 0"),
         ({"lora_rank": 2}, "lora_rank must be None without steps of fine_tuning, got 2"),
         ({"lora_rank": 0, "fine_tuning": SCHEDULE}, "lora_rank must be at least 1, got 0"),
         ({"train": "lora"}, "train must be all, attention, new, or lora:RANK such as lora:8, got 'lora'"),
@@ -220,10 +215,6 @@ def test_what_is_planned_is_what_runs(recipe):
         (
             {"distillation": SCHEDULE._replace(start_length=17)},
             "start_length of distillation must be at most its length 16",
-        ),
-        (
-            {"distillation": SCHEDULE._replace(start_length=8), "top_k": 4},
-            "start_length of distillation must be 0 with saved logits, got 8",
         ),
         ({"distillation": SCHEDULE._replace(repeats=1.5)}, "repeats of distillation must be from 0 to 1, got 1.5"),
         ({"options": {"sparse_memory_gradients": True}}, "sparse_memory_gradients must be False in a conversion"),
@@ -311,21 +302,13 @@ def test_checkpoints_that_no_run_has_claimed_are_left_alone(places):
     assert os.listdir(places / "others" / "run") == ["checkpoint-5"]
 
 
-def test_logits_and_their_folder_come_together():
-    for recipe, run in (({"top_k": 8}, Run()), ({}, Run(teacher_logits=Path("logits")))):
-        with pytest.raises(ValueError, match="top_k and teacher_logits must be given together"):
-            check_run(planned(**recipe), run)
-
-
 def test_validation_that_cannot_be_is_refused():
-    logits = Run(teacher_logits=Path("logits"), training={"eval_steps": 2}, validation=text())
-    for recipe, run, message in (
-        ({}, Run(validation=text(20)), "validation must be given together with eval_steps of training, got 20 tokens"),
-        ({}, Run(training={"eval_steps": 2}, validation=text(9)), "at least one window of 16 tokens, got 9"),
-        ({"top_k": 8}, logits, "eval_steps of training must not be given with teacher_logits"),
+    for run, message in (
+        (Run(validation=text(20)), "validation must be given together with eval_steps of training, got 20 tokens"),
+        (Run(training={"eval_steps": 2}, validation=text(9)), "at least one window of 16 tokens, got 9"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_run(planned(**recipe), run)
+            check_run(planned(), run)
 
 
 def test_a_plan_is_of_one_teacher_and_one_text():

@@ -1,6 +1,5 @@
 """Text on its way to a model: documents in rows, and tokens on a disk."""
 
-import copy
 import json
 
 import pytest
@@ -14,11 +13,9 @@ from hf_memory.conversion import (
     TokenWindows,
     carry_over,
     distill,
-    distill_from_logits,
     fine_tune,
     make_student,
     read_tokens,
-    save_logits,
 )
 from hf_memory.conversion.stages.divergence import divergence
 from hf_memory.conversion.stages.transfer import AttentionTransfer
@@ -70,15 +67,6 @@ def test_no_document_of_a_row_sees_another(options):
     apart = [list(transfer.outputs(x[None])) for x in alone]
     for i, (_, output, target) in enumerate(packed):
         assert_close([output, target], [torch.cat([x[i][j] for x in apart], 1) for j in (1, 2)])
-
-
-def test_saved_logits_are_of_documents_apart(tmp_path):
-    teacher, whole = make_teacher(), documents_of([5, 6, 4])
-    once = Schedule(steps=1, learning_rate=0.0, batch_size=1, length=15)
-    student = make_student(teacher, "linear")
-    save_logits(tmp_path, teacher, whole, once, k=64)
-    saved = distill_from_logits(copy.deepcopy(student), tmp_path, whole, once)
-    assert saved[0]["loss"] == pytest.approx(distill(student, teacher, whole, once)[0]["loss"], rel=1e-4)
 
 
 def test_tokens_are_read_again_from_their_cache(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from comparing import assert_close
 from hf_memory.conversion.recipe import OFF_POLICY
 from hf_memory.conversion.stages import divergence
 from hf_memory.conversion.stages.distillation import DistillationTrainer
-from hf_memory.conversion.stages.logits import SAVED, SavedDistillationTrainer, _top
 
 V, C, B, T = 97, SIZES["hidden_size"], 2, 11  # a vocabulary that no other size is
 STUDENTS = {
@@ -41,13 +40,13 @@ def student_and_teacher(name):
     return student.double(), teacher.double()
 
 
-def trainer_of(kind, teacher, part, temperature):
+def trainer_of(teacher, part, temperature):
     """What a trainer knows when it makes a loss."""
     loss = {"cross_entropy": part, "temperature": temperature}
     accelerator = SimpleNamespace(autocast=torch.no_grad, num_processes=1)
     trainer = SimpleNamespace(**loss, teacher=teacher, accelerator=accelerator, reading={}, on_policy=OFF_POLICY)
-    trainer.loss_of = lambda *batch: kind.loss_of(trainer, *batch)
-    trainer.divergence = lambda *batch: kind.divergence(trainer, *batch)
+    trainer.loss_of = lambda *batch: DistillationTrainer.loss_of(trainer, *batch)
+    trainer.divergence = lambda *batch: DistillationTrainer.divergence(trainer, *batch)
     return trainer
 
 
@@ -81,9 +80,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("part", "temperature", "masked"), PARTS)
 @pytest.mark.parametrize("name", STUDENTS)
 @pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("kind", [DistillationTrainer, SavedDistillationTrainer])
 def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
-    kind, is_sharded, name, part, temperature, masked, monkeypatch
+    is_sharded, name, part, temperature, masked, monkeypatch
 ):
     monkeypatch.setattr(divergence, "is_sharded", lambda: is_sharded)
     student, teacher = student_and_teacher(name)
@@ -99,17 +97,15 @@ def test_slices_give_the_loss_and_the_gradients_of_the_plain_formula(
     expected = torch.autograd.grad(3 * plain, learned, allow_unused=True)
 
     inputs = {"input_ids": tokens, "labels": labels}
-    with torch.no_grad():
-        inputs |= dict(zip(SAVED, _top(teacher(tokens).logits, V, temperature)))
-    trainer = trainer_of(kind, teacher, part, temperature)
+    trainer = trainer_of(teacher, part, temperature)
     with Largest() as largest:
-        loss = kind.compute_loss(trainer, student.eval(), inputs)
+        loss = DistillationTrainer.compute_loss(trainer, student.eval(), inputs)
         found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
-    assert largest.found <= 3 * V or kind is SavedDistillationTrainer  # whose top is all of the vocabulary here
+    assert largest.found <= 3 * V
     assert_close(loss, plain)
     for x, y in zip(found, expected, strict=True):
         if y is not None:
             assert_close(x, y)
     with torch.no_grad():
-        again = kind.compute_loss(trainer, student, inputs)
+        again = DistillationTrainer.compute_loss(trainer, student, inputs)
     assert torch.equal(again, loss)

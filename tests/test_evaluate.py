@@ -4,7 +4,6 @@ import json
 import math
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -120,11 +119,9 @@ def test_what_a_stopped_call_has_found_is_not_measured_again(evaluate, monkeypat
         (["--lengths", "256,-5"], "lengths must be at least 2 tokens, got '256,-5'"),
         (["--prompts", "/dev/null"], "prompts must be a file with a prompt in each line, got /dev/null"),
         (["--lengths", "4096"], "length must be at most the teacher's 2048 positions, got 4096"),
-        (["--lm-eval", "arc_easy", "--tasks", "recall"], "pip install lm-eval"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(evaluate, monkeypatch, flags, sentence):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+def test_what_cannot_be_measured_is_refused(evaluate, flags, sentence):
     code, _, err, _ = evaluate(*flags)
     assert code == 2
     assert sentence in err
@@ -225,28 +222,6 @@ def test_an_answer_is_greedy_whatever_the_model_would_do():
     tokenizer, longer = make_tokenizer(), [7, 3, 8, 9, 3, 4, 5]
     alone = greedy(model, tokenizer, [longer], 5)
     assert greedy(model, tokenizer, [prompt[0].tolist(), longer], 5) == [tokenizer.decode(expected[0, 3:]), *alone]
-
-
-def test_tasks_of_lm_eval_stand_in_the_table(evaluate, monkeypatch):
-    """With a stand-in for lm-eval, which is not installed where these tests run."""
-    asked = []
-
-    def simple_evaluate(wrapped, tasks, task_manager, log_samples):
-        asked.append((type(wrapped.pretrained).__name__, tasks, task_manager.include_path))
-        rows = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,get-answer": 0.25, "f1_stderr,get-answer": "N/A"}
-        return {"results": {"last_word": {"alias": "last_word", **rows}}}
-
-    modules = {"lm_eval": {"simple_evaluate": simple_evaluate}}
-    modules |= {"lm_eval.models.huggingface": {"HFLM": SimpleNamespace}, "lm_eval.models": {}}
-    modules |= {"lm_eval.tasks": {"TaskManager": SimpleNamespace}}
-    for name, names in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
-    for _ in range(2):
-        code, out, _, (_, ours) = evaluate("--tasks", "recall", "--lm-eval", "some/last_word.yaml")
-    assert code == 0
-    assert asked == [(name, ["last_word"], "some") for name in ("LlamaForCausalLM", "DeltaNetForCausalLM")]
-    assert "acc 0.5 [0.304, 0.696]" in out
-    assert list(ours["lm-eval"]["last_word"]) == ["acc", "f1 (get-answer)"]
 
 
 def test_words_alike_are_those_before_the_first_that_differs():

@@ -10,11 +10,9 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from comparing import assert_close
 from hf_memory import conversion
 from hf_memory.cli.run_file import read_schedule
 from hf_memory.conversion import (
@@ -24,16 +22,11 @@ from hf_memory.conversion import (
     attention_transfer,
     check_space,
     distill,
-    distill_from_logits,
     fine_tune,
     make_student,
     resolve,
-    save_logits,
     train,
 )
-from hf_memory.conversion.stages import logits as teacher_logits
-from hf_memory.conversion.stages.divergence import divergence
-from hf_memory.conversion.stages.logits import top_divergence
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.teachers import loading as of_few_bits
 from teachers import FAST, SCHEDULE, convert, make_teacher, same
@@ -136,17 +129,15 @@ def test_training_attention_leaves_embeddings_and_feed_forward_layers_as_they_ar
     assert made.plan.stages[0].learned == sum(x.numel() for name, x in start.items() if name not in stayed)
 
 
-@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("train", ["new", "lora:2"])
-def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, train, saved):
+def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, train):
     run = {"to": "gated", "keep": (1,), "transfer": NONE}
     start = convert(make_teacher(), tokens(), **run, distillation=NONE).student
-    logits = tmp_path / "logits" if saved else None
-    run |= {"distillation": FEW, "top_k": 8 if saved else None, "train": train}
-    whole = convert(make_teacher(), tokens(), run=Run(None, logits), **run).student
+    run |= {"distillation": FEW, "train": train}
+    whole = convert(make_teacher(), tokens(), **run).student
     with pytest.raises(RuntimeError):
-        convert(make_teacher(), tokens(), run=Run(tmp_path / "run", logits, callbacks=(Fail(2),)), **run)
-    student = convert(make_teacher(), tokens(), run=Run(tmp_path / "run", logits), **run).student
+        convert(make_teacher(), tokens(), run=Run(tmp_path, callbacks=(Fail(2),)), **run)
+    student = convert(make_teacher(), tokens(), run=Run(tmp_path), **run).student
     assert same(student, whole)
     assert all(x.requires_grad for x in student.parameters())
 
@@ -160,69 +151,6 @@ def test_what_the_teacher_has_stays_or_changes_by_updates_of_low_rank(tmp_path, 
     for name in linear & changed:
         update = whole.get_parameter(name) - start.get_parameter(name)
         assert torch.linalg.matrix_rank(update, rtol=1e-3) == 2 or name.startswith(new)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_divergence_from_the_top_is_that_of_the_definition(temperature):
-    student, teacher = torch.randn(2, 15, 17).double()
-    p, q = (torch.softmax(x / temperature, -1) for x in (teacher, student))
-    ids = p.topk(4).indices
-    lumped = [torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1) for x in (p, q)]
-    expected = temperature**2 * (lumped[0] * (lumped[0] / lumped[1]).log()).sum()
-    found = top_divergence(student, *teacher_logits._top(teacher, 4, temperature), temperature)
-    assert_close(found, expected)
-    assert found < divergence(student, teacher, temperature)
-    all_of_it = top_divergence(student, *teacher_logits._top(teacher, 17, temperature), temperature)
-    assert_close(all_of_it, divergence(student, teacher, temperature))
-
-
-def test_distillation_from_all_logits_is_distillation(tmp_path):
-    teacher, how = make_teacher(), {"temperature": 2.0, "cross_entropy": 0.25, "seed": 4}
-    order = {"temperature": 2.0, "seed": 4}
-    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=teacher.config.vocab_size, **order)
-    plain, saved = student_of(teacher), student_of(teacher)
-    losses = distill(plain, teacher, tokens(), SCHEDULE, **how)
-    for x, y in zip(losses, distill_from_logits(saved, tmp_path, tokens(), SCHEDULE, **how), strict=True):
-        assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)
-    for x, y in zip(plain.parameters(), saved.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=2e-3)  # a fiftieth of what the steps change
-
-
-def test_logits_are_saved_once_and_go_on_when_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher_logits, "SHARD", 6)
-    teacher = make_teacher()
-    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
-    shards = sorted(tmp_path.glob("logits-*"))
-    assert [path.name for path in shards] == [f"logits-0000{i}.safetensors" for i in range(3)]
-    content = [path.read_bytes() for path in shards]
-    shards[1].unlink()
-    with pytest.raises(ValueError, match=r"without logits-00001.safetensors; save_logits writes the rest"):
-        distill_from_logits(student_of(teacher), tmp_path, tokens(), SCHEDULE)
-    times = [path.stat().st_mtime_ns for path in (shards[0], shards[2])]
-    save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=4)
-    assert [path.stat().st_mtime_ns for path in (shards[0], shards[2])] == times
-    assert [path.read_bytes() for path in shards] == content
-    for change in ({"k": 5}, {"seed": 1}, {"temperature": 2.0}):
-        with pytest.raises(ValueError, match=f"of one with another {next(iter(change))}"):
-            save_logits(tmp_path, teacher, tokens(), SCHEDULE, **{"k": 4, **change})
-    for wrong in ({"tokens": tokens().flip(0)}, {"seed": 1}):
-        with pytest.raises(ValueError, match=f"with another {next(iter(wrong))}"):
-            distill_from_logits(student_of(teacher), tmp_path, **{"tokens": tokens(), "schedule": SCHEDULE, **wrong})
-    with pytest.raises(ValueError, match="k must be from 1 to the teacher's 64 tokens, got 65"):
-        save_logits(tmp_path, teacher, tokens(), SCHEDULE, k=65)
-    with pytest.raises(ValueError, match="folder must be one that save_logits filled"):
-        distill_from_logits(student_of(teacher), tmp_path / "no", tokens(), SCHEDULE)
-
-
-def test_a_conversion_distils_from_saved_logits_that_students_share(tmp_path):
-    run = {"transfer": NONE, "distillation": FEW, "run": Run(None, tmp_path), "top_k": 8, "seed": 2}
-    made = convert(make_teacher(), tokens(), to="gated", **run)
-    times = [path.stat().st_mtime_ns for path in tmp_path.iterdir()]
-    convert(make_teacher(), tokens(), to="linear", **run)
-    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == times
-    student = convert(make_teacher(), tokens(), to="gated", **run | {"distillation": NONE}).student
-    distill_from_logits(student, tmp_path, tokens(), FEW, seed=3)
-    assert same(made.student, student)
 
 
 def test_a_student_of_a_quantised_teacher_has_the_weights_of_the_whole_one():
@@ -343,13 +271,6 @@ def test_a_full_disk_costs_no_more_than_one_checkpoint(tmp_path, part):
     assert same(student, whole)
 
 
-def test_a_full_disk_stops_the_saving_of_logits_and_leaves_what_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher_logits, "SHARD", 6)
-    with room_for(1000), pytest.raises(OSError, match=r"logits-00000.safetensors could not be written to .* goes on"):
-        save_logits(tmp_path, make_teacher(), tokens(), SCHEDULE, k=4)
-    assert not list(tmp_path.glob("logits-*"))
-
-
 def test_a_full_disk_leaves_the_result_that_was_there(run, teacher, text, tmp_path):
     student = tmp_path / "student"
     command = ["convert", teacher, "--text", text, "--output", student, *FAST]
@@ -423,25 +344,11 @@ def test_each_stage_has_a_block_and_the_command_line_wins(run, teacher, text, tm
 def test_a_plan_has_all_that_a_conversion_would_hold(run, teacher, text, tmp_path, monkeypatch):
     monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: True)
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST, "--dry-run"]
-    code, out, _ = run(*command, "--teacher-logits", tmp_path / "logits", "--top-k", 8, "--teacher-bits", 8)
+    code, out, _ = run(*command, "--teacher-bits", 8)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "teacher's logits 0.01 MB on disk, for 8 tokens at each position" in lines
     assert any(line.startswith("teacher in 8 bits 0.01 MB, beside 0.02 MB") for line in lines)
     assert not any(line.startswith("fine-tuning") for line in lines)
-
-
-def test_saved_logits_serve_the_command(run, teacher, text, tmp_path):
-    command = ["convert", teacher, "--text", text, *FAST, "--teacher-logits", tmp_path / "logits", "--top-k", 8]
-    assert run(*command, "--output", tmp_path / "student")[0] == 0
-    shard = load_file(tmp_path / "logits" / "logits-00000.safetensors")
-    assert {name: tuple(x.shape) for name, x in shard.items()} == {
-        "top_ids": (4, 32, 8),
-        "top_log_probs": (4, 32, 8),
-        "rest_log_prob": (4, 32),
-    }
-    total = shard["top_log_probs"].exp().sum(-1) + shard["rest_log_prob"].exp()
-    assert_close(total, torch.ones(4, 32).double(), torch.ones(4, 32))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def test_the_first_token_of_a_continuation_replaces_a_target():
         ({"on_policy": OWN._replace(beta=-1)}, "beta of on_policy must be from 0 to 1, got -1"),
         ({"on_policy": OWN._replace(tokens=0)}, "tokens of on_policy must be at least 1, got 0"),
         ({"on_policy": OWN._replace(tokens=16)}, "tokens of on_policy must be fewer than the 16 of a window, got 16"),
-        ({"on_policy": OWN, "top_k": 8}, "share of on_policy must be 0 with saved logits"),
         ({"on_policy": OWN, "cross_entropy": 1.0}, "cross_entropy must be below 1 with on_policy or a scorer"),
     ],
 )

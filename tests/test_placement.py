@@ -1,12 +1,10 @@
 """Which layers or heads keep their attention: the words for it, and the rankings."""
 
-import copy
-
 import pytest
 import torch
 
 from cases import random_tokens
-from comparing import assert_close, in_float64
+from comparing import in_float64
 from hf_memory.conversion import (
     Recipe,
     Run,
@@ -14,23 +12,22 @@ from hf_memory.conversion import (
     carry_over,
     kept_layers,
     make_student,
-    rank_layers,
     resolve,
     smallest_student,
 )
 from hf_memory.conversion.convert import ranked_heads
 from hf_memory.conversion.stages.divergence import divergence
-from hf_memory.conversion.students import placement
+from hf_memory.conversion.students import WINDOW
 from hf_memory.conversion.students.heads import (
+    layers_by_heads,
     passages,
-    rank_heads_by_answers,
     rank_heads_by_predictions,
     rank_heads_by_retrieval,
     ranked,
     window_divergences,
 )
-from hf_memory.conversion.students.placement import placement_table, restored, share_count
-from hf_memory.evaluation import Agreement, bytes_per_token, copy_gain
+from hf_memory.conversion.students.placement import share_count
+from hf_memory.evaluation import bytes_per_token
 from hf_memory.files.text import Text
 from teachers import convert, make_teacher, same
 
@@ -46,7 +43,7 @@ BOTH_STAGES = {"transfer": SCHEDULE, "distillation": SCHEDULE}
         ("3/4", 8, (1, 2, 3, 5, 6, 7)),
         ("2/7", 7, (3, 6)),
         ("1/1", 3, (0, 1, 2)),
-        ("every-other", 5, (1, 3)),
+        ("1/2", 5, (1, 3)),
         ("3,0", 4, (0, 3)),
         ("2", 4, (2,)),
         ("none", 4, ()),
@@ -79,77 +76,15 @@ def test_wrong_words_are_explained(keep, message):
         kept_layers(keep, 4)
 
 
-def start(teacher, keep=()):
-    student = make_student(teacher, "deltanet", keep=keep)
-    carry_over(student, teacher)
-    return student
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "smollm3", "olmo2", "phi3", "gemma2"])
-@pytest.mark.parametrize("layer", [0, 1])
-@torch.no_grad()
-def test_a_restored_layer_is_a_kept_layer(name, layer):
-    teacher, tokens = make_teacher(name), random_tokens(2, 24)
-    student, hybrid = start(teacher), start(teacher, keep=(layer,))
-    shared = student.state_dict()
-    hybrid.load_state_dict({key: shared[key] for key in hybrid.state_dict().keys() & shared.keys()})
-    before, config = student(tokens).logits, copy.deepcopy(student.config)
-    with restored(student, teacher, layer):
-        assert_close(student(tokens).logits, in_float64(hybrid)(tokens).logits, hybrid(tokens).logits)
-    assert torch.equal(student(tokens).logits, before)
-    assert student.config.to_dict() == config.to_dict()
-
-
-def test_a_ranking_measures_what_the_restored_student_does():
-    teacher, tokens = make_teacher(), random_tokens(200)
-    attention = teacher.model.layers[0].self_attn
-    torch.nn.init.zeros_(attention.o_proj.weight)  # so that a memory in its place, which starts from it, is the same
-    student = start(teacher)
-    scores = {score.layer: score for score in rank_layers(student, teacher, tokens, length=32)}
-    assert scores[1].kl == pytest.approx(0, abs=1e-6)
-    assert scores[0].kl > 0.01
-    for layer, model in ((1, teacher), (0, student)):
-        gains = [copy_gain(model, tokens, passage=4, gap=gap, trials=64) for gap in (4, 12)]
-        assert scores[layer].recall == pytest.approx(sum(gains) / 2, abs=1e-5)
-
-
-def test_recall_less_kl_decides_and_recall_where_they_are_the_same(monkeypatch):
-    teacher = make_teacher()
-    student = start(teacher)
-    student.config.num_hidden_layers = 4
-    recall, kl = [0.1, 0.6, 0.301, 0.2], [0.1, 0.9, 0.6, 0.2]
-    now = []
-
-    @placement.contextmanager
-    def pretend(student, teacher, layer):
-        now[:] = [layer]
-        yield
-
-    monkeypatch.setattr(placement, "restored", pretend)
-    monkeypatch.setattr(
-        placement, "recall_by_distance", lambda *_, **__: {64: recall[now[0]] - 0.1, 128: recall[now[0]] + 0.1}
-    )
-    monkeypatch.setattr(placement, "agreement", lambda *_, length: Agreement(kl[now[0]], 0.5, 1.0))
-    ranking = rank_layers(student, teacher, random_tokens(50))
-    assert [score.layer for score in ranking] == [3, 0, 1, 2]
-    assert placement_table(ranking, (3,))[:2] == [
-        ("layer 3", "0.20", "0.200", "yes"),
-        ("layer 0", "0.10", "0.100", ""),
-    ]
-
-
 def test_a_conversion_chooses_its_layers_and_can_be_resumed(tmp_path):
     teacher, tokens = make_teacher(), random_tokens(200)
     made = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
-    assert made.plan.kept == (made.ranking[0].layer,)
-    assert {score.layer for score in made.ranking} == {0, 1}
+    assert made.plan.kept == (layers_by_heads(rank_heads_by_predictions(teacher, tokens, window=WINDOW))[0],)
     assert made.student.config.layer_types[made.plan.kept[0]] == "full_attention"
     again = convert(teacher, tokens, keep="auto:1/2", run=Run(tmp_path), **BOTH_STAGES)
     assert same(again.student, made.student)
-    assert again.ranking == made.ranking
     chosen = convert(teacher, tokens, keep=made.plan.kept, **BOTH_STAGES)
     assert same(chosen.student, made.student)
-    assert chosen.ranking == ()
 
 
 def test_heads_that_retrieve_most_are_found():
@@ -258,38 +193,6 @@ def test_heads_that_predictions_need_are_ranked_on_passages_longer_than_the_wind
     scores = window_divergences(teacher, [(x, torch.arange(220)) for x in rows], window=120, first=1)
     assert rank_heads_by_predictions(teacher, tokens, window=120, first=1) == ranked(scores)
     assert rank_heads_by_predictions(teacher, tokens, window=400) == rank_heads_by_retrieval(teacher, tokens)
-
-
-def test_heads_that_answers_need_are_kept():
-    """The ranking reads the documents that have targets and are longer than the window, and no other."""
-    teacher, config = make_teacher(), make_teacher().config
-    tokens, documents = random_tokens(1, 400)[0], torch.tensor([0, 100, 110])
-    targets = torch.zeros(400, dtype=torch.bool)
-    targets[105:109] = True
-    how = {"window": 6, "first": 1}
-    with pytest.raises(ValueError, match=r"tokens must have conversations .* with answers after 7 tokens"):
-        rank_heads_by_answers(teacher, tokens, **how)
-    heads = rank_heads_by_answers(teacher, Text(tokens, targets=targets, documents=documents), **how)
-    assert len(heads) == config.num_hidden_layers * config.num_key_value_heads
-    alone = window_divergences(teacher, [(tokens[None, 100:110], torch.tensor([7]))], **how)
-    retrieval = torch.zeros_like(alone)
-    for layer, head, score in rank_heads_by_retrieval(teacher, tokens):
-        retrieval[layer, head] = score
-    expected = ranked(alone / alone.max() + retrieval / retrieval.max())
-    assert [(x.layer, x.head) for x in heads] == [(x.layer, x.head) for x in expected]
-
-
-def test_a_student_keeps_the_heads_that_answers_need():
-    teacher, tokens = make_teacher(), random_tokens(1, 400)[0]
-    targets = torch.arange(400) % 40 > 30
-    text = Text(tokens, targets=targets, documents=torch.arange(0, 400, 40))
-    none = Schedule(steps=0, learning_rate=1e-3, length=16)
-    how = {"keep": "answers:1/2", "sliding_window": 6, "transfer": none, "distillation": none}
-    plan = convert(teacher, text, to="attention", **how).plan
-    heads = rank_heads_by_answers(teacher, text, window=6, first=plan.student.num_sink_tokens)
-    assert plan.heads == tuple(heads)
-    kept = [(i, head) for i, layer in enumerate(plan.student.full_attention_heads) for head in layer]
-    assert kept == sorted((x.layer, x.head) for x in heads[: len(heads) // 2])
 
 
 def test_the_smallest_student_that_reaches_a_goal_is_found():

@@ -20,7 +20,6 @@ from hf_memory.evaluation.tasks import QUALITY, Found
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
 DEFAULT = Recipe()
 HEADS = ("layer/head", "score")
-RANKING = "with attention in one layer only, before distillation; ranked by recall minus KL"
 
 
 def schedule(stage: str, kind: type[Schedule | OnPolicy] = Schedule):
@@ -96,13 +95,6 @@ class StudentFlags:
             help="A model to distil from, with the teacher's vocabulary and usually larger; default: the teacher."
         ),
     ] = None
-    teacher_logits: Annotated[
-        Path | None,
-        typer.Option(help="Save the teacher's most likely tokens to this folder first, then distil from them."),
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help=f"Likely tokens to save at each position; default: {conversion.TOP_K}.")
-    ] = None
     seed: options.Seed = 0
 
     def recipe(self) -> Recipe:
@@ -114,7 +106,6 @@ class StudentFlags:
         kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
         given["keep"] = self.keep or kept
         given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)
-        given["top_k"] = conversion.TOP_K if self.teacher_logits and self.top_k is None else self.top_k
         return Recipe(**given)
 
 
@@ -127,7 +118,7 @@ def convert(
     training: options.TrainingFlags,
 ) -> None:
     """Convert a trained Transformer into a memory model. The last tenth of the text is held out to compare the two."""
-    run = Run(training.checkpoints, student.teacher_logits, training=options.read_pairs(training.training))
+    run = Run(training.checkpoints, training=options.read_pairs(training.training))
     recipe = student.recipe()
     goal = None if student.goal is None else options.read_goal(student.goal, recipe)
     asked = Asked(teacher, recipe, run, text, output, Flags.of(context), training, student.servable)
@@ -151,9 +142,6 @@ def _convert(job: Job) -> Made | None:
     processes.destroy_process_group()
     if not processes.is_main_process:
         return None
-    if made.ranking:
-        rows = conversion.placement_table(made.ranking, made.plan.kept)
-        print_table(rows, conversion.PLACEMENT_HEADER, title=RANKING)
     if heads := made.plan.chosen:
         title = f"key-value heads that keep everything, by their {conversion.HEAD_SCORES[made.plan.ranking]}"
         print_table([(f"{x.layer}/{x.head}", f"{x.score:.3f}") for x in heads], HEADS, title=title)

@@ -18,7 +18,7 @@ from hf_memory.cli.terminal import console, print_table
 from hf_memory.cli.work import split
 from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
-from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, harness, record
+from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, record
 from hf_memory.evaluation import evaluate as carry_out
 from hf_memory.evaluation.scores import KINDS
 from hf_memory.evaluation.tasks import SCORED_AT, TOLERANCE
@@ -54,10 +54,6 @@ class MeasureFlags:
         typer.Option(help="Context lengths in tokens; lengths beyond the model's positions or the text are left out."),
     ] = USUAL
     measure_tokens: MeasureTokens = 2**16
-    lm_eval: Annotated[
-        str | None,
-        typer.Option(help="Tasks of lm-eval (needs lm-eval), separated by commas; a name may be a YAML file."),
-    ] = None
     samples: Annotated[
         int,
         typer.Option(help="Needles for each length, at depths from the beginning to the end of the context.", min=2),
@@ -128,11 +124,6 @@ def evaluate(
                 found = record.row_of(known, name, weights[name])
                 subject = Subject(loaded, tokens, tokenizer=tokenizer, **how)
                 carry_out(subject, chosen, found, keep=keep, name=Path(name).name, report=report)
-                for task in flags.lm_eval.split(",") if flags.lm_eval else ():
-                    asked = found.setdefault("lm-eval", {})
-                    if (title := harness.task_name(task)) not in asked:
-                        asked[title] = harness.lm_eval(loaded, tokenizer, task)
-                        keep()
                 how |= {"teacher": loaded, "theirs": found}
         if not found:
             wanted = "tasks must have one that can be measured at these lengths, agreement only with --against"

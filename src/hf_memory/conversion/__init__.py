@@ -15,25 +15,17 @@ from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.goal import smallest_student
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
-from hf_memory.conversion.recipe import TOP_K, OnPolicy, Recipe, Schedule
+from hf_memory.conversion.recipe import OnPolicy, Recipe, Schedule
 from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, fine_tune
-from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.trainer import train
 from hf_memory.conversion.stages.transfer import attention_transfer
 from hf_memory.conversion.students import SERVABLE, STUDENTS, make_student
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.conversion.students.placement import (
-    KEEP_WORDS,
-    PLACEMENT_HEADER,
-    LayerScore,
-    kept_layers,
-    placement_table,
-    rank_layers,
-)
+from hf_memory.conversion.students.placement import KEEP_WORDS, kept_layers
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
@@ -46,14 +38,11 @@ __all__ = [
     "FINE_TUNING",
     "HEAD_SCORES",
     "KEEP_WORDS",
-    "PLACEMENT_HEADER",
     "SERVABLE",
     "STUDENTS",
     "TEACHERS",
-    "TOP_K",
     "CarriedWeights",
     "Conversion",
-    "LayerScore",
     "OnPolicy",
     "Plan",
     "Recipe",
@@ -72,7 +61,6 @@ __all__ = [
     "convert",
     "describe_weights",
     "distill",
-    "distill_from_logits",
     "find_gguf",
     "fine_tune",
     "import_mixer",
@@ -84,15 +72,12 @@ __all__ = [
     "load_tokenizer",
     "make_student",
     "new_folder",
-    "placement_table",
     "plan_rows",
     "processes",
-    "rank_layers",
     "read_tokens",
     "resolve",
     "results_of",
     "rwkv7_config",
-    "save_logits",
     "smallest_student",
     "train",
     "untrained_student",

@@ -1,4 +1,4 @@
-"""Folders of checkpoints and saved logits, with a file that says to which run they belong."""
+"""Folders of checkpoints, with a file that says to which run they belong."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from hf_memory.files.text import Text
 
 FINGERPRINT = "fingerprint.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
-WORK = ("checkpoint-*", "*/checkpoint-*", "logits-*")  # files and folders of a run
+WORK = ("checkpoint-*", "*/checkpoint-*")  # files and folders of a run
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
@@ -34,12 +34,12 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     """Record to which run a folder belongs, or check that it belongs to the same run as before.
 
     Args:
-        folder: folder for checkpoints or saved logits; created if it does not exist.
+        folder: folder for checkpoints; created if it does not exist.
         description: the arguments of the run by name, including models and tokens. An earlier record is replaced if the
-            folder has no checkpoints or logits yet.
+            folder has no checkpoints yet.
 
     Raises:
-        ValueError: if the folder has checkpoints or logits of a run with other arguments, or of an unknown run.
+        ValueError: if the folder has checkpoints of a run with other arguments, or of an unknown run.
     """
     check_claimable(folder)
     file, described = folder / FINGERPRINT, describe(description)
@@ -56,7 +56,7 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
 
 
 def check_claimable(folder: Path) -> None:
-    """Raise ValueError if a folder has checkpoints or logits of an unknown run, or links that lead out of it.
+    """Raise ValueError if a folder has checkpoints of an unknown run, or links that lead out of it.
 
     This run might delete the former, and would write where the latter point to.
     """

@@ -13,18 +13,11 @@ from hf_memory.conversion.plan import Plan, Stage, check_run, check_space
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
 from hf_memory.conversion.stages.fine_tuning import fine_tune
-from hf_memory.conversion.stages.logits import distill_from_logits, save_logits
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.conversion.stages.transfer import attention_transfer
-from hf_memory.conversion.students import SINKS, build, make_student
-from hf_memory.conversion.students.heads import (
-    HeadScore,
-    rank_heads_by_answers,
-    rank_heads_by_predictions,
-    rank_heads_by_retrieval,
-)
+from hf_memory.conversion.students import SINKS, WINDOW, build
+from hf_memory.conversion.students.heads import HeadScore, rank_heads_by_predictions, rank_heads_by_retrieval
 from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
-from hf_memory.conversion.students.placement import LayerScore, rank_layers
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
@@ -41,14 +34,12 @@ class Conversion(NamedTuple):
         plan: the plan, with the layers and heads that a ranking has chosen.
         weights: which weights came from the teacher.
         losses: the losses of each stage, by its name.
-        ranking: scores of all layers, the best to keep first, if the kept layers were chosen by a ranking.
     """
 
     student: MemoryForCausalLM
     plan: Plan
     weights: CarriedWeights
     losses: dict[str, History]
-    ranking: tuple[LayerScore, ...] = ()
 
 
 def convert(
@@ -90,13 +81,9 @@ def convert(
         models: dict = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
         models |= {"tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
-    ranking: tuple[LayerScore, ...] = ()
-    if plan.ranks_heads:
+    if plan.ranked or plan.ranked_heads:
         (heads,) = broadcast_object_list([ranked_heads(observed, tokens, plan, report=run.report)])
         plan = plan.choosing(heads)
-    elif plan.ranked:
-        (ranking,) = broadcast_object_list([_ranking(teacher, observed, tokens, plan, run)])
-        plan = plan.keeping(tuple(sorted(score.layer for score in ranking[: plan.ranked])))
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     if plan.recipe.spread_kept:
         how: dict = {"length": plan.recipe.distillation.length, "report": run.report}
@@ -108,7 +95,7 @@ def convert(
         scores = scorer if scorer and stage.slot == "distillation" else observed
         losses[stage.name] = _learn(stage, student, scores, tokens, plan, run.of(stage.slot, plan.later(stage)))
     student.config.use_cache = True  # the Trainer turns it off
-    return Conversion(student, plan, weights, losses, ranking)
+    return Conversion(student, plan, weights, losses)
 
 
 def untrained_student(
@@ -142,10 +129,10 @@ def ranked_heads(
     if plan.ranking == "retrieval":
         return rank_heads_by_retrieval(teacher, tokens)
     config: Any = plan.student
-    window = config.sliding_window + sum(config.kept_tokens) // config.num_hidden_layers
+    window = (config.sliding_window or WINDOW) + sum(config.kept_tokens) // config.num_hidden_layers
     in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0
-    rank = rank_heads_by_answers if plan.ranking == "answers" else rank_heads_by_predictions
-    return rank(teacher, tokens, window=window, first=config.num_sink_tokens or in_their_place, report=report)
+    first = config.num_sink_tokens or in_their_place
+    return rank_heads_by_predictions(teacher, tokens, window=window, first=first, report=report)
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:
@@ -154,19 +141,6 @@ def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> 
         raise ValueError(f"teacher must be the one of the plan, got one with another {' and '.join(others)}")
     if len(tokens) != plan.num_tokens:
         raise ValueError(f"tokens must be the {plan.num_tokens} of the plan, got {len(tokens)}")
-
-
-def _ranking(
-    teacher: PreTrainedModel, observed: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run
-) -> tuple[LayerScore, ...]:
-    """Scores of all layers, the best to keep first, found with a student without attention."""
-    recipe = plan.recipe
-    student = make_student(teacher, str(recipe.to), seed=recipe.seed, **recipe.options)
-    student.to(observed.device)  # type: ignore[arg-type]
-    start_near(student, teacher, tokens, plan.window, observed=observed)
-    if recipe.transfer.steps:
-        attention_transfer(student, observed, tokens, recipe.transfer, seed=recipe.seed, run=run.of("placement"))
-    return tuple(rank_layers(student, observed, tokens, length=recipe.transfer.length, report=run.report))
 
 
 def _learn(
@@ -179,10 +153,5 @@ def _learn(
     if stage.slot == "fine_tuning":
         return fine_tune(student, tokens, schedule, lora_rank=stage.lora_rank, seed=seed, run=run)
     loss: dict = {"temperature": temperature, "cross_entropy": stage.cross_entropy, "train": plan.recipe.train}
-    if plan.top_k is None or run.teacher_logits is None:
-        own = plan.recipe.on_policy
-        return distill(student, teacher, tokens, schedule, **loss, on_policy=own, seed=seed, run=run)
-    folder, k = run.teacher_logits, plan.top_k
-    with processes().main_process_first():
-        save_logits(folder, teacher, tokens, schedule, k=k, temperature=temperature, seed=seed, report=run.report)
-    return distill_from_logits(student, folder, tokens, schedule, **loss, seed=seed, run=run)
+    own = plan.recipe.on_policy
+    return distill(student, teacher, tokens, schedule, **loss, on_policy=own, seed=seed, run=run)

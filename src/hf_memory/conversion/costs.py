@@ -133,7 +133,7 @@ def _cost(stage: Stage, plan: Plan, training: Mapping[str, Any], processes: int)
     rows = max(1, stage.schedule.batch_size // (processes * training.get("gradient_accumulation_steps", 1)))
     shape = rows, stage.schedule.length
     learner, teacher = _learner(stage, plan, shape, half, again), Work(0, 0)
-    if stage.slot == "distillation" and stage.cross_entropy < 1 and not plan.top_k:
+    if stage.slot == "distillation" and stage.cross_entropy < 1:
         teacher = _over_layers([plan.scorer or plan.teacher], partial(_of_model, shape=shape, half=half))
     logits = _logits(stage, plan, shape, half)
     reads_teacher = teacher.flops > 0 or stage.slot == "transfer"
@@ -184,7 +184,7 @@ def _logits(stage: Stage, plan: Plan, shape: tuple[int, int], half: bool) -> Wor
     product = 2 * tokens * vocabulary * plan.student.hidden_size
     if stage.slot == "fine_tuning":  # the logits of all tokens, in float32 for the loss
         return Work(tokens * vocabulary * (2 * BYTES + size), 3 * product)
-    models = 2 if stage.cross_entropy < 1 and not plan.top_k else 1
+    models = 2 if stage.cross_entropy < 1 else 1
     head = BYTES * vocabulary * plan.student.hidden_size  # its gradient, summed over slices
     return Work(min(SLICE, tokens * vocabulary) * size * (2 + models) + head, (2 + models) * product)
 

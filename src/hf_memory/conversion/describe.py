@@ -10,7 +10,6 @@ from hf_memory.conversion.costs import UTILISATION, costs, read_device
 from hf_memory.conversion.plan import BYTES, Plan, Stage
 from hf_memory.conversion.recipe import TRAINED, lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
-from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
 from hf_memory.conversion.students.heads import HEAD_SCORES
@@ -44,9 +43,6 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += [(f"teacher in {plan.recipe.teacher_bits} bits", size)]
     rows += [("student", f"{plan.student.model_type}, {plan.student_parameters:,} parameters")]
     rows += _attention_rows(plan)
-    if plan.top_k is not None:
-        size = _megabytes(bytes_of_logits(plan.recipe.distillation, plan.top_k))
-        rows += [("teacher's logits", f"{size} on disk, for {plan.top_k} tokens at each position")]
     for stage in plan.stages:
         rows += _stage_rows(stage, plan)
     if not plan.stages:
@@ -76,7 +72,7 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
     named |= {"on_policy": str(recipe.on_policy) if parts and recipe.on_policy.share else None}
     named |= {"train": recipe.train if parts else None}
-    named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits, "top_k": plan.top_k}
+    named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
     spread = {"num_kept_tokens": plan.student.num_kept_tokens} if recipe.spread_kept else {}
     return {name: x for name, x in named.items() if x is not None} | {**recipe.options, **spread, **training}
@@ -150,7 +146,6 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
         return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
-    source = f" for its {plan.top_k} most likely tokens at each position" if plan.top_k else ""
     own, scorer = plan.recipe.on_policy, "the teacher"
     if plan.scorer is not None:
         scorer = f"another model of {plan.scorer_parameters:,} parameters"
@@ -158,7 +153,7 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
     mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
     return (
         f"Then {learner} trained to predict what {scorer} predicts "
-        f"(distillation: KL divergence of the logits{source}{mix}{when})."
+        f"(distillation: KL divergence of the logits{mix}{when})."
     )
 
 
@@ -174,12 +169,9 @@ def _kept(plan: Plan) -> str:
 
 
 def _attention_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.ranked and plan.ranks_heads:
+    if plan.ranked:
         yield "attention kept", f"in {plan.ranked} layers"
         yield "", f"ranked by their heads' {HEAD_SCORES[plan.ranking]}"
-    elif plan.ranked:
-        yield "attention kept", f"in {plan.ranked} layers, to be chosen by a ranking"
-        yield "ranking", f"first, {TRANSFER} of a student without attention"
     elif plan.ranked_heads:
         yield "attention kept", f"in {plan.ranked_heads} key-value heads"
         yield "", f"ranked by their {HEAD_SCORES[plan.ranking]}"

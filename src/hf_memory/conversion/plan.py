@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_memory.conversion.claims import check_claimable
 from hf_memory.conversion.recipe import Recipe, Schedule, lora_rank_of
 from hf_memory.conversion.run import Run
-from hf_memory.conversion.stages.distillation import DISTILLATION, loss_name
+from hf_memory.conversion.stages.distillation import loss_name
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING, check_fine_tuning, num_learned, own_learners
-from hf_memory.conversion.stages.logits import bytes_of_logits
 from hf_memory.conversion.stages.trainer import new_parameters
 from hf_memory.conversion.stages.transfer import TRANSFER, AttentionTransfer
 from hf_memory.conversion.students import can_have_windows, changed_layers, is_exact, student_config, usual_window
@@ -91,12 +90,6 @@ class Plan:
     scorer_parameters: int = 0
 
     @property
-    def top_k(self) -> int | None:
-        """Number of the teacher's tokens that are saved for each position; None if distillation runs the teacher."""
-        is_read = any(stage.name == DISTILLATION for stage in self.stages)
-        return self.recipe.top_k if is_read else None
-
-    @property
     def teacher_bytes(self) -> int:
         """Bytes of the models that the student learns from."""
         whole = BYTES * (self.teacher_parameters + self.scorer_parameters)
@@ -107,11 +100,6 @@ class Plan:
         """By what heads, and layers with them, are ranked, a name in HEAD_SCORES."""
         given = [word for word in HEAD_SCORES if share_count(word, self.recipe.keep, 1)]
         return given[0] if given else "heads"
-
-    @property
-    def ranks_heads(self) -> bool:
-        """Whether the ranking is of heads in the teacher, so that it needs no student."""
-        return bool(self.ranked_heads) or (self.ranked > 0 and self.recipe.to == "attention")
 
     def later(self, stage: Stage) -> float:
         """About how much work follows a stage, in multiples of its own: tokens times the weights that they meet."""
@@ -263,20 +251,12 @@ def check_run(plan: Plan, run: Run, *, output: Path | None = None, overwrite: bo
     Raises:
         ValueError: if a training argument is wrong, or a folder cannot be written to or has files of another run.
     """
-    if (plan.recipe.top_k is None) != (run.teacher_logits is None):
-        raise ValueError(
-            f"top_k and teacher_logits must be given together, got {plan.recipe.top_k} and {run.teacher_logits}"
-        )
-    if plan.top_k and run.validation is not None:
-        raise ValueError("eval_steps of training must not be given with teacher_logits, which are of the training text")
     run.check(*(stage.schedule for stage in plan.stages))
-    work = {"checkpoints": run.checkpoints, "teacher_logits": run.teacher_logits}
-    for name, folder in work.items():
-        if folder is not None:
-            check_folder(name, folder)
-            check_claimable(folder)
+    if run.checkpoints is not None:
+        check_folder("checkpoints", run.checkpoints)
+        check_claimable(run.checkpoints)
     if output is not None:
-        check_output(output, overwrite=overwrite, beside=work)
+        check_output(output, overwrite=overwrite, beside={"checkpoints": run.checkpoints})
 
 
 def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
@@ -287,9 +267,6 @@ def check_space(plan: Plan, run: Run, *, output: Path | None = None) -> None:
         written = sum(map(size_of, run.checkpoints.glob("*/checkpoint-*")))
         # a checkpoint has weights and both moments of AdamW
         needs[run.checkpoints] = max(0, 3 * BYTES * (sum(learned) + max(learned)) - written)
-    if run.teacher_logits and plan.top_k:
-        whole = bytes_of_logits(plan.recipe.distillation, plan.top_k)
-        needs[run.teacher_logits] = max(0, whole - size_of(run.teacher_logits))
     check_room(needs)
 
 
@@ -298,8 +275,6 @@ def _check_models(recipe: Recipe, teacher: PreTrainedConfig, scorer: PreTrainedC
     size = teacher.vocab_size
     if recipe.teacher_bits is not None:
         check_bits(recipe.teacher_bits)
-    if recipe.top_k is not None and not 1 <= recipe.top_k <= size:
-        raise ValueError(f"top_k must be from 1 to the teacher's {size} tokens, got {recipe.top_k}")
     if scorer is not None and scorer.vocab_size != size:
         raise ValueError(f"scorer must have the teacher's vocabulary of {size} tokens, got {scorer.vocab_size}")
 

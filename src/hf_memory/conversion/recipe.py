@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from hf_memory.modeling.checks import check
 
 Keep = Collection[int] | str
-TOP_K = 64  # default number of most likely tokens that are saved for each position
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
 
 
@@ -140,11 +139,9 @@ class Recipe:
             need most, see `rank_heads_by_predictions`. The other heads have what options say, see `usual_window`: by
             default a window of 64 tokens, four first ones and 172 others that received attention, or with a memory of
             another kind a window of 256 tokens and what left it. `"auto"` keeps the quarter of the layers
-            that matter most (an eighth with `"auto:1/8"`): without a memory those whose heads' scores of the same
-            ranking have the largest sum; with one, a student without attention is trained by attention transfer first
-            to find those that recall needs, see `rank_layers`. `"answers:1/10"` ranks heads by what the teacher's
-            answers in the text's conversations need, and by their retrieval, see `rank_heads_by_answers`;
-            `"retrieval:1/10"` by their retrieval alone, see `rank_heads_by_retrieval`, which needs no gradients.
+            that matter most (an eighth with `"auto:1/8"`), those whose heads' scores of the same ranking have the
+            largest sum. `"retrieval:1/10"` ranks heads by their retrieval, see `rank_heads_by_retrieval`, which needs
+            no gradients.
         options: fields of the family's config, such as `gate`. Other fields have the teacher's value or a preset.
         spread_kept: whether layers keep different numbers of older tokens (`num_kept_tokens`), as many in total, where
             the student comes nearest to its teacher by them before it is trained, see `spread_kept_tokens`.
@@ -162,8 +159,6 @@ class Recipe:
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
             1 for a student that equals its teacher before any training.
         on_policy: the steps of distillation in which the student learns from its own continuations; default: none.
-        top_k: number of most likely tokens of the teacher that are saved for each position, to distil from; default:
-            nothing is saved, and the teacher runs during distillation.
         teacher_bits: 8 or 4: quantise the teacher to learn from; default: no quantisation.
         seed: seed for new weights and for the order of the text.
     """
@@ -180,7 +175,6 @@ class Recipe:
     temperature: float = 1.0
     cross_entropy: float | None = None
     on_policy: OnPolicy = OFF_POLICY
-    top_k: int | None = None
     teacher_bits: int | None = None
     seed: int = 0
 
@@ -210,8 +204,6 @@ class Recipe:
         factor, chunk = self.transfer.memory_factor, self.transfer.chunk_length
         check(factor == 1, "memory_factor of transfer", "1, since that stage trains memory layers only", factor)
         check(not chunk, "chunk_length of transfer", "0, since that stage trains each layer for itself", chunk)
-        if self.top_k is not None:
-            check_saved_lengths(self.distillation)
         check_loss(self.temperature, self.cross_entropy or 0)
         if self.train is not None:
             lora_rank_of(self.train)
@@ -219,8 +211,6 @@ class Recipe:
         shortest, own = min(self.distillation.lengths), self.on_policy.tokens
         is_shorter = not self.on_policy.share or own < shortest
         check(is_shorter, "tokens of on_policy", f"fewer than the {shortest} of a window", own)
-        if self.on_policy.share and self.top_k is not None:
-            raise ValueError("share of on_policy must be 0 with saved logits, which are of the text")
         check(0 <= self.seed <= MAX_SEED, "seed", f"from 0 to {MAX_SEED}", self.seed)
         if self.lora_rank is not None:
             check(self.lora_rank >= 1, "lora_rank", "at least 1", self.lora_rank)
@@ -231,12 +221,6 @@ def check_loss(temperature: float, cross_entropy: float) -> None:
     """Raise ValueError if the temperature or the weight of a distillation loss is out of its range."""
     check(0 < temperature < math.inf, "temperature", "above 0", temperature)
     check(0 <= cross_entropy <= 1, "cross_entropy", "from 0 to 1", cross_entropy)
-
-
-def check_saved_lengths(schedule: Schedule) -> None:
-    """Raise ValueError unless all windows of a distillation from saved predictions have one length."""
-    has_one = len(schedule.lengths) == 1
-    check(has_one, "start_length of distillation", "0 with saved logits", schedule.start_length)
 
 
 def lora_rank_of(train: str) -> int | None:

@@ -65,8 +65,6 @@ class Run:
     Args:
         checkpoints: folder for checkpoints. A conversion that was stopped or killed resumes from them if it is called
             with the same arguments.
-        teacher_logits: folder for the teacher's most likely tokens. They are saved there first, unless they exist, and
-            distillation then reads them instead of running the teacher; see `save_logits`. Students can share it.
         callbacks: callbacks of the Trainer in all stages.
         report: is called with the progress of each task.
         training: further TrainingArguments of transformers for all stages, such as `bf16` and
@@ -79,7 +77,6 @@ class Run:
     """
 
     checkpoints: Path | None = None
-    teacher_logits: Path | None = None
     callbacks: tuple[TrainerCallback, ...] = ()
     report: Callable[[Progress], None] = silent
     training: Mapping[str, Any] = field(default_factory=dict)

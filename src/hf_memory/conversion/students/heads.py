@@ -1,4 +1,4 @@
-"""Which key-value heads of a teacher keep everything: those that its predictions or answers need, or that retrieve.
+"""Which key-value heads of a teacher keep everything: those that its predictions need, or that retrieve.
 
 Heads are ranked by their part in the teacher's divergence if all of them have windows, and by their attention to what
 they have read before. Layers can be ranked by their heads.
@@ -7,7 +7,6 @@ they have read before. Layers can be ranked by their heads.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,11 +24,9 @@ from hf_memory.progress import Progress, silent
 
 HEAD_SCORES = {  # what heads are ranked by, for each word
     "heads": "part in the divergence of the teacher's predictions of repeated passages if all heads have windows",
-    "answers": "part in the divergence of the teacher's answers if all heads have windows, and in retrieval",
     "retrieval": "attention to what followed a passage when it was read before",
 }
 PASSAGE, BETWEEN, PASSAGES = 256, 512, 3  # tokens of a passage, tokens between its readings, number of passages
-CONVERSATIONS, LONGEST = 12, 1280  # that heads are ranked on, and the tokens of the longest
 GATES = (1 / 6, 3 / 6, 5 / 6)  # at which gradients are averaged
 OBSERVED = "hf_memory_observed"  # name of an attention function that is ours for a while
 
@@ -97,56 +94,6 @@ def rank_heads_by_predictions(
     rows = [(row, torch.arange(row.shape[1])) for row in passages(Text.of(tokens), window)]
     scores = window_divergences(teacher, rows, window=window, first=first, report=report)
     return ranked(scores) if scores.any() else rank_heads_by_retrieval(teacher, tokens)
-
-
-def rank_heads_by_answers(
-    teacher: PreTrainedModel,
-    tokens: Text | Tensor,
-    *,
-    window: int,
-    first: int = 0,
-    report: Callable[[Progress], None] = silent,
-) -> list[HeadScore]:
-    """Rank all key-value heads of a teacher by what its answers in conversations depend on, and by what they retrieve.
-
-    A head's score is its part of the KL divergence (`window_divergences`) relative to the largest, plus its score of
-    `rank_heads_by_retrieval` relative to the largest. Chains of names and similar questions need heads that retrieve
-    little.
-
-    Args:
-        teacher: the teacher; it is not changed.
-        tokens: a text with documents whose targets are the answers, as `read_tokens(assistant_only=True)` reads it.
-        window: number of tokens that a head with a window sees.
-        first: number of first tokens that it sees as well.
-        report: is called with the progress.
-
-    Raises:
-        ValueError: if no conversation has targets outside the window.
-    """
-    text = Text.of(tokens)
-    rows = list(_conversations(text, window + first))
-    if not rows:
-        raise ValueError(
-            f"tokens must have conversations of up to {LONGEST} tokens, read with assistant_only, with answers after "
-            f"{window + first} tokens to keep the heads that answers need, got none"
-        )
-    chosen = torch.linspace(0, len(rows) - 1, min(CONVERSATIONS, len(rows))).long().tolist()
-    retrieval = {(x.layer, x.head): x.score for x in rank_heads_by_retrieval(teacher, text.parts[0])}
-    read = [rows[place] for place in chosen]
-    answers = ranked(window_divergences(teacher, read, window=window, first=first, report=report))
-    most = answers[0].score, max(retrieval.values())
-    summed = [x._replace(score=x.score / most[0] + retrieval[x.layer, x.head] / most[1]) for x in answers]
-    return sorted(summed, key=lambda head: -head.score)
-
-
-def _conversations(text: Text, shortest: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Documents [1, T] with targets after so many tokens, and the places before these."""
-    begins = [] if text.documents is None or text.targets is None else text.documents.tolist()
-    for begin, end in pairwise([*begins, len(text)]):
-        row = text.row(begin, end - begin + len(text.start), whole=True)
-        places = shortest + (row["labels"][shortest + 1 :] >= 0).nonzero()[:, 0]
-        if len(row["labels"]) <= LONGEST and len(places):
-            yield row["input_ids"][None], places
 
 
 def window_divergences(
