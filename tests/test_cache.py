@@ -252,7 +252,7 @@ def test_keys_and_values_are_refused():
 
 
 def test_a_layer_without_memory_is_refused():
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match="cache must hold a memory at layer 0"):
         memory_layer(DynamicCache(), 0)
 
 

@@ -183,13 +183,13 @@ def test_nothing_to_read_is_refused(shape):
         make_model(CASES[0])(random_tokens(*shape))
 
 
-@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "past_key_values"])
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "cache"])
 def test_contradictory_packing_is_refused(argument):
     model, tokens = make_model(CASES[0]), random_tokens(1, 11)
     kwargs = {
         "cu_seq_lens_q": {"cu_seq_lens_q": CU_SEQLENS[:-1]},
         "attention_mask": {"cu_seq_lens_q": CU_SEQLENS, "attention_mask": (torch.arange(11) > 0)[None]},
-        "past_key_values": {"cu_seq_lens_q": CU_SEQLENS, "past_key_values": DynamicCache(config=model.config)},
+        "cache": {"cu_seq_lens_q": CU_SEQLENS, "cache": DynamicCache(config=model.config)},
     }[argument]
     with pytest.raises(ValueError, match=argument):
         model(tokens, **kwargs)
@@ -430,7 +430,7 @@ def test_each_number_of_a_config_has_a_range(case):
 
 
 def test_a_cache_of_another_config_is_refused():
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match="cache must hold a memory at layer 0"):
         make_model(CASES[0])(random_tokens(1, 3), past_key_values=DynamicCache())
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import test_cache
+import test_cache_argument
 import test_conversion
 import test_deltaformer
 import test_generation
@@ -22,7 +23,7 @@ import test_serving
 import test_transformer
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
 from forms import FORMS
-from hf_memory import cache, save_memory
+from hf_memory import cache, cache_argument, save_memory
 from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language
@@ -67,6 +68,20 @@ def test_a_state_off_by_a_tenth_is_seen(case, monkeypatch):
     )
     with pytest.raises(AssertionError):
         test_modeling.test_step_by_step_equals_full_forward(case)
+
+
+@pytest.mark.parametrize("name", cache_argument.NAMES)
+def test_a_cache_that_vanishes_among_other_arguments_is_seen(name, monkeypatch):
+    named = cache_argument.named_cache
+    monkeypatch.setattr(cache_argument, "named_cache", lambda given, *to: named({**given, name: None}, *to))
+    with pytest.raises(AssertionError):
+        test_cache_argument.test_decoding_with_a_cache_of_either_name_changes_no_token(CASES[0], name)
+
+
+def test_a_cache_of_an_unknown_name_that_vanishes_is_seen(monkeypatch):
+    monkeypatch.setattr(cache_argument, "_check_no_cache", lambda name, value: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_cache_argument.test_a_cache_of_another_name_is_refused("language model", "past_key_value")
 
 
 @every_recurrent_family

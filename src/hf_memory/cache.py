@@ -404,7 +404,7 @@ def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
     """
     if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], MemoryLayer):
         raise ValueError(
-            f"past_key_values must hold a memory at layer {layer_idx}: make it with "
+            f"cache must hold a memory at layer {layer_idx}: make it with "
             f"DynamicCache(config=model.config), got {cache}"
         )
     return cache.layers[layer_idx]

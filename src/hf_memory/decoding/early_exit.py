@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_memory.cache_argument import cache_name, cache_of
 from hf_memory.decoding.parts import Attached, decoder_layers, feed_forward, head, last_norm
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.checks import check
@@ -287,7 +288,7 @@ def _predictions(model: PreTrainedModel, text: Tensor) -> Tensor:
     """The most likely next tokens [T - T / 2] in the second half of a text [T], which is read token by token."""
     half = len(text) // 2
     row, found = text[None].to(model.device), []
-    cache = model(row[:, :half], use_cache=True).past_key_values
+    past = {"use_cache": True, cache_name(model): cache_of(model(row[:, :half], use_cache=True))}
     for t in range(half, len(text)):
-        found.append(model(row[:, t : t + 1], past_key_values=cache, use_cache=True).logits[0, -1].argmax())
+        found.append(model(row[:, t : t + 1], **past).logits[0, -1].argmax())
     return torch.stack(found)

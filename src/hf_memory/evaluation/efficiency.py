@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_memory.cache import state_bytes
+from hf_memory.cache_argument import cache_name
 from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -68,8 +68,7 @@ def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
 def empty_cache(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
     """An empty cache, and the arguments that pass it to a model, which differ in Mamba models."""
     cache = DynamicCache(config=model.config)
-    name = "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
-    return cache, {name: cache, "use_cache": True}
+    return cache, {cache_name(model): cache, "use_cache": True}
 
 
 def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:

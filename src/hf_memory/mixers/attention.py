@@ -6,6 +6,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memory.cache import Spec, State, update
+from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Projections
@@ -31,20 +32,21 @@ class AttentionMixer(Convertible, Projections):
         at_most = None if window is None else window - 1
         return {name: State((heads, D), None, "token", at_most) for name, D in (("keys", K), ("values", V))}
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); packing is part of the mask."""
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
-        if past_key_values is not None:
-            k, v = update(past_key_values, self.layer_idx, k, v)
+        if cache is not None:
+            k, v = update(cache, self.layer_idx, k, v)
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Inputs, Spec, State, States, flat, memory_layer, nested
+from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
 from hf_memory.mixers.attention_blocks import Scores
@@ -264,12 +265,13 @@ class MemoryMixer(Convertible, Projections):
                 channels = getattr(self, f"{x}_proj").out_features
                 setattr(self, f"{x}_conv1d", ShortConvolution(channels, kernel_size, bias))
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         step: int | None = None,
         **kwargs,
@@ -280,7 +282,7 @@ class MemoryMixer(Convertible, Projections):
             hidden_states: [B, T, hidden_size].
             position_embeddings: (cos, sin), [1 or B, T, head_dim] each; used if `sees_positions`.
             attention_mask: [B, T], zero at padding, or None. Padding does not change the memory.
-            past_key_values: a cache, whose layer `layer_idx` holds the states, or None.
+            cache: a cache, whose layer `layer_idx` holds the states, or None.
             cu_seqlens: boundaries [N + 1] of sequences packed into the B * T tokens, or None.
             step: number of the cache's layer, if a model runs one mixer several times; default: `layer_idx`.
             **kwargs: arguments of other mixers, which are ignored.
@@ -298,7 +300,7 @@ class MemoryMixer(Convertible, Projections):
             mask = attention_mask.bool()
             inputs |= {"hidden_states": blank(hidden_states, mask), "attention_mask": mask}
         place = self.layer_idx if step is None else step
-        layer = None if past_key_values is None else memory_layer(past_key_values, place)
+        layer = None if cache is None else memory_layer(cache, place)
         if layer is None:
             output, _ = self.mix_inputs(inputs, {}, cu_seqlens)
         else:

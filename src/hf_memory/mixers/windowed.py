@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, State, States, memory_layer
+from hf_memory.cache_argument import takes_cache
 from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import (
     Attended,
@@ -136,12 +137,13 @@ class WindowedMixer(MemoryMixer):
         parts = [part for part in (self.far, self.sinks, self.virtual_token) if part is not None]
         return nn.ModuleList(parts) if len(parts) > 1 else next(iter(parts), None)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         step: int | None = None,
         **kwargs,
@@ -149,15 +151,15 @@ class WindowedMixer(MemoryMixer):
         """See `MemoryMixer.forward`. One token after others goes straight to `step`: on a CPU the calls between cost
         as much as attention."""
         is_step = self.reads_step and hidden_states.shape[1] == 1 and not torch.is_grad_enabled()
-        if is_step and past_key_values is not None and attention_mask is None and cu_seqlens is None:
-            layer = memory_layer(past_key_values, self.layer_idx if step is None else step)
+        if is_step and cache is not None and attention_mask is None and cu_seqlens is None:
+            layer = memory_layer(cache, self.layer_idx if step is None else step)
             if layer.is_initialized and not layer.record_past and not layer.is_behind:
                 positions = None if position_embeddings is None else Positions(*position_embeddings)
                 layer.spec = self.spec
                 output = self.step(hidden_states, positions, layer.states, layer.known)
                 layer.tokens_read += 1
                 return output, None
-        where = position_embeddings, attention_mask, past_key_values, cu_seqlens, step
+        where = position_embeddings, attention_mask, cache, cu_seqlens, step
         return super().forward(hidden_states, *where, **kwargs)
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -23,6 +23,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_memory.cache import LAYER_TYPES, padding_mask
+from hf_memory.cache_argument import CACHE, NAMES, cache_of, takes_cache
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
@@ -107,7 +108,7 @@ class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "D", "projection", "initial_weights", "span"]
     supports_gradient_checkpointing = True
     _no_split_modules = ["MemoryDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [*NAMES]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -173,6 +174,7 @@ class MemoryModel(MemoryPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -180,7 +182,7 @@ class MemoryModel(MemoryPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         chunk_length: int | None = None,
@@ -193,28 +195,33 @@ class MemoryModel(MemoryPreTrainedModel):
             attention_mask: [B, past + T], zero at padding on either side; or one mask for each layer type.
             position_ids: [B, T]; default: counted over the tokens that are not padding. Numbers that start again
                 within a row mean packed sequences, as do `cu_seq_lens_q` [N + 1] and `seq_idx` [B, T] among `kwargs`.
-            past_key_values: made by `DynamicCache(config=model.config)`, which is also the default with `use_cache`.
+            cache: made by `DynamicCache(config=model.config)`, which is also the default with `use_cache`; it can be
+                given as `past_key_values` too.
             inputs_embeds: [B, T, hidden_size].
             use_cache: whether to return a cache. Packed sequences without a cache given have none.
             chunk_length: read the rows in chunks of so many tokens, from a new cache: with the gradients of whole rows,
                 in little more memory than those of a chunk, and with a second forward pass.
             **kwargs: passed to the mixers.
         """
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(
+                f"cache must be made by DynamicCache(config=model.config) or be None, got {type(cache).__name__}"
+            )
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
-            where = attention_mask, position_ids, past_key_values
+            where = attention_mask, position_ids, cache
             output, cache, own_loss = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
             return MemoryModelOutput(output, cache if use_cache else None, own_loss=own_loss)
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
-            cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+            cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs)
         if cu_seqlens is not None:
             attention_mask = None
             position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
-        elif use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
+        elif use_cache and cache is None:
+            cache = self.new_cache()
         if position_ids is None:
-            position_ids = default_positions(inputs_embeds, attention_mask, past_key_values)
+            position_ids = default_positions(inputs_embeds, attention_mask, cache)
         if isinstance(attention_mask, Tensor):
             inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
         own_losses: list[Tensor] = []
@@ -222,18 +229,18 @@ class MemoryModel(MemoryPreTrainedModel):
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
             hidden_states,
-            self._masks(inputs_embeds, attention_mask, past_key_values, position_ids),
+            self._masks(inputs_embeds, attention_mask, cache, position_ids),
             **self.angles(hidden_states, position_ids),
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},  # by the name that transformers knows, whose activation checkpointing takes it away
             cu_seqlens=cu_seqlens,
             read_values=self._read_values,
             own_losses=own_losses,
             **kwargs,
         )
         return MemoryModelOutput(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            self.norm(hidden_states),
+            cache if use_cache else None,
             own_loss=sum(own_losses) if self.training and own_losses else None,
         )
 
@@ -276,13 +283,13 @@ class MemoryModel(MemoryPreTrainedModel):
             )
         return dict.fromkeys(self.config.layer_types, attention_mask)
 
-    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> list:
+    def _masks(self, inputs_embeds, attention_mask, cache, position_ids) -> list:
         """The mask of each layer."""
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "position_ids": position_ids,
         }
         kinds: Any = self.config.layer_types
@@ -306,13 +313,14 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -326,7 +334,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             input_ids: [B, T].
             attention_mask: [B, past + T].
             position_ids: [B, T].
-            past_key_values: see `MemoryModel.forward`.
+            cache: see `MemoryModel.forward`.
             inputs_embeds: [B, T, hidden_size].
             labels: [B, T] tokens, shifted inside; -100 is ignored.
             use_cache: see `MemoryModel.forward`.
@@ -340,7 +348,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -352,7 +360,10 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = _with(outputs.own_loss, loss)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        return CausalLMOutputWithPast(loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions)
+
+    generate = takes_cache(GenerationMixin.generate, CACHE)
+    prepare_inputs_for_generation = takes_cache(GenerationMixin.prepare_inputs_for_generation, CACHE)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -382,6 +393,10 @@ def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:
 class MemoryForSequenceClassification(GenericForSequenceClassification, MemoryPreTrainedModel):
     """A model with a head that classifies sequences."""
 
+    forward = takes_cache(GenericForSequenceClassification.forward, CACHE)
+
 
 class MemoryForTokenClassification(GenericForTokenClassification, MemoryPreTrainedModel):
     """A model with a head that classifies tokens."""
+
+    forward = takes_cache(GenericForTokenClassification.forward, CACHE)

@@ -46,7 +46,7 @@ def read_in_chunks(
         here, cache = slice(start, start + x.shape[1]), branch(cache)
         mask = None if attention_mask is None else attention_mask[:, : here.stop]
         positions = None if position_ids is None else position_ids[:, here]
-        out = model(inputs_embeds=x, attention_mask=mask, position_ids=positions, past_key_values=cache, **kwargs)
+        out = model(inputs_embeds=x, attention_mask=mask, position_ids=positions, cache=cache, **kwargs)
         return out.last_hidden_state, out.own_loss, cache
 
     T, cache, outputs, losses = inputs_embeds.shape[1], DynamicCache(config=model.config), [], []

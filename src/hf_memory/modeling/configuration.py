@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hf_memory.cache import Spec, flat
+from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
@@ -46,7 +47,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     """
 
     model_type = "hf_memory"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [*NAMES]
     mixers = {  # by layer type; families add "memory"
         "full_attention": AttentionMixer,
         "sliding_attention": AttentionMixer,

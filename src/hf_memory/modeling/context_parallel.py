@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_memory.cache import Inputs, MemoryLayer, Mix, Spec, States
+from hf_memory.cache_argument import named_cache
 from hf_memory.modeling.chunks import check_divisible
 
 
@@ -45,17 +46,17 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[None]:
 
 def _own_part(model: nn.Module, args: tuple, given: dict[str, Any], link: "Link") -> tuple[tuple, dict[str, Any]]:
     """The arguments of a model for this process's part of the tokens."""
-    given = dict(zip(("input_ids",), args, strict=True)) | given
+    given = dict(zip(("input_ids",), args, strict=True)) | named_cache(given)
     rows = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
     T, mask, positions = rows.shape[1], given.get("attention_mask"), given.get("position_ids")
     check_divisible(model.base_model, rows, mask, positions, given, "context_parallel must not be used")
-    if given.get("past_key_values") is not None:
+    if given.get("cache") is not None:
         raise ValueError("context_parallel must not be used with a cache, since each process has its own")
     if link.size > T:
         raise ValueError(f"rows must have a token for each of the {link.size} processes, got {T}")
     here = slice(link.rank * T // link.size, (link.rank + 1) * T // link.size)
     given |= {name: given[name][:, here] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
-    given |= {"past_key_values": _cache(model.config, link, here.start)}
+    given |= {"cache": _cache(model.config, link, here.start)}
     if mask is not None:
         given["attention_mask"] = mask[:, : here.stop]
     if positions is not None:

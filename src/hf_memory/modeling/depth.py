@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
+from hf_memory.cache_argument import CACHE
 from hf_memory.layers import wide
 from hf_memory.mixers.transformer.relations import Sinusoidal
 from hf_memory.modeling.base import MemoryDecoderLayer
@@ -71,7 +72,7 @@ class AdaptiveUniversal(Universal):
             weight = torch.where(ends, 1 - spent, p) * running
             output = output + weight[..., None].to(output.dtype) * hidden_states
             spent, running = spent + weight, running & ~ends
-            if kwargs.get("past_key_values") is None and not is_tracing(running) and not running.any():
+            if kwargs.get(CACHE) is None and not is_tracing(running) and not running.any():
                 break  # with a cache, all steps must write to it
         present = torch.ones_like(cost) if masks[0] is None else masks[0]  # without padding
         kwargs["own_losses"].append(self.weight * (cost * present).sum() / present.sum())
@@ -97,7 +98,7 @@ def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **
     FSDP gathers the parameters of a layer when the layer is called as a whole. With it, the input of each layer is
     stored, and the backward pass computes the layer again from it.
     """
-    in_training = torch.is_grad_enabled() and kwargs.get("past_key_values") is None
+    in_training = torch.is_grad_enabled() and kwargs.get(CACHE) is None
     is_sharded = any(isinstance(x, DTensor) for x in layers.parameters())
     if in_training and not is_sharded:
         learns = [x for layer in layers for x in _learns(layer)]

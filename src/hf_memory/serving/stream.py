@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation import GenerationMode
 
 from hf_memory.cache import MemoryLayer, copied
+from hf_memory.cache_argument import cache_name
 from hf_memory.serving.rows import check_layers, join, keep, take
 
 MOMENT = 1e-3  # seconds that a running batch waits for the next request
@@ -206,7 +207,7 @@ def _read(model: PreTrainedModel, number: int, request: Request) -> tuple[_Row, 
     processors = model._get_logits_processor(config, input_ids_seq_length=len(tokens), device=model.device)
     end = config._eos_token_tensor
     cache = _own_cache(model, request)
-    logits = model(tokens[None], past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    logits = model(tokens[None], **{cache_name(model): cache}, logits_to_keep=1).logits[0, -1]
     row = _Row(
         request,
         number,
@@ -252,7 +253,8 @@ def _forward(model: PreTrainedModel, rows: list[_Row], cache: DynamicCache) -> T
     lengths = torch.tensor([row.length for row in rows], device=model.device)
     mask = torch.arange(past + 1, device=model.device) >= past - lengths[:, None]
     tokens = torch.stack([row.tokens[-1:] for row in rows])
-    outputs = model(tokens, attention_mask=mask.long(), position_ids=lengths[:, None], past_key_values=cache)
+    read = {"attention_mask": mask.long(), "position_ids": lengths[:, None], cache_name(model): cache}
+    outputs = model(tokens, **read)
     for row in rows:
         row.length += 1
     return outputs.logits[:, -1]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_memory.cache_argument import cache_name, cache_of
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import OFF_POLICY, OnPolicy, Schedule, check_loss
 from hf_memory.conversion.run import Run
@@ -114,10 +115,10 @@ def continuation(model: PreTrainedModel, prompts: Tensor, num_tokens: int, dice:
     """[B, num_tokens]: what a model writes after prompts [B, T], sampled as it predicts, with dice for each row."""
     ids, cache, written = prompts, None, []
     for _ in range(num_tokens):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=ids, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
         below = output.logits[:, -1].double().softmax(-1).cumsum(-1)
         drawn = below.new_tensor([[die.random()] for die in dice])
-        ids, cache = torch.searchsorted(below, drawn * below[:, -1:]), output.past_key_values
+        ids, cache = torch.searchsorted(below, drawn * below[:, -1:]), cache_of(output)
         written.append(ids)
     return torch.cat(written, dim=1)
 

@@ -1,0 +1,77 @@
+"""The argument that takes a cache: transformers 5.24 calls it `cache`, earlier versions `past_key_values`.
+
+Models of this package accept both names, whatever version is installed. A cache under another name is refused: models
+have `**kwargs`, in which it would vanish, and each token would then be read as the first of its text.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+NAMES = ("cache", "past_key_values")
+CACHE = next(name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)  # transformers' own name
+OTHER_NAMES = ("state", "mems")  # of RWKV and of Transformer-XL; more are found by their parts
+PARTS = ("cache", "past")
+NO_CACHES = ("cache_position", "cache_config")
+
+
+def takes_cache(function: Callable, name: str = "cache") -> Callable:
+    """Let a function, which calls its cache `name`, take it as `cache` or `past_key_values`, and by no other name.
+
+    Raises:
+        ValueError: when called with two different caches, or with a cache under another name.
+    """
+
+    @wraps(function)
+    def with_cache(*args, **kwargs):
+        return function(*args, **named_cache(kwargs, name))
+
+    return with_cache
+
+
+def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+    """Keyword arguments in which the cache, if there is one, has this name.
+
+    Raises:
+        ValueError: if there are two different caches, or one under an unknown name.
+    """
+    cache, named = None, {}
+    for key, value in kwargs.items():
+        if key not in NAMES:
+            _check_no_cache(key, value)
+            named[key] = value
+        elif value is not None:
+            if cache is not None and cache is not value:
+                raise ValueError("cache and past_key_values are the same argument, got a different cache for each")
+            cache = value
+    if cache is not None:
+        named[name] = cache
+    return named
+
+
+def _check_no_cache(key: str, value: Any) -> None:
+    """Raise ValueError if an argument that is not named as a cache is one, by its type or by its name."""
+    if value is None or isinstance(value, bool | int | float | str) or key in NO_CACHES:
+        return
+    by_name = key in OTHER_NAMES or any(part in key for part in PARTS)
+    if by_name or isinstance(value, Cache | CacheLayerMixin):
+        raise ValueError(
+            f"a cache must be given as cache or past_key_values, got {type(value).__name__} as {key}, "
+            "which the model would not read"
+        )
+
+
+def cache_name(model: nn.Module) -> str:
+    """The name by which the forward of any language model takes a cache; that of Mamba can be another."""
+    parameters = signature(model.forward).parameters
+    return next((name for name in (*NAMES, "cache_params") if name in parameters), CACHE)
+
+
+def cache_of(output: Any) -> Cache:
+    """The cache in the output of a language model."""
+    return getattr(output, CACHE)
