@@ -31,6 +31,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import hf_memory
 from hf_memory.cache import MemoryLayer, state_bytes
+from hf_memory.cache_argument import CACHE
 from hf_memory.conversion import make_student
 from ops import shares_of
 
@@ -110,7 +111,7 @@ def make_all(students: dict[str, dict]) -> dict[str, PreTrainedModel]:
 def filled_cache(model: PreTrainedModel, tokens: int, batch: int) -> DynamicCache:
     """As if the model had read so many tokens."""
     cache = DynamicCache(config=model.config)
-    model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), past_key_values=cache)
+    model(torch.ones(batch, 2, dtype=torch.long, device=DEVICE), **{CACHE: cache})
     for layer in cache.layers:
         if isinstance(layer, MemoryLayer):
             growing = {name: x for name, x in layer.states.items() if layer.spec[name].growth == "token"}
@@ -156,7 +157,7 @@ def in_turn(calls: dict[str, Callable], rounds: int, tokens: int) -> dict[str, d
 
 def read(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     """A prompt, into an empty cache."""
-    model(tokens, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    model(tokens, **{CACHE: DynamicCache(config=model.config)}, logits_to_keep=1)
 
 
 def table(
@@ -173,7 +174,7 @@ def table(
             token = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
             caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
             moved = {name: bytes_moved(model, caches[name]) for name, model in models.items()}
-            steps = {name: partial(model, token, past_key_values=caches[name]) for name, model in models.items()}
+            steps = {name: partial(model, token, **{CACHE: caches[name]}) for name, model in models.items()}
             row = in_turn(steps, rounds, 3)
             for name, of_model in row.items():
                 of_model["bytes_ratio"] = moved[name] / moved["Llama"]
@@ -199,7 +200,7 @@ def by_context(models: dict[str, PreTrainedModel], rounds: int, contexts: Sequen
     token, found = torch.ones(1, 1, dtype=torch.long, device=DEVICE), {}
     for context in contexts:
         caches = {name: filled_cache(model, context, 1) for name, model in models.items()}
-        steps = {n: partial(m, token, past_key_values=caches[n]) for n, m in models.items()}
+        steps = {n: partial(m, token, **{CACHE: caches[n]}) for n, m in models.items()}
         found[context] = in_turn(steps, rounds, 3)
         for name, cache in caches.items():
             found[context][name]["cache_bytes"] = state_bytes(cache)
@@ -210,7 +211,7 @@ def by_context(models: dict[str, PreTrainedModel], rounds: int, contexts: Sequen
 def shares(model: PreTrainedModel) -> dict[str, float]:
     """Where the time of a token goes: the part of each PyTorch operation. Products are reading of weights."""
     token = torch.ones(1, 1, dtype=torch.long, device=DEVICE)
-    step = partial(model, token, past_key_values=filled_cache(model, 16, 1))
+    step = partial(model, token, **{CACHE: filled_cache(model, 16, 1)})
     step()
     return shares_of(lambda: [step() for _ in range(5)], DEVICE.type, largest=10)
 

@@ -27,6 +27,7 @@ sys.path.append(str(ROOT))  # for examples
 
 from examples import real_teacher as example  # noqa: E402
 
+from hf_memory.cache_argument import CACHE, cache_of  # noqa: E402
 from hf_memory.conversion import load_teacher, load_tokenizer  # noqa: E402
 from hf_memory.decoding import EarlyExit, exit_loss, fit_classifier  # noqa: E402
 from hf_memory.demo import sections  # noqa: E402
@@ -43,10 +44,10 @@ def decode(model: PreTrainedModel, texts: Tensor) -> dict[str, Tensor | float]:
     """Predictions and losses of the second half of each text, and milliseconds a token."""
     half, chosen, losses, seconds = texts.shape[1] // 2, [], [], 0.0
     for row in texts.split(1):
-        cache = model(row[:, :half], use_cache=True).past_key_values
+        cache = cache_of(model(row[:, :half], use_cache=True))
         for t in range(half, row.shape[1] - 1):
             start = time.thread_time()
-            logits = model(row[:, t : t + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = model(row[:, t : t + 1], **{CACHE: cache}, use_cache=True).logits[0, -1]
             seconds += time.thread_time() - start
             chosen.append(logits.argmax())
             losses.append(F.cross_entropy(logits.float(), row[0, t + 1]))

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memory  # noqa: F401  (registers the families)
+from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.ops import contract, rwkv7_gates, short_convolution
 
 WINDOWS = {"layer_types": ["sliding_heads"], "sliding_window": 4}
@@ -77,9 +78,9 @@ def step(model_type: str, options: dict, layers: int) -> collections.Counter:
     config = AutoConfig.for_model(model_type, **SIZES, num_hidden_layers=layers, **options)
     model, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.ones(1, 8, dtype=torch.long)
     with torch.no_grad():
-        cache = model(tokens, use_cache=True).past_key_values
+        cache = cache_of(model(tokens, use_cache=True))
         with Launches() as launches:
-            model(tokens[:, :1], past_key_values=cache, use_cache=True)
+            model(tokens[:, :1], **{CACHE: cache}, use_cache=True)
     return launches.counts
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.retention import Retention
@@ -128,8 +129,8 @@ def graph(device: str) -> Iterator[dict]:
     model = model_of("Gated DeltaNet", "", device)
     tokens = torch.ones(1, 1, dtype=torch.long, device=device)
     with torch.no_grad():
-        cache = model(tokens, use_cache=True).past_key_values
-        step = lambda: model(tokens, past_key_values=cache, use_cache=True).logits  # noqa: E731
+        cache = cache_of(model(tokens, use_cache=True))
+        step = lambda: model(tokens, **{CACHE: cache}, use_cache=True).logits  # noqa: E731
         step()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
@@ -190,8 +191,8 @@ def model(device: str, name: str, whose: str) -> Iterator[dict]:
             "what": "prompt",
             "ms": milliseconds(lambda: made(prompt, use_cache=True, logits_to_keep=1), device),
         }
-        cache = made(prompt, use_cache=True).past_key_values
-        step = lambda: made(prompt[:, :1], past_key_values=cache, use_cache=True)  # noqa: E731
+        cache = cache_of(made(prompt, use_cache=True))
+        step = lambda: made(prompt[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
         yield {**row, "what": "token", "ms": milliseconds(step, device)}
 
 

@@ -26,7 +26,7 @@ def read(text: str) -> None:
     """Read piece by piece, so that a document of any length fits."""
     tokens, cache = tokenizer(text, return_tensors="pt").input_ids, DynamicCache(config=model.config)
     for piece in tokens.split(PIECE, dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
+        model(piece, cache=cache, logits_to_keep=1)
     hf_memory.save_memory(cache, MEMORY, model)
     print(f"{tokens.shape[1]} tokens are now {MEMORY.stat().st_size} bytes in {MEMORY}")
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from claim import Claim, Rows, spread
+from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.decoding import EarlyExit, calibrate, exit_loss, fit_classifier
 from pictures import COLORS
 from text import SIZES, passages
@@ -83,9 +84,9 @@ def read(model: PreTrainedModel, texts: Tensor) -> Tensor:
     """Logits [n, T / 2 - 1, V] of the bytes after the first of the second halves, read byte by byte."""
     half, logits = texts.shape[1] // 2, []
     for row in texts.split(1):
-        cache = model(row[:, :half], use_cache=True).past_key_values
+        cache = cache_of(model(row[:, :half], use_cache=True))
         for x in row[:, half:-1].split(1, 1):
-            logits.append(model(x, past_key_values=cache, use_cache=True).logits[0])
+            logits.append(model(x, **{CACHE: cache}, use_cache=True).logits[0])
     return torch.cat(logits).unflatten(0, (len(texts), -1))
 
 
