@@ -1,9 +1,7 @@
 """What a conversion keeps, what it learns, and what it leaves on disk."""
 
 import json
-import os
 import sys
-import threading
 from dataclasses import replace
 
 import pyarrow
@@ -527,14 +525,6 @@ def test_a_folder_of_texts_and_data_is_read_whole_and_a_byte_order_mark_is_no_te
     (tmp_path / "test.jsonl").write_text('{"text": ')
     with pytest.raises(ValueError, match="must be a data set that can be loaded"):
         conversion.read_tokens([tmp_path], make_tokenizer())
-
-
-def test_a_pipe_is_read_like_a_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("w4 w5"))
-    writer.start()
-    assert conversion.read_tokens([tmp_path / "pipe"], make_tokenizer()).tokens.tolist() == [4, 5, 2]
-    writer.join()
 
 
 @pytest.fixture

@@ -2,10 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from hf_memory.files.folders import check_regular
 
 FIELDS = ("text", "messages")  # the first of these fields that a row has is read
 PART = 2**22  # characters of a document of a text file; a longer file has several
@@ -21,13 +24,12 @@ def documents(source: Path | str) -> Iterator[Document]:
     path = Path(source)
     if not str(source):
         raise ValueError("text must be a file, a folder or the name of a data set, got ''")
-    if path.is_file() or path.is_fifo():
-        return READERS.get(path.suffix, _text)(path)
+    check_regular("text", path)
+    if path.is_file():
+        return _reader(path)(path)
     if path.is_dir():
         return _folder(path)
-    if path.exists():
-        raise ValueError(f"text must be a file, a folder or the name of a data set, got the device {source}")
-    if NAME.fullmatch(str(source)) and path.suffix not in SUFFIXES:
+    if NAME.fullmatch(str(source)) and path.suffix.lower() not in SUFFIXES:
         return _data_set(str(source))
     raise FileNotFoundError(f"No such file or directory, and no name of a data set: {source}")
 
@@ -39,28 +41,45 @@ def read_prompts(file: Path) -> list[str]:
         ValueError: if there are none, or the file is not text.
         OSError: if the file cannot be read.
     """
+    check_regular("prompts", file)
     prompts = [line for text in _text(file) for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"prompts must be a file with a prompt in each line, got {file}, which is empty")
     return prompts
 
 
+def files_of(source: Path) -> list[Path]:
+    """The files of a source, sorted: itself, or those of a folder that are not hidden, nor in a hidden folder of it."""
+    if not source.is_dir():
+        return [source]
+    files = (path for path in source.rglob("*") if path.is_file())
+    return sorted(path for path in files if not any(x.startswith(".") for x in path.relative_to(source).parts))
+
+
 def _folder(folder: Path) -> Iterator[Document]:
     """The documents of all files of a folder, sorted, unless it is a data set of other formats or with splits."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    data = [file for file in files if file.suffix in DATA]
+    files = files_of(folder)
+    data = [file for file in files if file.suffix.lower() in DATA]
     if all(file in data or file.stem.lower() in ABOUT for file in files):
-        if any(file.suffix not in READERS or SPLITS.search(str(file.relative_to(folder)).lower()) for file in data):
+        names = {file: str(file.relative_to(folder)).lower() for file in data}
+        if any(_reader(file) is _text or SPLITS.search(name) for file, name in names.items()):
             return _data_set(str(folder))
         files = data
-    return chain.from_iterable(READERS.get(file.suffix, _text)(file) for file in files)
+    return chain.from_iterable(_reader(file)(file) for file in files)
+
+
+def _reader(file: Path) -> Callable[[Path], Iterator[Document]]:
+    return READERS.get(file.suffix.lower(), _text)
 
 
 def _text(file: Path) -> Iterator[str]:
-    if file.suffix in DATA:
+    if file.suffix.lower() in (*DATA, *STRUCTURED):
         raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, which is {file.suffix}")
     try:
         with file.open(encoding="utf-8-sig") as lines:
+            if _is_row(lines.readline(PART)):
+                raise ValueError(f"text must be a plain file, .jsonl or .parquet, got {file}, whose first line is JSON")
+            lines.seek(0)
             while text := lines.read(PART):
                 text += lines.readline(PART)
                 if "\0" in text:
@@ -68,6 +87,13 @@ def _text(file: Path) -> Iterator[str]:
                 yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be text in UTF-8, got byte {error.object[error.start]:#x}") from error
+
+
+def _is_row(line: str) -> bool:
+    """Whether a line is an object in JSON, as in files of data whose name does not say so."""
+    with suppress(ValueError, RecursionError):
+        return line.lstrip().startswith("{") and bool(json.loads(line))
+    return False
 
 
 def _jsonl(file: Path) -> Iterator[Document]:
@@ -119,7 +145,7 @@ def _text_of(row, where: str) -> Document:
     if isinstance(text, str):
         found: Document = text
     elif messages and all(isinstance(x, dict) and {"role", "content"} <= set(x) for x in messages):
-        found = messages
+        found = [message | {"content": _content_of(message["content"], where)} for message in messages]
     else:
         given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} must have a text in its field text, or roles and contents in messages, got {given}")
@@ -128,6 +154,26 @@ def _text_of(row, where: str) -> Document:
     return found
 
 
-READERS = {".jsonl": _jsonl, ".parquet": _parquet}
+def _content_of(content: Any, where: str) -> str | None:
+    """The text of a message, whose parts are joined if it has several; None for one without, such as a tool's call."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where} must have messages whose content is text, got {type(content).__name__}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"{where} must have messages whose content is text, or parts of type text, got type {kind}"
+            )
+    return "".join(part["text"] for part in content)
+
+
+READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".jsonlines": _jsonl, ".parquet": _parquet}
 DATA = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", *READERS}
-SUFFIXES = {".txt", ".md", *DATA}  # of files; a misspelt file name is thus not looked for on the Hub
+TABLES = {".json5", ".geojson", ".psv", ".feather", ".orc", ".avro", ".msgpack", ".tfrecord", ".db", ".sqlite"}
+ARRAYS = {".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".gguf", ".h5", ".hdf5"}
+PAGES = {".ipynb", ".pdf", ".epub", ".doc", ".docx", ".odt", ".rtf", ".xls", ".xlsx", ".ods"}
+ARCHIVES = {".tar", ".tgz", ".7z", ".rar", ".lz4", ".lzma"}
+STRUCTURED = TABLES | ARRAYS | PAGES | ARCHIVES  # formats that are not read, and whose syntax is no text
+SUFFIXES = {".txt", ".md", *DATA, *STRUCTURED}  # of files; a misspelt file name is thus not looked for on the Hub

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_memory.files.chat_template import apply_template, tokens_and_targets
-from hf_memory.files.documents import Document, documents
+from hf_memory.files.documents import Document, documents, files_of
 from hf_memory.files.fingerprints import tokenizer_fingerprint
 from hf_memory.files.folders import replaced, written
 from hf_memory.files.text import Text, start_of
@@ -91,7 +91,7 @@ def read_tokens(
 
 def _name(sources: Sequence[Path | str], tokenizer, limit: int | None, assistant_only: bool) -> str:
     """A name of tokens that differs if a text, the tokenizer, or what is read of them does."""
-    files = [(str(source), [Path(source), *sorted(Path(source).rglob("*"))]) for source in sources]
+    files = [(str(source), files_of(Path(source))) for source in sources]
     seen = [
         (name, [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in found if x.exists()]) for name, found in files
     ]
