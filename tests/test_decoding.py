@@ -157,6 +157,22 @@ def test_what_does_not_fit_is_refused(tmp_path):
             Datastore(tmp_path / "store")
 
 
+def test_of_two_datastores_in_one_folder_one_is_refused(tmp_path):
+    model, read, refused = llama(), random_tokens(20), []
+
+    def meanwhile(_):
+        with pytest.raises(
+            ValueError, match=r"folder must not be in use, got .*store, to which process \d+ on"
+        ) as error:
+            build_datastore(model, read, tmp_path / "store")
+        refused.append(error)
+
+    build_datastore(model, read, tmp_path / "store", report=meanwhile)
+    assert refused
+    assert [x.name for x in tmp_path.iterdir()] == ["store"]
+    assert len(Datastore(tmp_path / "store")) == 19
+
+
 def test_a_datastore_is_made_and_used_by_commands(run, teacher, text, tmp_path):
     store = tmp_path / "store"
     code, out, err = run("datastore", teacher, "--text", text, "--output", store, "--max-tokens", 300, "--length", 64)

@@ -245,6 +245,26 @@ def test_an_export_that_is_another_function_is_not_written(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", ["export", "student.gguf"])
+def test_of_two_exports_to_one_place_one_is_refused(place, tmp_path, monkeypatch):
+    model, refused, compare = make_model(EXACT[0].case), [], exporting.compare
+    names = {"export": ("export", "b.gguf"), "student.gguf": ("other", "student.gguf")}[place]
+
+    def meanwhile(*args):
+        monkeypatch.setattr(exporting, "compare", compare)
+        with pytest.raises(
+            ValueError, match=rf"must not be in use, got .*{place}, to which process \d+ on .* writes"
+        ) as error:
+            export_model(make_model(EXACT[0].case), tmp_path / names[0], gguf=tmp_path / names[1])
+        refused.append(error)
+        return compare(*args)
+
+    monkeypatch.setattr(exporting, "compare", meanwhile)
+    export_model(model, tmp_path / "export", gguf=tmp_path / "student.gguf")
+    assert len(refused) == 1
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["export", "student.gguf"]
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     def fail(*args):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

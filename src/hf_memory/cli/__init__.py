@@ -1,6 +1,7 @@
 """The commands of `hf-memory`, one in each file; `hf_memory_cli` lists them, and imports the one that is called."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -13,12 +14,14 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from hf_memory.cli.terminal import errors
+from hf_memory.files.names import visible
 
 EXPECTED = (ValueError, OSError, StrictDataclassError, SafetensorError)  # errors that wrong input can cause
 
 
 def load(name: str):
     """The command with a given name."""
+    warnings.formatwarning = lambda message, *where, **how: f"Warning: {visible(str(message))}\n"
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     function = name.replace("-", "_")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.folders import replaced
+from hf_memory.files.folders import claimed, replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
@@ -130,7 +130,8 @@ class Datastore:
             index.train(self.keys[some].float().numpy())
         for _, keys in zip(*self._slices(self.keys.shape[1])):
             index.add(keys.float().numpy())
-        faiss.write_index(index, str(self.folder / INDEX))
+        with replaced(self.folder / INDEX) as partial:
+            faiss.write_index(index, str(partial))
         self.index = self._read_index()
 
 
@@ -169,6 +170,12 @@ def build_datastore(
     if text.tokens.ndim != 1 or len(text) < 2:
         raise ValueError(f"tokens must be [T] with at least two tokens, got shape {tuple(text.tokens.shape)}")
     check(length >= 2, "length", "at least 2 tokens", length)
+    with claimed(folder, "folder"):
+        return _build(model, text, folder, length, dtype, module, index, report)
+
+
+def _build(model, text: Text, folder: Path, length: int, dtype: torch.dtype, module, index, report) -> Datastore:
+    """Build a datastore in a folder that is claimed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder must be a new one, got {folder}, which is in use")
     module = key_module(model) if module is None else module

@@ -3,9 +3,9 @@
 import copy
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from hf_memory.export.gguf import LAYOUTS, TOKENIZER, check_gguf, write_gguf
 from hf_memory.export.parts import kept_layers
 from hf_memory.export.target import Target
 from hf_memory.export.targets import find_target
-from hf_memory.files.folders import written
+from hf_memory.files.folders import claimed, replaced, written
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.loading import load_model, load_tokenizer
@@ -67,11 +67,20 @@ def export_model(
             the model or its tokenizer.
         OSError: if it cannot be written.
     """
-    folder, tokenizer = Path(folder), None
-    if folder.exists():
-        raise ValueError(f"folder must not exist yet, got {folder}")
-    if gguf is not None:
-        _check_file(Path(gguf), folder)
+    folder = Path(folder)
+    file = None if gguf is None else Path(gguf)
+    _check_places(folder, file)
+    with ExitStack() as claims:
+        claims.enter_context(claimed(folder, "folder"))
+        if file is not None:
+            claims.enter_context(claimed(file, "gguf"))
+        _check_places(folder, file)  # once more, now that nobody else writes there
+        return _export(model, folder, target, file)
+
+
+def _export(model: MemoryForCausalLM | str | Path, folder: Path, target: str, gguf: Path | None) -> Export:
+    """Export to places that are claimed."""
+    tokenizer = None
     if not isinstance(model, PreTrainedModel):
         if cached_file(str(model), TOKENIZER, _raise_exceptions_for_missing_entries=False):
             tokenizer = load_tokenizer(model)
@@ -81,8 +90,8 @@ def export_model(
     found = find_target(model.config, target)
     if gguf is not None:
         check_gguf(found, model.config, tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+    with ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent))
         partial = Path(work) / folder.name
         with written("export", folder, "nothing is left there"):
             save(rewrite(model, found), partial, found, model.config)
@@ -90,15 +99,17 @@ def export_model(
                 tokenizer.save_pretrained(partial)
             if gguf is not None:
                 padded = LAYOUTS[found.name].target
-                write_gguf(rewrite(model, padded), padded, partial, Path(work) / "gguf")
+                write_gguf(rewrite(model, padded), padded, partial, stack.enter_context(replaced(gguf)))
         error = compare(model, partial)
-        if gguf is not None:
-            shutil.move(Path(work) / "gguf", gguf)
         partial.rename(folder)
     return Export(folder, found, found.engines(model.config), error)
 
 
-def _check_file(gguf: Path, folder: Path) -> None:
+def _check_places(folder: Path, gguf: Path | None) -> None:
+    if folder.exists():
+        raise ValueError(f"folder must not exist yet, got {folder}")
+    if gguf is None:
+        return
     if gguf.exists() or gguf.absolute() == folder.absolute():
         raise ValueError(f"gguf must be a new file, got {gguf}")
     if not os.access(gguf.parent, os.W_OK):

@@ -1,8 +1,14 @@
 """Files and folders that one process at a time writes, completely or not at all, after a check of the free space."""
 
+import ctypes
+import errno
 import os
+import re
 import shutil
 import socket
+import sys
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,29 +18,40 @@ from safetensors import SafetensorError
 
 RESULTS = "results.json"  # marks a folder that may be replaced
 LONGEST_NAME = 230  # file systems allow 255 bytes, and a folder is first written under a longer, temporary name
+AT_CWD, EXCHANGE = -100, 2  # of Linux' renameat2
+CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # of a kernel or a file system that lacks it
+
+
+class NotPutBack(OSError):
+    """A folder that is under another name, because neither the new nor the old one could be given its own."""
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """A context in which no other process can claim the folder; the claim ends with the process, also if it is killed.
+def claimed(path: Path, name: str = "output") -> Iterator[None]:
+    """A context in which nobody else can claim a path; the claim ends with the process, also if it is killed.
+
+    What a killed process left beside the path is removed. If that process had moved a folder away to replace it, the
+    folder is put back first, with a warning.
 
     Args:
-        folder: the folder, which need not exist; the claim is a file beside it.
+        path: the folder or file, which need not exist; the claim is a file beside it.
+        name: the name of the path in error messages.
 
     Raises:
-        ValueError: if another process has claimed it, or it cannot be created or written to.
+        ValueError: if another process or thread has claimed it, or it cannot be created or written to.
     """
-    check_folder("output", folder)
-    owner = folder.absolute().with_name(f".{folder.absolute().name}.lock")
+    check_folder(name, path)
+    owner = path.absolute().with_name(f".{path.absolute().name}.lock")
     owner.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(owner)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         by = owner.read_text(encoding="utf-8") or "another process"
-        raise ValueError(f"output must not be in use, got {folder}, to which {by} writes: wait for it") from None
+        raise ValueError(f"{name} must not be in use, got {path}, to which {by} writes: wait for it") from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        _clear_up(path.absolute())
         yield
     finally:
         with suppress(OSError):  # Windows keeps open files
@@ -42,24 +59,92 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def _clear_up(path: Path) -> None:
+    """Put back and remove what killed processes left beside a claimed path."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+(-\d+)?(-old)?")
+    left = [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
+    moved = [file for file in left if file.name.endswith("-old")]
+    if moved and not os.path.lexists(path):
+        newest = max(moved, key=lambda file: file.stat().st_mtime_ns)
+        newest.rename(path)
+        warnings.warn(f"a run was killed while it replaced {path}: what was there before is put back", stacklevel=3)
+    for file in left:
+        _remove(file)
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A context with a path beside `path` to write to; it takes the place of `path` if no exception was raised."""
-    partial, old = (path.with_name(f".{path.name}.{os.getpid()}{end}") for end in ("", "-old"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    """A context with a path beside `path` to write to; it takes the place of `path` if no exception was raised.
+
+    At each moment, also if the process is killed, the old or the new file or folder is under the name `path`. Where the
+    system cannot exchange two folders in one step, the old one has another name for a moment; `claimed` puts it back.
+
+    Raises:
+        OSError: if `path` cannot be replaced; what was there is unchanged.
+        NotPutBack: if a folder was moved away, and could neither be replaced nor put back.
+    """
+    partial = _beside(path)
+    _remove(partial)  # of a process that was killed
     try:
         yield partial
-        if path.is_dir():
-            path.rename(old)
-        partial.replace(path)
-        shutil.rmtree(old, ignore_errors=True)
+        if not path.is_dir():
+            partial.replace(path)
+        elif not _exchange(partial, path):
+            _replace_by_two_renames(partial, path)
     finally:
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        _remove(partial)
+
+
+def _beside(path: Path, end: str = "") -> Path:
+    """A hidden name beside a path that no other process or thread uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{end}")
+
+
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchange two paths in one step; returns False where this is not possible.
+
+    Raises:
+        OSError: if it is possible, but fails.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    if renameat2(AT_CWD, os.fsencode(path), AT_CWD, os.fsencode(other), EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _replace_by_two_renames(new: Path, path: Path) -> None:
+    old = _beside(path, "-old")
+    _remove(old)
+    try:
+        path.rename(old)
+        new.rename(path)
+    except BaseException as error:
+        if old.exists() and not path.exists():
+            try:
+                old.rename(path)
+            except OSError as other:
+                raise NotPutBack(f"{path} could not be replaced ({error}); what was there is now {old}") from other
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder if it exists; if this fails, the next `claimed` tries again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False, mark: str = RESULTS) -> Iterator[Path]:
-    """A temporary folder beside `path`, as a context; it is renamed to `path` if no exception was raised.
+    """A temporary folder beside `path`, as a context; it takes the place of `path` if no exception was raised.
 
     The arguments are those of `check_output`.
 
@@ -112,6 +197,13 @@ def check_folder(name: str, path: Path) -> None:
         raise ValueError(f"{name} must be a folder that can be written to, got {path}, where {place} cannot")
 
 
+def check_regular(name: str, path: Path) -> None:
+    """Raise ValueError if a path is a pipe, a socket or a device, whose end may never be read."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        kind = "pipe" if path.is_fifo() else "socket" if path.is_socket() else "device"
+        raise ValueError(f"{name} must be a file, not a pipe or a device, got the {kind} {path}")
+
+
 def check_room(needs: Mapping[Path, int]) -> None:
     """Check that disks have enough free space for the bytes that each folder needs; folders need not exist yet.
 
@@ -143,6 +235,8 @@ def written(what: str, folder: Path, otherwise: str) -> Iterator[None]:
     """
     try:
         yield
+    except NotPutBack:
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
         free = shutil.disk_usage(_place(folder)).free
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
