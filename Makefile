@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first call makes and later calls re-use.
 PYTHON ?= python3
 BIN := .venv/bin
+# Threads that wait sleep; else they take the time of other processes, and of each other.
+export OMP_WAIT_POLICY ?= PASSIVE
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 

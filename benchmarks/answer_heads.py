@@ -9,6 +9,9 @@ kind in prompts of 512 tokens, in bfloat16. Writes benchmarks/results/answer_hea
 """
 
 import json
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers import PreTrainedModel

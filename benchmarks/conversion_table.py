@@ -14,10 +14,13 @@ standard library's packages. Writes benchmarks/results/conversion_table.{json,pn
 import copy
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import matplotlib.pyplot as plt
 import torch

@@ -5,10 +5,13 @@ allocator reports. Writes benchmarks/results/deltaformer_memory.json.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 

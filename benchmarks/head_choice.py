@@ -11,8 +11,11 @@ held-out passages. Writes benchmarks/results/head_choice.json; rows that it has 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers.utils import logging

@@ -39,6 +39,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
+
 import matplotlib.pyplot as plt
 import torch
 import transformers

@@ -6,7 +6,10 @@ It is what `hf-memory convert --config RECIPE --dry-run --device h100` prints, w
 """
 
 import json
+import os
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 import yaml

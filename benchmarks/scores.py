@@ -11,8 +11,11 @@ docs/results.md.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel

@@ -223,7 +223,7 @@ def make(
     folder.mkdir(parents=True, exist_ok=True)
     if not student.exists() and name in COMMANDS:
         before = os.times()
-        subprocess.run([sys.executable, "-m", "hf_memory.cli", *command_of(name, student)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "hf_memory", *command_of(name, student)], cwd=ROOT, check=True)
         after = os.times()
         spent = after.children_user + after.children_system - before.children_user - before.children_system
         watch.write_text(str(spent))

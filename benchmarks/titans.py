@@ -6,9 +6,12 @@ Writes benchmarks/results/titans_speed.json. What its parts are worth is a claim
 """
 
 import json
+import os
 import statistics
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 from torch.nn import functional as F

@@ -9,12 +9,15 @@ one. Peak memory is above what the process held before. Writes benchmarks/result
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import matplotlib.pyplot as plt
 import torch

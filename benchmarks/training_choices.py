@@ -106,7 +106,7 @@ def make(name: str) -> Path:
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(run_of(*rows()[name]), sort_keys=False), encoding="utf-8")
         given = "--config", file, "--output", output, "--checkpoints", folder / "checkpoints"
-        subprocess.run([sys.executable, "-m", "hf_memory.cli", "convert", *map(str, given)], check=True)
+        subprocess.run([sys.executable, "-m", "hf_memory", "convert", *map(str, given)], check=True)
     return output
 
 

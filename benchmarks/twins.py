@@ -14,12 +14,15 @@ the picture.
 
 import hashlib
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import matplotlib.pyplot as plt
 import torch

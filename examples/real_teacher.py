@@ -12,6 +12,7 @@ its pictures is copied to model_cards/TEACHER_FAMILY.
 import argparse
 import html
 import json
+import os
 import random
 import re
 import shutil
@@ -21,6 +22,8 @@ import time
 import zipfile
 from pathlib import Path
 from pydoc_data.topics import topics
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 import yaml
@@ -158,7 +161,7 @@ def convert(teacher: Path, text: list[str], recipe_file: Path, work: Path) -> Pa
     student = work / "student"
     if not (student / "README.md").exists():
         paths = *text, "--output", student, "--checkpoints", work / "checkpoints", "--overwrite"
-        run(sys.executable, "-m", "hf_memory.cli", "convert", teacher, *paths, "--config", recipe_file)
+        run(sys.executable, "-m", "hf_memory", "convert", teacher, *paths, "--config", recipe_file)
     return student
 
 

@@ -7,9 +7,12 @@
 The file has the same size whatever the length of the document.
 """
 
+import os
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 os.environ.setdefault("TRITON_INTERPRET", "1")  # `make sanitize` compiles instead
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for tests that start processes with more threads
 
 import pytest
 import torch

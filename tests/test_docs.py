@@ -38,7 +38,7 @@ def ours(words: list[str]) -> list[str]:
     """What follows hf-memory, or nothing."""
     if words[0] == "hf-memory":
         return words[1:]
-    return words[words.index("hf_memory.cli") + 1 :] if "hf_memory.cli" in words else []
+    return words[words.index("hf_memory") + 1 :] if "hf_memory" in words else []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)

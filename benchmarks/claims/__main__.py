@@ -5,7 +5,10 @@ python benchmarks/claims parity cost
 python benchmarks/claims --page          # nothing but pictures and page, from what is finished
 """
 
+import os
 import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep: before torch is imported
 
 import ablation
 import context

@@ -3,6 +3,7 @@
 This package is outside hf_memory, which --help does not import: that takes seconds, since it imports torch.
 """
 
+import os
 from importlib import metadata
 
 import typer
@@ -59,8 +60,9 @@ def _main(
 
 def app() -> None:
     """Run the command line; an error is one sentence on stderr and exit code 2."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported, which is later
     try:
-        commands()
+        commands(prog_name="hf-memory")
     except Exception as error:
         from hf_memory.cli import explain
 

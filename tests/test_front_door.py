@@ -1,0 +1,74 @@
+"""What a newcomer meets first: `hf-memory` and `python -m hf_memory`, how threads wait, versions, addresses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_memory
+
+ROOT = Path(__file__).parents[1]
+# Imported by a process at its start, this prints how threads wait when torch is imported, and ends it if that was set.
+WATCH = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            policy = os.environ.get("OMP_WAIT_POLICY")
+            print(policy, flush=True)
+            if policy is not None:
+                os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """Start Python with some arguments; returns how threads wait each time that it imports torch."""
+    (tmp_path / "sitecustomize.py").write_text(WATCH, encoding="utf-8")
+
+    def start(*arguments: str, **variables: str) -> list[str]:
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment |= {"PYTHONPATH": path, **variables}
+        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+        return done.stdout.split()
+
+    return start
+
+
+COMMAND = "import sys, hf_memory_cli; sys.argv = ['hf-memory', 'info', 'nowhere']; hf_memory_cli.app()"
+
+
+def test_threads_of_a_command_sleep_while_they_wait(waiting):
+    assert waiting("-c", COMMAND) == ["PASSIVE"]
+
+
+def test_a_command_keeps_what_the_user_has_set(waiting):
+    assert waiting("-c", COMMAND, OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE"]
+
+
+def test_the_package_as_a_module_is_the_command(waiting):
+    """It imports torch with the package before it can set how threads wait, so it starts anew."""
+    assert waiting("-m", "hf_memory", "info", "nowhere") == ["None", "PASSIVE"]
+
+
+def test_importing_the_library_changes_no_environment(tmp_path):
+    code = "import os; before = dict(os.environ); import hf_memory; print([x for x in os.environ if x not in before])"
+    environment = {name: x for name, x in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_version_is_that_of_the_package():
+    done = subprocess.run([sys.executable, "-m", "hf_memory_cli", "--version"], capture_output=True, text=True)
+    assert done.stdout.strip() == hf_memory.__version__
+
+
+def test_the_citation_has_the_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == hf_memory.__version__
