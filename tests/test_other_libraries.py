@@ -1,12 +1,16 @@
 """Models of other libraries are the same function under our names."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     KimiLinearConfig,
     KimiLinearForCausalLM,
@@ -23,6 +27,8 @@ from transformers import (
 from cases import random_tokens
 from comparing import assert_close, in_float64
 from hf_memory.conversion import import_mixer, import_model, rwkv7_config
+from hf_memory.conversion.other_libraries import SOURCES
+from hf_memory.modeling.registration import IMPORTED
 from hf_memory.ops import delta_rule, linear_attention
 
 DELTA_SIZES = {
@@ -350,6 +356,68 @@ def test_what_is_not_ours_is_refused(kind, option, message):
     weights = fla_weights(kind, config)
     with pytest.raises(ValueError, match=message):
         import_model({**config, **option}, weights)
+
+
+def save_gla(folder):
+    """A folder as flash-linear-attention saves it; returns its config and weights."""
+    config = {**FLA, **FLA_CONFIGS["gla"], "model_type": "gla", "architectures": ["GLAForCausalLM"]}
+    weights = fla_weights("gla", config)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors")
+    return config, weights
+
+
+def test_a_folder_of_another_library_is_imported(tmp_path):
+    config, weights = save_gla(tmp_path)
+    tokens = random_tokens(1, 9)
+    with torch.no_grad():
+        expected = import_model(config, weights)(tokens).logits
+        assert torch.equal(import_model(str(tmp_path))(tokens).logits, expected)
+
+
+def test_the_page_imports_a_folder(tmp_path, tokenizer, monkeypatch):
+    """The code of docs/convert.md, where the folder that it names exists."""
+    save_gla(tmp_path / "gla")
+    tokenizer.save_pretrained(tmp_path / "gla")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "convert.md").read_text(encoding="utf-8")
+    (code,) = (x for x in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "import_model" in x)
+    names = {}
+    exec(code, names)
+    assert names["model"].config.model_type == "hf_memory_gated"
+
+
+def test_loading_a_folder_of_another_library_names_the_import(tmp_path, run):
+    save_gla(tmp_path)
+    with pytest.raises(ValueError, match=r"'gla' .*import_model\(FOLDER\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    code, _, error = run("info", tmp_path)
+    assert code == 2
+    assert "import_model(FOLDER)" in error
+
+
+def test_types_that_name_the_import_are_those_of_other_libraries():
+    ours_too = {"kimi_linear", "mamba", "mamba2", "qwen3_next", "olmo_hybrid"}  # transformers' own
+    assert {*IMPORTED} == SOURCES.keys() - ours_too
+
+
+def test_an_import_refuses_what_is_neither_a_folder_nor_a_config(tmp_path):
+    with pytest.raises(ValueError, match=r"config must be the content .* got .*nowhere"):
+        import_model(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "gla"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="weights must be given"):
+        import_model(tmp_path)
+    with pytest.raises(ValueError, match=r"weights must be a state dict, .* got NoneType"):
+        import_model({"model_type": "gla"})
+    with pytest.raises(ValueError, match="config must be a config"):
+        import_mixer(str(tmp_path), {}, 0)
+
+
+def test_a_layer_that_is_imported_must_exist():
+    theirs = make_own("qwen3_next", HYBRID)
+    with pytest.raises(ValueError, match=r"layer must be the number of a layer, .* got 2"):
+        import_mixer(theirs.config, theirs.state_dict(), 2)
 
 
 def test_steps_of_mamba2_may_not_be_clamped():

@@ -6,13 +6,17 @@ authors' checkpoints of RWKV-7, Mamba and Mamba-2 of transformers, and the linea
 Kimi Linear. A model with an option that this package does not have is refused.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling import FAMILIES
@@ -426,17 +430,27 @@ SOURCES = {
 }
 
 
-def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights) -> MemoryForCausalLM:
+def import_model(
+    config: PreTrainedConfig | Mapping[str, Any] | str | Path, weights: Weights | None = None
+) -> MemoryForCausalLM:
     """Import a model of another library as a model of this package that computes the same function.
 
     Args:
-        config: the content of its config.json, with `model_type` one of SOURCES; for a .pth file
-            `rwkv7_config(weights)`.
-        weights: its state dict, as in its safetensors files.
+        config: its folder; or its config, or the content of its config.json, with `model_type` one of SOURCES; for a
+            .pth file `rwkv7_config(weights)`.
+        weights: its state dict, as in its safetensors files; None: those of the folder.
 
     Raises:
-        ValueError: if the type of model or one of its options is not supported, or a weight is missing or left over.
+        ValueError: if the type of model or one of its options is not supported, a weight is missing or left over, or
+            there are no weights.
+        OSError: if the folder has no config.json.
     """
+    if isinstance(config, str | Path):
+        folder = Path(config)
+        config = _read_config(folder)
+        weights = _read_weights(folder) if weights is None else weights
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"weights must be a state dict, tensors by name, got {type(weights).__name__}")
     source, theirs = _find(config)
     for i, kind in enumerate(theirs.get("layer_types") or ()):
         if kind not in ("linear_attention", "mamba", "mamba2"):
@@ -456,10 +470,16 @@ def import_model(config: PreTrainedConfig | Mapping[str, Any], weights: Weights)
 def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights, layer: int) -> MemoryMixer:
     """Import one memory layer of another library's model as a mixer that computes the same function.
 
-    `layer_idx` is counted from 0. The other arguments and the errors are those of `import_model`; `weights` needs only
-    the weights of that layer.
+    Args:
+        config: the config, or the content of its config.json, with `model_type` one of SOURCES.
+        weights: the state dict; only the weights of this layer are needed.
+        layer: number of the layer, counted from 0.
+
+    Raises:
+        ValueError: as `import_model` does, or if there is no such layer.
     """
     source, theirs = _find(config)
+    check(layer in range(theirs["num_hidden_layers"]), "layer", "the number of a layer, counted from 0", layer)
     sizes = {"hidden_size": theirs["hidden_size"], "num_hidden_layers": theirs["num_hidden_layers"]}
     ours = source.config(**sizes, **source.options(theirs))
     mixer: Any = ours.mixer_class(layer)(ours, layer)
@@ -469,7 +489,25 @@ def import_mixer(config: PreTrainedConfig | Mapping[str, Any], weights: Weights,
     return mixer.eval()
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(
+            "config must be the content of a config.json or a folder with it, which "
+            f"huggingface_hub.snapshot_download makes of a repository, got {folder}"
+        )
+    return json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+
+
+def _read_weights(folder: Path) -> Weights:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"weights must be given for {folder}, which has no safetensors files")
+    return {name: x for file in files for name, x in load_file(file).items()}
+
+
 def _find(config: PreTrainedConfig | Mapping[str, Any]) -> tuple[Source, dict]:
+    is_config = isinstance(config, PreTrainedConfig | Mapping)
+    check(is_config, "config", "a config or the content of a config.json", config)
     theirs = config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
     kind: Any = theirs.get("model_type")
     check(kind in SOURCES, "model_type", f"one of {', '.join(SOURCES)}", kind)

@@ -13,7 +13,7 @@ from hf_memory.modeling import (
     titans,
     transformer,
 )
-from hf_memory.modeling.registration import AUTO_CLASSES, Family, register
+from hf_memory.modeling.registration import AUTO_CLASSES, IMPORTED, Family, name_the_import, register
 
 __all__ = ["AUTO_CLASSES", "FAMILIES", "Family"]
 
@@ -30,3 +30,5 @@ FAMILIES = (
 
 for family in FAMILIES:
     register(family)
+for model_type in IMPORTED:
+    name_the_import(model_type)

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -33,6 +34,21 @@ configuration_utils.ALLOWED_ATTN_LAYER_TYPES += LAYER_TYPES
 DYNAMIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(LAYER_TYPES, MemoryLayer))
 STATIC_LAYER_TYPE_MAPPING.update(dict.fromkeys(LAYER_TYPES, StaticMemoryLayer))
 
+IMPORTED = (  # types of flash-linear-attention that `import_model` imports
+    "linear_attn",
+    "retnet",
+    "gla",
+    "delta_net",
+    "gated_deltanet",
+    "gated_deltanet2",
+    "comba",
+    "gated_deltaproduct",
+    "kda",
+    "mesa_net",
+    "mamba3",
+    "forgetting_transformer",
+    "rwkv7",
+)
 AUTO_CLASSES = {
     "config": AutoConfig,
     "model": AutoModel,
@@ -100,3 +116,27 @@ class KnownToPeft(PreTrainedConfig):
             targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
             targets.setdefault(self.model_type, ["q_proj", "k_proj", "v_proj", "o_proj"])
         return super().to_dict()
+
+
+class OtherLibraryConfig(PreTrainedConfig):
+    """Stands for the config of another library's model, which cannot be loaded but imported, and says so."""
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Raise ValueError.
+
+        Args:
+            config_dict (`dict`): the content of config.json.
+            kwargs (`dict`): not used.
+        """
+        raise ValueError(
+            f"a model of type {cls.model_type!r} of flash-linear-attention must be imported before hf_memory can load "
+            "it: hf_memory.conversion.import_model(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+
+
+def name_the_import(model_type: str) -> None:
+    """Let the Auto classes say how a model of another library is imported, unless that library is here itself."""
+    if model_type not in CONFIG_MAPPING:
+        stand_in = type("OtherLibraryConfig", (OtherLibraryConfig,), {"model_type": model_type})
+        AutoConfig.register(model_type, stand_in)
