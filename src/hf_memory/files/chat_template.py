@@ -1,16 +1,34 @@
-"""Chat templates: programs of a model's author, which may fail, take forever, or write too much."""
+"""Chat templates: programs of a model's author, which may fail, take forever, or write too much.
 
+They run in a process of their own, which is ended if they do, and else renders the next conversation.
+"""
+
+import atexit
+import json
+import os
 import re
+import subprocess
 import sys
+import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_memory.files import template_process
+
 SECONDS = 5.0  # that a template may take; usual ones take milliseconds
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # before what the model writes, in templates that say it
 ADDED = 10**6  # characters that a template may add to a conversation
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    places: list[tuple[int, int]]  # where the text begins and ends that the template marks as the assistant's
 
 
 def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tensor]:
@@ -27,16 +45,22 @@ def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tens
     Raises:
         ValueError: if tokenizer or template is of another kind, or the template fails.
     """
-    if MARKS.search(tokenizer.chat_template):
-        how: dict = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = apply_template(tokenizer, messages, **how)
-        return found["input_ids"], torch.tensor(found["assistant_masks"], dtype=torch.bool)
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer must be a fast one to find the assistant's turns, got {type(tokenizer).__name__}")
-    text = apply_template(tokenizer, messages)
+    text, places = _rendered(tokenizer, messages)
+    if not MARKS.search(tokenizer.get_chat_template()):
+        places = _turns(tokenizer, messages, text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = torch.tensor(found["offset_mapping"]).view(-1, 2).unbind(1)
     targets = torch.zeros(len(starts), dtype=torch.bool)
+    for begin, end in places:
+        targets |= (starts < end) & (ends > begin)
+    return found["input_ids"], targets
+
+
+def _turns(tokenizer, messages: list[dict], text: str) -> list[tuple[int, int]]:
+    """Where the assistant's turns begin and end in a conversation's text."""
+    places = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before = apply_template(tokenizer, messages[:i], add_generation_prompt=True) if i else ""
@@ -46,39 +70,96 @@ def tokens_and_targets(tokenizer, messages: list[dict]) -> tuple[list[int], Tens
                     "chat template must mark the assistant's turns with {% generation %}, or render the beginning of a "
                     "conversation as it renders the whole, got one that does not"
                 )
-            targets |= (starts < len(until)) & (ends > len(before))
-    return found["input_ids"], targets
+            places.append((len(before), len(until)))
+    return places
 
 
-def apply_template(tokenizer, messages: list[dict], **options) -> Any:
+def apply_template(tokenizer, messages: list[dict], *, add_generation_prompt: bool = False) -> str:
     """The text that a tokenizer's chat template makes of messages.
 
     Args:
-        tokenizer: a tokenizer with a chat template.
+        tokenizer: a tokenizer with a chat template; of several, the one with the name `default` is applied.
         messages: the messages, with roles and contents.
-        **options: further arguments of `apply_chat_template`, such as `add_generation_prompt`.
+        add_generation_prompt: whether the text ends with what precedes an answer.
 
     Raises:
-        ValueError: if the template raises an error, does not end in time, or writes far more than the messages.
+        ValueError: if the template raises an error, does not end in time, takes too much memory, or writes far more
+            than the messages.
     """
-    before, end = sys.gettrace(), time.monotonic() + SECONDS
+    return _rendered(tokenizer, messages, add_generation_prompt).text
 
-    def watch(frame, event, argument):
-        if frame.f_code.co_filename != "<template>":  # as jinja2 calls the code of a template
-            return None
-        if time.monotonic() > end:
-            raise TimeoutError(f"it took more than {SECONDS:g} seconds")
-        return watch
 
-    sys.settrace(watch)
-    try:
-        text = tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
-        if len(text) > ADDED + 10 * len(str(messages)):
-            raise ValueError(f"it wrote {len(text):,} characters")
-    except Exception as error:  # whatever the template raises
-        raise ValueError(
-            f"the model's chat template raised an error for this conversation: {str(error) or type(error).__name__}"
-        ) from error
-    finally:
-        sys.settrace(before)
-    return text
+def _rendered(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> Rendered:
+    request = {
+        **tokenizer.special_tokens_map,
+        "chat_template": tokenizer.get_chat_template(),
+        "conversations": [[{name: x for name, x in message.items() if x is not None} for message in messages]],
+        "add_generation_prompt": add_generation_prompt,
+        "most": ADDED + 10 * len(str(messages)),
+    }
+    answer = _process.ask(json.dumps(request, default=lambda x: f"<{type(x).__name__}>"))
+    if "error" in answer:
+        raise ValueError(f"the model's chat template raised an error for this conversation: {answer['error']}")
+    return Rendered(answer["text"], answer["places"])
+
+
+class _Process:
+    """The process that renders templates. It is started when it is needed; one thread at a time asks it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running: Any = None
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Answer a request; the process is ended if it does not answer, or the caller is interrupted."""
+        with self.lock:
+            if self.running is None:
+                self.running = self._start()
+            try:
+                return self._exchange(f"{SECONDS}\n{request}\n".encode())
+            except BaseException:
+                self._end()
+                raise
+
+    def _exchange(self, lines: bytes) -> dict[str, Any]:
+        begin = time.monotonic()
+        try:
+            self.running.stdin.write(lines)
+            self.running.stdin.flush()
+            line = self.running.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        self._end()
+        is_late = time.monotonic() - begin >= SECONDS
+        return {"error": f"it took more than {SECONDS:g} seconds" if is_late else "its process ended"}
+
+    def _start(self) -> subprocess.Popen:
+        pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", str(Path(template_process.__file__))]
+        return subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # Ctrl-C is not for it
+
+    def _end(self) -> None:
+        if self.running is not None:
+            self.running.kill()
+            self.running.communicate()
+            self.running = None
+
+    def leave_to_parent(self) -> None:
+        """Begin anew in a forked process, without a hold on the pipes of its parent."""
+        if self.running is not None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self.running.stdin, self.running.stdout):
+                os.dup2(nowhere, pipe.fileno())
+            os.close(nowhere)
+            self.running.returncode = 0  # it is no child of this process
+        self.running = None
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+atexit.register(_process._end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.leave_to_parent)
