@@ -14,7 +14,7 @@ from hf_memory.cli import options
 from hf_memory.cli.run_file import Flags, read_schedule
 from hf_memory.cli.terminal import print_table
 from hf_memory.cli.work import Asked, Job, Made, carry_out, device
-from hf_memory.conversion import Conversion, OnPolicy, Recipe, Run, Schedule
+from hf_memory.conversion import Conversion, Recipe, Run, Schedule
 from hf_memory.evaluation.tasks import QUALITY, Found
 
 TEACHER_TYPES = ", ".join(teacher.model_type for teacher in conversion.TEACHERS)
@@ -22,9 +22,9 @@ DEFAULT = Recipe()
 HEADS = ("layer/head", "score")
 
 
-def schedule(stage: str, kind: type[Schedule | OnPolicy] = Schedule):
+def schedule(stage: str):
     """The flag for the schedule of a stage."""
-    fields = ", ".join(kind._fields)
+    fields = ", ".join(Schedule._fields)
     words = f"Schedule of {stage}: name=value,... with names from {fields}; may be repeated."
     return typer.Option(callback=options.after_file, help=words)
 
@@ -84,7 +84,6 @@ class StudentFlags:
         float | None,
         typer.Option(help="Weight of the cross-entropy with the text in the distillation loss, 0 to 1; default: 0."),
     ] = None
-    on_policy: Annotated[list[str] | None, schedule("learning from the student's own continuations", OnPolicy)] = None
     teacher_bits: Annotated[
         int | None,
         typer.Option(help="Quantise the teacher to 8 or 4 bits with bitsandbytes; default: no quantisation."),
@@ -102,7 +101,7 @@ class StudentFlags:
         if self.servable and self.to not in conversion.SERVABLE:
             raise ValueError(f"to must be {' or '.join(conversion.SERVABLE)} for a servable student, got {self.to!r}")
         given: dict = {x.name: getattr(self, x.name) for x in fields(Recipe) if hasattr(self, x.name)}
-        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.tuples.items()}
+        given |= {name: read_schedule(name, usual, given[name]) for name, usual in DEFAULT.schedules.items()}
         kept = ("auto" if self.to == DEFAULT.to else "none") if self.servable else None
         given["keep"] = self.keep or kept
         given["options"] = (conversion.SERVABLE[self.to] if self.servable else {}) | options.read_pairs(self.option)

@@ -4,16 +4,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import typer
 import yaml
 
-from hf_memory.conversion.recipe import OnPolicy, Recipe, Schedule
+from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.files.folders import RESULTS
 
 RUN = "run.yaml"
-Fields = TypeVar("Fields", Schedule, OnPolicy)
 OF_ONE_CALL = {"config", "device", "dry_run", "goal", "overwrite", "help"}  # flags that do not change a result
 
 
@@ -69,7 +68,7 @@ class Flags(NamedTuple):
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]
         keep = recipe.keep if isinstance(recipe.keep, str) else ",".join(map(str, recipe.keep or ())) or "none"
         values = {**self.values, **vars(recipe), "keep": keep, "option": option or None}
-        values |= {name: x._asdict() for name, x in recipe.tuples.items()}
+        values |= {name: x._asdict() for name, x in recipe.schedules.items()}
         described = {
             _names(x)[0].replace("_", "-"): str(values[x.name]) if isinstance(values[x.name], Path) else values[x.name]
             for x in self.parameters
@@ -78,8 +77,8 @@ class Flags(NamedTuple):
         return yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
 
 
-def read_schedule(stage: str, default: Fields, pairs: Sequence[str] | None) -> Fields:
-    """A schedule with some of its fields given as name=value, or another tuple of numbers.
+def read_schedule(stage: str, default: Schedule, pairs: Sequence[str] | None) -> Schedule:
+    """A schedule with some of its fields given as name=value.
 
     Args:
         stage: the name of the stage in error messages.
@@ -95,7 +94,7 @@ def read_schedule(stage: str, default: Fields, pairs: Sequence[str] | None) -> F
         if not equals or name not in default._fields:
             fields = ", ".join(default._fields)
             raise ValueError(f"{stage} must have name=value with names from {fields}, got {pair!r}")
-        kind = type(default).__annotations__[name]
+        kind = Schedule.__annotations__[name]
         try:
             number = float(value)
             given[name] = kind(number)

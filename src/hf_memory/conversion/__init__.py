@@ -15,7 +15,7 @@ from hf_memory.conversion.describe import plan_rows
 from hf_memory.conversion.goal import smallest_student
 from hf_memory.conversion.other_libraries import import_mixer, import_model, rwkv7_config
 from hf_memory.conversion.plan import Plan, check_run, check_space, resolve
-from hf_memory.conversion.recipe import OnPolicy, Recipe, Schedule
+from hf_memory.conversion.recipe import Recipe, Schedule
 from hf_memory.conversion.report import Results, add_results, results_of, write_model, write_report
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.distillation import distill
@@ -43,7 +43,6 @@ __all__ = [
     "TEACHERS",
     "CarriedWeights",
     "Conversion",
-    "OnPolicy",
     "Plan",
     "Recipe",
     "Results",

@@ -153,5 +153,4 @@ def _learn(
     if stage.slot == "fine_tuning":
         return fine_tune(student, tokens, schedule, lora_rank=stage.lora_rank, seed=seed, run=run)
     loss: dict = {"temperature": temperature, "cross_entropy": stage.cross_entropy, "train": plan.recipe.train}
-    own = plan.recipe.on_policy
-    return distill(student, teacher, tokens, schedule, **loss, on_policy=own, seed=seed, run=run)
+    return distill(student, teacher, tokens, schedule, **loss, seed=seed, run=run)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_memory.conversion.recipe import OFF_POLICY, OnPolicy, Schedule
+from hf_memory.conversion.recipe import Schedule
 from hf_memory.files.text import Text, check_length
 
 EVALUATED = 32  # windows in an evaluation
@@ -17,14 +17,11 @@ class TokenWindows(Dataset):
     A share `repeats` of them, evenly spread, end with the passage with which they begin. This teaches recall: ordinary
     text rarely needs what has left a window of attention. Labels are -100 where a token is no target of the text.
     Windows of a text with documents have `position_ids`, which begin again in each, so that models read them apart.
-    Windows that repeat a passage are one document, and so are all if they are read in chunks or continued.
-
-    In on-policy steps, the targets of a window are its last tokens, which the student replaces by its own, and the
-    window has its number as `index`.
+    Windows that repeat a passage are one document, and so are all if they are read in chunks.
     """
 
-    def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0, on_policy: OnPolicy = OFF_POLICY):
-        self.text, self.schedule, self.seed, self.on_policy = Text.of(tokens), schedule, seed, on_policy
+    def __init__(self, tokens: Text | Tensor, schedule: Schedule, seed: int = 0):
+        self.text, self.schedule, self.seed = Text.of(tokens), schedule, seed
         parts, generator = self.text.parts, torch.Generator().manual_seed(seed)
         self.starts = torch.zeros(schedule.steps * schedule.batch_size, dtype=torch.long)
         weights = torch.tensor(self.text.weights, dtype=torch.float64)
@@ -60,8 +57,6 @@ class TokenWindows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         schedule, start, step = self.schedule, int(self.starts[index]), index // self.schedule.batch_size
         length, repeats = schedule.length_in(step), schedule.repeats
-        if self.on_policy.is_at(step, schedule.steps):
-            return self._prompt(start, length) | {"index": torch.tensor(index)}
         is_apart, repeated = self.is_apart, int((index + 1) * repeats) > int(index * repeats)
         row = self.text.row(start, length, whole=repeated or not is_apart)
         if (row["labels"][1:] == -100).all():  # of the documents apart
@@ -74,16 +69,5 @@ class TokenWindows(Dataset):
 
     @property
     def is_apart(self) -> bool:
-        """Whether no token of a row sees another document, except in windows that repeat a passage or are continued."""
+        """Whether no token of a row sees another document, except in windows that repeat a passage."""
         return self.text.documents is not None and not self.schedule.chunk_length
-
-    def _prompt(self, start: int, length: int) -> dict[str, Tensor]:
-        """A window whose last tokens the student writes, from the place of the first target of the drawn one on."""
-        own = self.on_policy.tokens
-        if self.text.targets is not None:
-            first = int((self.text.row(start, length, whole=True)["labels"][1:] != -100).int().argmax()) + 1
-            start = min(max(start + first - (length - own), 0), len(self.text) - length + len(self.text.start))
-        window = self.text.row(start, length, whole=True)["input_ids"]
-        labels = window.clone()
-        labels[:-own] = -100
-        return {"input_ids": window, "labels": labels}

@@ -70,7 +70,6 @@ def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:
     named: dict[str, Any] = {"student": recipe.to}
     named |= {stage.name: str(stage.schedule) for stage in plan.stages}
     named |= {"temperature": recipe.temperature if parts and parts[0] < 1 else None, "lora_rank": recipe.lora_rank}
-    named |= {"on_policy": str(recipe.on_policy) if parts and recipe.on_policy.share else None}
     named |= {"train": recipe.train if parts else None}
     named |= {"cross_entropy": parts[0] if parts else None, "teacher_bits": recipe.teacher_bits}
     named |= {"kept_layers": _kept(plan) if recipe.to else None, "seed": recipe.seed}
@@ -146,15 +145,11 @@ def _stage_sentence(stage: Stage, plan: Plan) -> str:
         return f"Then {learner} trained on the text, without its teacher."
     if stage.name == FINE_TUNING:
         return "Finally it was fine-tuned on the text."
-    own, scorer = plan.recipe.on_policy, "the teacher"
+    scorer = "the teacher"
     if plan.scorer is not None:
         scorer = f"another model of {plan.scorer_parameters:,} parameters"
-    when = f", in {own.share:.0%} of the steps on continuations that the student wrote itself" if own.share else ""
     mix = f", and cross-entropy with the text with a weight of {stage.cross_entropy:g}" if stage.cross_entropy else ""
-    return (
-        f"Then {learner} trained to predict what {scorer} predicts "
-        f"(distillation: KL divergence of the logits{mix}{when})."
-    )
+    return f"Then {learner} trained to predict what {scorer} predicts (distillation: KL divergence of the logits{mix})."
 
 
 def _kept(plan: Plan) -> str:

@@ -297,8 +297,8 @@ def _stages(
         if recipe.distillation.chunk_length:
             check_passes_gradients(student.model, "chunk_length of distillation must be 0")  # type: ignore[attr-defined]
         part = float(exact) if recipe.cross_entropy is None else recipe.cross_entropy
-        if part == 1 and (recipe.on_policy.share or scored):
-            raise ValueError("cross_entropy must be below 1 with on_policy or a scorer, got 1")
+        if part == 1 and scored:
+            raise ValueError("cross_entropy must be below 1 with a scorer, got 1")
         own = own_learners(student, recipe.train)
         if recipe.train == "new" and not own:
             raise ValueError("train must not be new for a student without parts that are new, got new")

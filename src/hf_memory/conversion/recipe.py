@@ -78,44 +78,6 @@ class Schedule(NamedTuple):
         check(0 <= self.repeats <= 1, f"repeats of {stage}", "from 0 to 1", self.repeats)
 
 
-class OnPolicy(NamedTuple):
-    """How distillation learns from what the student writes: https://arxiv.org/abs/2306.13649.
-
-    In these steps the student continues the beginnings of windows, and the loss is the divergence of its predictions
-    of these continuations from its teacher's. In all other steps it is KL(teacher || student) on the text.
-
-    Attributes:
-        share: share of the steps.
-        warmup: fraction of all steps in which this share rises from 0.
-        tokens: tokens of a continuation; the first takes the place of a target.
-        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), and between these the generalised
-            Jensen-Shannon divergence beta KL(teacher || m) + (1 - beta) KL(student || m), where
-            m = beta teacher + (1 - beta) student.
-    """
-
-    share: float = 0.0
-    warmup: float = 0.0
-    tokens: int = 128
-    beta: float = 1.0
-
-    def is_at(self, step: int, steps: int) -> bool:
-        """Whether a step, counted from 0, is one of them; they are as evenly spread as the share is."""
-        rise, ends = self.warmup * steps, (float(step), step + 1.0)
-        before, after = (self.share * (x * x / (2 * rise) if x < rise else x - rise / 2) for x in ends)
-        return int(after) > int(before)
-
-    def __str__(self) -> str:
-        rise = f", after a rise in {self.warmup:.0%} of all" if self.warmup else ""
-        return f"{self.share:.0%} of the steps{rise}, {self.tokens} tokens, beta {self.beta:g}"
-
-    def check(self) -> None:
-        """Raise ValueError if a field is out of its range."""
-        for name in ("share", "warmup", "beta"):
-            check(0 <= getattr(self, name) <= 1, f"{name} of on_policy", "from 0 to 1", getattr(self, name))
-        check(self.tokens >= 1, "tokens of on_policy", "at least 1", self.tokens)
-
-
-OFF_POLICY = OnPolicy()
 TRAINED = {  # what learns in distillation, in words
     "all": "the whole student was",
     "attention": "the student without its embeddings and feed-forward layers was",
@@ -158,7 +120,6 @@ class Recipe:
         temperature: divides the logits of teacher and student in distillation; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the distillation loss, from 0 to 1; default: 0, or
             1 for a student that equals its teacher before any training.
-        on_policy: the steps of distillation in which the student learns from its own continuations; default: none.
         teacher_bits: 8 or 4: quantise the teacher to learn from; default: no quantisation.
         seed: seed for new weights and for the order of the text.
     """
@@ -174,7 +135,6 @@ class Recipe:
     lora_rank: int | None = None
     temperature: float = 1.0
     cross_entropy: float | None = None
-    on_policy: OnPolicy = OFF_POLICY
     teacher_bits: int | None = None
     seed: int = 0
 
@@ -186,11 +146,6 @@ class Recipe:
             name: x._replace(length=longest) for name, x in given.items() if usual[name].length == x.length > longest
         }
         return replace(self, keep=keep if self.keep is None else self.keep, **short)
-
-    @property
-    def tuples(self) -> dict[str, Any]:
-        """The fields that are tuples of numbers, by name."""
-        return {**self.schedules, "on_policy": self.on_policy}
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -207,10 +162,6 @@ class Recipe:
         check_loss(self.temperature, self.cross_entropy or 0)
         if self.train is not None:
             lora_rank_of(self.train)
-        self.on_policy.check()
-        shortest, own = min(self.distillation.lengths), self.on_policy.tokens
-        is_shorter = not self.on_policy.share or own < shortest
-        check(is_shorter, "tokens of on_policy", f"fewer than the {shortest} of a window", own)
         check(0 <= self.seed <= MAX_SEED, "seed", f"from 0 to {MAX_SEED}", self.seed)
         if self.lora_rank is not None:
             check(self.lora_rank >= 1, "lora_rank", "at least 1", self.lora_rank)

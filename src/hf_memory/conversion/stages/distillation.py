@@ -1,18 +1,15 @@
 """Distillation: the whole student is trained to predict what its teacher predicts."""
 
-from collections.abc import Sequence
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_memory.cache_argument import cache_name, cache_of
 from hf_memory.conversion.data import TokenWindows
-from hf_memory.conversion.recipe import OFF_POLICY, OnPolicy, Schedule, check_loss
+from hf_memory.conversion.recipe import Schedule, check_loss
 from hf_memory.conversion.run import Run
 from hf_memory.conversion.stages.divergence import (
     LossOfTokens,
@@ -35,8 +32,7 @@ DISTILLATION = "distillation"
 class DistillationTrainer(StageTrainer):
     """L = (1 - c) temperature^2 KL(teacher || student) + c CE(text), c = cross_entropy, averaged over targets.
 
-    Targets are tokens whose label is not -100, and each part is of the predictions of these. In on-policy steps they
-    are the student's own, and L is temperature^2 D(teacher, student).
+    Targets are tokens whose label is not -100, and each part is of the predictions of these.
     """
 
     def __init__(
@@ -45,13 +41,10 @@ class DistillationTrainer(StageTrainer):
         teacher: PreTrainedModel | None,
         temperature: float,
         cross_entropy: float,
-        on_policy: OnPolicy = OFF_POLICY,
         **kwargs,
     ):
         check_loss(temperature, cross_entropy)
-        on_policy.check()
         super().__init__(*args, **kwargs)
-        self.on_policy = on_policy
         self.teacher: Any = teacher
         self.temperature = temperature
         self.cross_entropy = cross_entropy
@@ -59,8 +52,6 @@ class DistillationTrainer(StageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss; with `return_outputs` also the student's outputs, without logits."""
-        if "index" in inputs:
-            inputs = self.continued(model, inputs)
         targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()  # what each token must predict
         kept = (targets != -100).nonzero().squeeze(1)
         parts = self.accelerator.num_processes * (self.current_gradient_accumulation_steps if model.training else 1)
@@ -73,7 +64,7 @@ class DistillationTrainer(StageTrainer):
 
     def loss_of(self, inputs: dict[str, Tensor], targets: Tensor, kept: Tensor) -> LossOfTokens:
         """The parts of the loss of a batch, summed over `targets` [n], which the tokens at places `kept` predict."""
-        part, parts = 0 if "index" in inputs else self.cross_entropy, []
+        part, parts = self.cross_entropy, []
         if part < 1:
             parts.append((1 - part, self.divergence(inputs, kept)))
         if part > 0:
@@ -86,41 +77,13 @@ class DistillationTrainer(StageTrainer):
         with torch.no_grad(), self.accelerator.autocast():
             read = last_hidden_states(self.teacher, inputs["input_ids"], inputs.get("position_ids"))
             hidden_states = read.flatten(0, 1)[kept]
-        beta = self.on_policy.beta if "index" in inputs else 0.0
 
         def loss(logits: Tensor, where: slice) -> Tensor:
             with torch.no_grad():
                 target = head(self.teacher, hidden_states[where])
-            return divergence(logits, target, self.temperature, beta)
+            return divergence(logits, target, self.temperature)
 
         return loss
-
-    def continued(self, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch with the student's continuations. They depend on the student, the seed and the window alone."""
-        prompts = inputs["input_ids"][:, : -self.on_policy.tokens]
-        dice = [Random(f"{self.args.seed}, {index}") for index in inputs["index"].tolist()]
-        student = self.accelerator.unwrap_model(model).eval()
-        with self.accelerator.autocast():
-            own = continuation(student, prompts, self.on_policy.tokens, dice)
-        student.train()
-        ends = student.generation_config.eos_token_id
-        ended = torch.isin(own, torch.tensor([] if ends is None else ends, device=own.device, dtype=own.dtype)).int()
-        targets = own.masked_fill(ended.cumsum(1) > ended, -100)  # without what follows the end of a text
-        labels = torch.cat([torch.full_like(prompts, -100), targets], dim=1)
-        return {**inputs, "input_ids": torch.cat([prompts, own], dim=1), "labels": labels}
-
-
-@torch.no_grad()
-def continuation(model: PreTrainedModel, prompts: Tensor, num_tokens: int, dice: Sequence[Random]) -> Tensor:
-    """[B, num_tokens]: what a model writes after prompts [B, T], sampled as it predicts, with dice for each row."""
-    ids, cache, written = prompts, None, []
-    for _ in range(num_tokens):
-        output = model(input_ids=ids, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
-        below = output.logits[:, -1].double().softmax(-1).cumsum(-1)
-        drawn = below.new_tensor([[die.random()] for die in dice])
-        ids, cache = torch.searchsorted(below, drawn * below[:, -1:]), cache_of(output)
-        written.append(ids)
-    return torch.cat(written, dim=1)
 
 
 def distill(
@@ -131,7 +94,6 @@ def distill(
     *,
     temperature: float = 1.0,
     cross_entropy: float = 0.0,
-    on_policy: OnPolicy = OFF_POLICY,
     train: str = "all",
     seed: int = 0,
     run: Run = Run(),
@@ -147,14 +109,13 @@ def distill(
         schedule: the training schedule.
         temperature: divides the logits of both models; above 1, unlikely tokens count more.
         cross_entropy: weight of the cross-entropy with the text in the loss, from 0 to 1.
-        on_policy: the steps in which the student learns from its own continuations of the text.
         train: what learns: `"all"` weights, `"attention"`, all but embeddings and feed-forward layers, the parts that
             are `"new"`, or with `"lora:8"` these and LoRA of rank 8.
         seed: seed for the order of the windows, and for LoRA.
         run: checkpoints, progress reports and options of the Trainer.
     """
-    data = TokenWindows(tokens, schedule, seed, on_policy)
-    how: dict = {"temperature": temperature, "cross_entropy": cross_entropy, "on_policy": on_policy}
+    data = TokenWindows(tokens, schedule, seed)
+    how: dict = {"temperature": temperature, "cross_entropy": cross_entropy}
     belongs_to = {"student": student, "teacher": teacher, "train": train, **how}
     with sharded_teacher(teacher.eval()) as teacher, trained(student, train, seed):
         trainer = partial(DistillationTrainer, teacher=teacher, **how)

@@ -1,6 +1,5 @@
 """Losses computed slice by slice over the tokens, with gradients, so that logits of all tokens never exist at once."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -85,20 +84,20 @@ class _SlicedLoss(torch.autograd.Function):
         return None, None, None, *(scale * gradient for gradient in ctx.saved_tensors)
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, beta: float = 0.0) -> Tensor:
-    """temperature^2 D(teacher, student) of logits [n, V], summed over tokens; for beta see `OnPolicy`."""
-    return _Divergence.apply(student, teacher, temperature, beta)
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """temperature^2 KL(teacher || student) of logits [n, V], summed over tokens."""
+    return _Divergence.apply(student, teacher, temperature)
 
 
 class _Divergence(torch.autograd.Function):
-    """temperature^2 D(p, q), p, q = softmax(logits / temperature), in blocks."""
+    """temperature^2 KL(p || q), p, q = softmax(logits / temperature), in blocks."""
 
     @staticmethod
-    def forward(ctx, student, teacher, temperature, beta):
+    def forward(ctx, student, teacher, temperature):
         rows, total, gradient = max(1, BLOCK // student.shape[-1]), 0.0, torch.empty_like(student)
         for s, t, d in zip(*(x.split(rows) for x in (student, teacher, gradient))):
             log_q, log_p = (tempered(x, temperature).log_softmax(-1) for x in (s, t))
-            part, found = _forward(log_p, log_q) if beta == 0 else _jensen_shannon(log_p, log_q, beta)
+            part, found = _forward(log_p, log_q)
             total = total + part
             d.copy_(found)
         ctx.save_for_backward(gradient)
@@ -108,24 +107,13 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         (gradient,) = ctx.saved_tensors
-        return ctx.temperature * scale * gradient, None, None, None
+        return ctx.temperature * scale * gradient, None, None
 
 
 def _forward(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) and its gradient by the logits of q, q - p; changes both arguments."""
     p = log_p.exp()
     return log_p.sub_(log_q).mul_(p).sum(), log_q.exp_().sub_(p)
-
-
-def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The divergence for beta above 0 and its gradient by the logits of q, w q (log(q / m) - KL(q || m))."""
-    weight, log_m = 1.0, log_p
-    if beta < 1:
-        weight, log_m = 1 - beta, torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
-    q, ratio = log_q.exp(), log_q - log_m
-    own = (q * ratio).sum(-1, keepdim=True)
-    teachers = beta * (log_p.exp() * (log_p - log_m)).sum()  # 0 for beta = 1
-    return teachers + weight * own.sum(), weight * q * (ratio - own)
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
