@@ -3,13 +3,14 @@
 from itertools import islice
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, DynamicCache, PreTrainedTokenizerFast, StaticCache
 
-from cases import CASE, SIZES, make_model
-from hf_memory import Conversation, generate_stream
+from cases import CASE, SIZES, every_case, make_model, random_tokens, read
+from hf_memory import Conversation
+from hf_memory.cache_argument import cache_name
 from hf_memory.files import chat_template
-from hf_memory.serving import conversation
 
 CHATML = """{% if messages[0].role != 'system' %}<|start|> system w3 w4 <|end|> w0 {% endif %}
 {%- for m in messages %}<|start|> {{ m.role }} {{ m.content }} <|end|> w0 {% endfor %}
@@ -39,29 +40,25 @@ def make_tokenizer(template):
 class Talk:
     """A conversation, what was said in it, and the tokens that were read before each answer."""
 
-    def __init__(self, monkeypatch, template, **options):
+    def __init__(self, template, **options):
         self.model, self.tokenizer = make_model(CASE["linear-full"], eos_token_id=END), make_tokenizer(template)
-        self.messages, self.caches = [], []
-        monkeypatch.setattr(conversation, "generate_stream", self.recorded)
+        self.messages = []
+        self.seen = []  # the tokens of the cache that the model was called with last, after that call
+        self.model.register_forward_pre_hook(self.recorded, with_kwargs=True)
         self.go_on(**options)
 
     def go_on(self, **options):
         self.conversation = Conversation(self.model, self.tokenizer, max_new_tokens=5, **options)
 
-    def recorded(self, model, requests, **options):
-        """A stream of one request; keeps in mind what each cache has read."""
-        (request,) = requests
-        before = next((tokens for cache, tokens in self.caches if cache is request.cache), [])
-        self.read = before + request.input_ids.tolist()
-        tokens = []
-        for step in generate_stream(model, requests, **options):
-            tokens.append(step.token)
-            if step.cache is not None:
-                self.caches.append((step.cache, self.read + tokens[:-1]))
-            yield step
+    def recorded(self, model, args, kwargs):
+        """What the model has read after each call."""
+        before = kwargs[cache_name(model)].get_seq_length()
+        self.seen = self.seen[:before] + args[0][0].tolist()
+        self.read = self.read or self.seen
 
     def say(self, line, listen=5):
         self.messages.append({"role": "user", "content": line})
+        self.read = None
         answer = self.conversation.answer(line)
         tokens = list(islice(answer, listen))
         answer.close()
@@ -73,8 +70,8 @@ class Talk:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_is_read_is_the_template_of_the_whole(monkeypatch, template, ending):
-    talk = Talk(monkeypatch, TEMPLATES[template], options=ENDINGS[ending])
+def test_what_is_read_is_the_template_of_the_whole(template, ending):
+    talk = Talk(TEMPLATES[template], options=ENDINGS[ending])
     assert (talk.say("w7 w8")[-1] == END) == (ending == "ended")
     talk.say("w9 w10")
     assert len(talk.say("w11", listen=2)) == 2  # stopped
@@ -86,8 +83,8 @@ def test_what_is_read_is_the_template_of_the_whole(monkeypatch, template, ending
     talk.say("w8")
 
 
-def test_a_system_prompt_is_said_once_and_first(monkeypatch):
-    talk = Talk(monkeypatch, CHATML, system="w5 w6")
+def test_a_system_prompt_is_said_once_and_first():
+    talk = Talk(CHATML, system="w5 w6")
     talk.messages.append({"role": "system", "content": "w5 w6"})
     talk.say("w7")
     talk.say("w8")
@@ -115,14 +112,93 @@ def test_a_template_that_fails_or_never_ends_is_explained(monkeypatch, template,
         next(Conversation(make_model(CASE["linear-elu"]), make_tokenizer(template)).answer("w7"))
 
 
-def test_a_line_that_cannot_be_read_is_not_part_of_the_talk(monkeypatch):
-    talk = Talk(monkeypatch, CHATML)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0, "do_sample": True}, "temperature"),
+        ({"temprature": 1}, "options must have names of GenerationConfig, got temprature"),
+        ({"num_beams": 2}, "must have no beams"),
+        ({"sequence_bias": {(3,): float("nan")}, "do_sample": True}, "nan"),
+    ],
+)
+def test_a_line_that_cannot_be_answered_is_not_part_of_the_talk(options, message):
+    talk = Talk(CHATML)
     talk.say("w7")
-    talk.conversation.options = {"temperature": -1.0, "do_sample": True}
-    with pytest.raises(ValueError, match="temperature"):
+    talk.conversation.options = options
+    with pytest.raises((ValueError, RuntimeError), match=message):
         next(talk.conversation.answer("w8"))
     talk.conversation.options = {}
     talk.say("w9")
+
+
+@every_case
+def test_a_conversation_goes_on_from_its_cache(case):
+    model, first, second = make_model(case).double(), random_tokens(5), random_tokens(3, seed=1)
+    model.generation_config.eos_token_id = None
+    prefix = random_tokens(1, 7, seed=2)
+    texts = [[f"w{token - 7}" if token >= 7 else "w0" for token in x.tolist()] for x in (first, second)]
+    tokenizer = make_tokenizer(None)
+    start = read(model, prefix)
+    for _ in range(2):  # the cache stays as it is
+        talk = Conversation(model, tokenizer, cache=start, max_new_tokens=6)
+        whole = prefix[0].tolist()
+        for words in texts:
+            line = " ".join(words)
+            whole += tokenizer(line, add_special_tokens=False)["input_ids"]
+            ids = torch.tensor([whole])
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            answer = list(talk.answer(line))
+            assert answer == expected[0, len(whole) :].tolist()
+            whole += answer
+
+
+def test_an_answer_heeds_the_models_generation_config():
+    model, tokenizer = make_model(CASE["linear-elu"]), make_tokenizer(None)
+    line = "w1 w2 w3 w4 w5 w6 w7 w8"
+    ids = tokenizer(line, return_tensors="pt")["input_ids"]
+    model.generation_config.eos_token_id = None
+    plain = list(Conversation(model, tokenizer, max_new_tokens=12).answer(line))
+    end = {"eos_token_id": plain[0], "min_new_tokens": 6, "suppress_tokens": [plain[1]]}
+    model.generation_config.update(repetition_penalty=1.3, no_repeat_ngram_size=2, **end)
+    answer = list(Conversation(model, tokenizer, max_new_tokens=12).answer(line))
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert answer == expected
+    assert answer != plain
+
+
+def test_an_answer_depends_on_its_seed_alone():
+    model, tokenizer = make_model(CASE["linear-elu"]), make_tokenizer(None)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    answers = [list(Conversation(model, tokenizer, options=options, seed=seed).answer("w7")) for seed in (0, 0, 1)]
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
+
+
+def test_a_memory_of_another_model_or_of_two_texts_is_refused():
+    model, tokenizer = make_model(CASE["linear-full"]), make_tokenizer(None)
+    other = read(make_model(CASE["linear-elu"]), random_tokens(1, 3))
+    for cache, message in (
+        (read(model, random_tokens(2, 3)), "cache must be of one text, got one of 2"),
+        (other, "cache must be a DynamicCache"),
+        (StaticCache(config=model.config, max_cache_len=9), "cache must be a DynamicCache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Conversation(model, tokenizer, cache=cache)
+
+
+def test_a_memory_made_with_gradients_is_read_without_them():
+    model, tokenizer = make_model(CASE["linear-full"]), make_tokenizer(None)
+    cache = DynamicCache(config=model.config)
+    model(random_tokens(1, 7), **{cache_name(model): cache})
+    talk = Conversation(model, tokenizer, cache=cache, max_new_tokens=3)
+    list(talk.answer("w7"))
+    assert not any(x.requires_grad for layer in talk.memory().layers for x in getattr(layer, "states", {}).values())
+    assert cache.layers[0].states["memory"].requires_grad
+
+
+def test_a_message_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="line must have at least one token, got ''"):
+        next(Conversation(make_model(CASE["linear-elu"]), make_tokenizer(None)).answer(""))
 
 
 def test_a_tokenizer_that_does_not_say_where_its_tokens_are():

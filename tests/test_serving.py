@@ -1,4 +1,4 @@
-"""Memories as files, many readers of one memory, and many requests at once."""
+"""Memories as files, and many readers of one memory."""
 
 import copy
 import json
@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-from threading import Event
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from cases import CASE, every_case, every_family, generate, go_on, make_model, random_tokens, read
-from hf_memory import Request, generate_stream, load_memory, save_memory
+from cases import CASE, every_case, generate, go_on, make_model, random_tokens, read
+from hf_memory import load_memory, save_memory
 from hf_memory.serving import memory_file
-
-NEW = 6
 
 
 @every_case
@@ -220,191 +217,3 @@ def test_many_readers_of_one_prefix(case):
     apart = [generate(model, text[None], past_key_values=read(model, prefix)) for text in texts]
     assert torch.equal(together, torch.cat(apart))
     assert torch.equal(together, generate(model, texts))
-
-
-def collect(model, requests, **kwargs):
-    """Tokens by request, and the most requests that were seen in one step."""
-    answers = {}
-    for step in generate_stream(model, requests, **kwargs):
-        answers.setdefault(step.request, []).append(step.token)
-    return [answers[i] for i in sorted(answers)]
-
-
-@every_case
-def test_each_request_gets_what_it_would_get_alone(case):
-    model = make_model(case)
-    lengths = [(5, 7), (9, 2), (2, 12), (7, 1), (4, 6), (11, 3)]
-    prompts = [random_tokens(1, length, seed=i) for i, (length, _) in enumerate(lengths)]
-    requests = [Request(x[0], new) for x, (_, new) in zip(prompts, lengths)]
-    expected = [
-        model.generate(x, max_new_tokens=new, do_sample=False)[0, x.shape[1] :].tolist()
-        for x, (_, new) in zip(prompts, lengths)
-    ]
-    for max_batch_size in (1, 3):
-        assert collect(model, requests, max_batch_size=max_batch_size) == expected
-
-
-def test_draws_do_not_depend_on_the_company():
-    model = make_model(CASE["linear-elu"])
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
-    requests = [Request(random_tokens(5, seed=i), NEW, options, seed=i) for i in range(4)]
-    together = collect(model, requests, max_batch_size=4)
-    assert together == [collect(model, [request])[0] for request in requests]
-    assert len({tuple(answer) for answer in together}) == 4
-
-
-def test_requests_are_taken_when_there_is_room():
-    model, taken = make_model(CASE["linear-elu"]), []
-
-    def arriving():
-        for i in range(5):
-            taken.append(i)
-            yield Request(random_tokens(4, seed=i), NEW)
-
-    stream = generate_stream(model, arriving(), max_batch_size=2)
-    next(stream)
-    assert taken == [0]
-    steps = list(stream)
-    assert taken == list(range(5))
-    assert {step.request for step in steps if step.finished} == set(range(5))
-
-
-def test_a_request_ends_at_its_last_token():
-    model, prompt = make_model(CASE["linear-elu"]), random_tokens(4)
-    answer = collect(model, [Request(prompt, NEW)])[0]
-    assert (
-        collect(model, [Request(prompt, NEW, {"eos_token_id": [answer[2]]})])[0]
-        == answer[: answer.index(answer[2]) + 1]
-    )
-
-
-@every_case
-def test_a_conversation_goes_on_from_its_cache(case):
-    model, first, second = make_model(case).double(), random_tokens(5), random_tokens(3, seed=1)
-    company = Request(random_tokens(9, seed=2), 4)
-    steps = [s for s in generate_stream(model, [company, Request(first, NEW, keep_cache=True)]) if s.request == 1]
-    assert [s.cache is None for s in steps] == (NEW - 1) * [True] + [False]
-    answer = torch.tensor([s.token for s in steps])
-    more = torch.cat([answer[-1:], second])  # the last token was chosen, but not read
-    answers = collect(model, 2 * [Request(more, NEW, cache=steps[-1].cache)])
-    text = torch.cat([first, answer, second])[None]
-    real = torch.ones_like(text)  # generate takes tokens for padding that look like it
-    expected = model.generate(text, attention_mask=real, max_new_tokens=NEW, do_sample=False)
-    assert answers == 2 * [expected[0, text.shape[1] :].tolist()]  # and the cache stays as it is
-
-
-def test_a_memory_made_with_gradients_is_read_without_them(tmp_path):
-    model, prefix, word = make_model(CASE["linear-full"]), random_tokens(1, 7), random_tokens(1, seed=1)
-    cache = DynamicCache(config=model.config)
-    model(prefix, past_key_values=cache)
-    expected = collect(model, [Request(word, NEW, cache=read(model, prefix))])
-    assert collect(model, 2 * [Request(word, NEW, cache=cache)]) == 2 * expected
-    save_memory(cache, tmp_path / "memory", model)
-    assert collect(model, [Request(word, NEW, cache=load_memory(tmp_path / "memory", model))]) == expected
-    assert cache.layers[0].states["memory"].requires_grad
-
-
-def test_a_stream_heeds_the_models_generation_config():
-    model, prompt = make_model(CASE["linear-elu"]), random_tokens(8)
-    plain = collect(model, [Request(prompt, 12)])[0]
-    model.generation_config.update(
-        repetition_penalty=1.3,
-        no_repeat_ngram_size=2,
-        eos_token_id=plain[0],
-        min_new_tokens=6,
-        suppress_tokens=[plain[1]],
-    )
-    answer = collect(model, [Request(prompt, 12)])[0]
-    expected = model.generate(prompt[None], max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-    assert answer == expected != plain
-    assert collect(model, [Request(prompt, 1, {"suppress_tokens": None, "min_new_tokens": 0})])[0] == plain[:1]
-
-
-def test_a_request_that_cannot_be_served_leaves_the_others_alone():
-    model, prompt = make_model(CASE["linear-full"]), random_tokens(4)
-    two = read(model, random_tokens(2, 3))
-    wrong = [
-        (Request([3, 64]), "input_ids must be from 0 to 63, got 3 to 64"),
-        (Request([-1]), "input_ids must be from 0"),
-        (Request(prompt, options={"temprature": 1}), "options must have names of GenerationConfig, got temprature"),
-        (Request(prompt, options={"temperature": -1.0, "do_sample": True}), "temperature"),
-        (Request(prompt, options={"num_beams": 2}), "must have no beams"),
-        (Request(prompt, cache=two), "cache must be of one text, got one of 2"),
-        (Request(prompt, cache=read(make_model(CASE["linear-elu"]), prompt[None])), "cache must be a DynamicCache"),
-        (Request(prompt, cache=StaticCache(config=model.config, max_cache_len=9)), "cache must be a DynamicCache"),
-        ("a prompt", "requests must be of type Request, got str"),
-    ]
-    requests = [Request(prompt, NEW), *(request for request, _ in wrong), Request(prompt, NEW)]
-    answers = collect(model, requests, max_batch_size=2)
-    assert answers[0] == answers[-1] == collect(model, [Request(prompt, NEW)])[0]
-    for (_, sentence), step in zip(wrong, generate_stream(model, [request for request, _ in wrong]), strict=True):
-        assert step.finished
-        assert sentence in str(step.error)
-
-
-def test_what_is_no_number_ends_one_request_only():
-    model, prompt = make_model(CASE["linear-elu"]), random_tokens(4)
-    broken = {"sequence_bias": {(3,): float("nan")}, "do_sample": True}
-    steps = list(generate_stream(model, [Request(prompt, NEW, broken), Request(prompt, NEW)]))
-    assert [step.request for step in steps if step.error] == [0]
-    assert sum(step.request == 1 for step in steps) == NEW
-
-
-def test_a_producer_that_waits_does_not_stop_the_batch():
-    model, finished = make_model(CASE["linear-elu"]), Event()
-
-    def arriving():
-        yield Request(random_tokens(4), NEW)
-        assert finished.wait(60)
-        yield Request(random_tokens(5), 2)
-
-    steps = []
-    for step in generate_stream(model, arriving()):
-        steps.append(step)
-        if step.finished:
-            finished.set()
-    assert [step.request for step in steps] == NEW * [0] + 2 * [1]
-
-
-def test_what_a_producer_raises_is_raised():
-    def arriving():
-        yield Request(random_tokens(4), 1)
-        raise KeyError("lost")
-
-    with pytest.raises(KeyError, match="lost"):
-        list(generate_stream(make_model(CASE["linear-elu"]), arriving()))
-
-
-@every_family
-def test_a_cancelled_request_keeps_what_it_has_read(case):
-    model, prompt = make_model(case).double(), random_tokens(5)
-    whole = collect(model, [Request(prompt, NEW)])[0]
-    stopped, never = Request(prompt, NEW, keep_cache=True), Request(prompt)
-    never.cancel()
-    steps = []
-    for step in generate_stream(model, [stopped, Request(prompt, NEW), never]):
-        steps.append(step)
-        if len([x for x in steps if x.request == 0]) == 3:
-            stopped.cancel()
-    assert [x.token for x in steps if x.request == 0] == [*whole[:3], None]
-    assert [x.token for x in steps if x.request == 1] == whole
-    assert [x[1:] for x in steps if x.request == 2] == [(None, True, None, None)]
-    (kept,) = [x.cache for x in steps if x.cache]
-    assert collect(model, [Request(whole[2:3], NEW - 3, cache=kept)])[0] == whole[3:]
-
-
-NOTHING = [
-    (([],), "input_ids must have at least one token"),
-    ((torch.ones(2, 3, dtype=torch.long),), r"input_ids must be integers \[T\] of one text, got torch.int64 \[2, 3\]"),
-    (([0.5],), "input_ids must be integers"),
-    (([3], 0), "max_new_tokens must be an integer of at least 1, got 0"),
-    (([3], 1.5), "max_new_tokens must be an integer of at least 1, got 1.5"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), NOTHING)
-def test_a_request_for_nothing_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Request(*arguments)
-    with pytest.raises(ValueError, match="max_batch_size"):
-        collect(make_model(CASE["linear-elu"]), [], max_batch_size=0)

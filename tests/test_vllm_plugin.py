@@ -120,7 +120,7 @@ def test_pages_are_hardly_larger_than_needed():
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
 def test_what_has_no_place_is_refused(case):
-    with pytest.raises(ValueError, match=r"got ([\w ]+ in layer \d of \w+|'universal').*generate_stream"):
+    with pytest.raises(ValueError, match=r"got ([\w ]+ in layer \d of \w+|'universal').*serve of transformers"):
         check(make_config(case))
 
 

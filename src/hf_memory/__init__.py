@@ -63,7 +63,7 @@ from hf_memory.modeling.transformer import (
     MemoryTransformerForTokenClassification,
     MemoryTransformerModel,
 )
-from hf_memory.serving import Conversation, Request, Step, generate_stream, load_memory, save_memory
+from hf_memory.serving import Conversation, load_memory, save_memory
 
 __version__ = "0.1.0"
 
@@ -101,13 +101,11 @@ __all__ = [
     "MemoryTransformerForSequenceClassification",
     "MemoryTransformerForTokenClassification",
     "MemoryTransformerModel",
-    "Request",
     "Rwkv7Config",
     "Rwkv7ForCausalLM",
     "Rwkv7ForSequenceClassification",
     "Rwkv7ForTokenClassification",
     "Rwkv7Model",
-    "Step",
     "TitansConfig",
     "TitansForCausalLM",
     "TitansForSequenceClassification",
@@ -115,7 +113,6 @@ __all__ = [
     "TitansModel",
     "context_parallel",
     "export_model",
-    "generate_stream",
     "load_memory",
     "parameter_groups",
     "save_memory",

@@ -205,30 +205,6 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         counts = [x for name, x in states.items() if name.rpartition(".")[2] == "tokens_read"]
         self.is_padded = any(bool((x != tokens_read).any()) for x in counts)
 
-    def join(self, other: "MemoryLayer", length: int) -> None:
-        """Append the rows of another layer. States that grow with the text are left-padded to `length` tokens."""
-        ours, theirs = (layer._with_room(layer.states, length) for layer in (self, other))
-        joined = {}
-        for name, state in self.spec.items():
-            both = [ours[name], theirs[name]]
-            if state.growth == "token":
-                most = max(x.shape[1] for x in both)
-                before = [(*(0, 0) * len(state.shape), most - x.shape[1], 0) for x in both]
-                both = [F.pad(x, pad, value=state.absent) for x, pad in zip(both, before)]
-            joined[name] = torch.cat(both)
-        self.fill(joined, length)
-
-    def keep_last(self, length: int) -> None:
-        """Keep the last `length` tokens of growing states, and drop entries that are empty at this length."""
-        states = dict(self.states)
-        for name, x in self.states.items():
-            state = self.spec[name]
-            if state.growth == "token":
-                states[name] = x[:, -length:]
-            elif state.growth in ("log", "segment"):
-                states[name] = x[:, : state.places(length)[0]]
-        self.fill(states, length)
-
     def reset(self) -> None:
         """Empty the memory; the tensors keep their addresses."""
         for state in self.states.values():

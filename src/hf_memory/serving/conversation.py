@@ -1,15 +1,21 @@
 """A conversation whose past is in one memory, so that no message is read twice."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
 
+from hf_memory.cache import MemoryLayer, copied
+from hf_memory.cache_argument import cache_name
 from hf_memory.files.chat_template import apply_template
-from hf_memory.serving.stream import Request, generate_stream
+from hf_memory.serving.memory_file import check_layers
 
 ANSWER = "An answer of the model 8c1f6d0e"  # placeholder for earlier answers when the template is applied
 EXCHANGE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Conversation:
@@ -22,14 +28,16 @@ class Conversation:
     Args:
         model: a causal language model of this package; its `generation_config` says how tokens are sampled.
         tokenizer: the model's tokenizer; its chat template is used if it has one.
-        cache: a memory to start from; default: an empty one.
+        cache: a memory of one text to start from; it is not changed. Default: an empty one.
         system: the system prompt; default: that of the template.
         max_new_tokens: largest number of tokens of an answer.
-        options: changes to the `generation_config`, as in `Request`.
+        options: changes to the `generation_config`, by its names: do_sample, temperature, top_k, top_p,
+            repetition_penalty, eos_token_id ... Penalties consider only the tokens since the last answer.
         seed: seed for sampling.
 
     Raises:
-        ValueError: if a system prompt is given without a chat template, or together with a cache.
+        ValueError: if a system prompt is given without a chat template, or together with a cache; or the cache is of
+            another model or of several texts.
     """
 
     def __init__(
@@ -46,24 +54,32 @@ class Conversation:
         if system is not None and (tokenizer.chat_template is None or cache is not None):
             missing = "a tokenizer without a chat template" if cache is None else "a memory of an earlier conversation"
             raise ValueError(f"system must be None with {missing}, got {system!r}")
+        if cache is not None:
+            _check_cache(cache, model)
         self.model, self.tokenizer, self.cache, self.system = model, tokenizer, cache, system
         self.max_new_tokens, self.options, self.seed = max_new_tokens, options or {}, seed
         self.unread: list[int] = []  # tokens of the conversation that the cache has not read
 
     def answer(self, line: str) -> Generator[int, None, None]:
-        """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it."""
-        answered: list = []
+        """Read a message, and yield the tokens of the answer as they are generated; closing the iterator stops it.
+
+        Raises:
+            ValueError: if the message has no token, or an option is wrong. It is then no part of the conversation.
+        """
         unread = self.unread + self._turn(line)
-        request = Request(unread, self.max_new_tokens, self.options, self.seed, self.cache, keep_cache=True)
+        if not unread:
+            raise ValueError(f"line must have at least one token, got {line!r}")
+        answered: list[int] = []
+        seed = self.seed
         self.seed += 1
         try:
-            for step in generate_stream(self.model, [request], max_batch_size=1):
-                if step.error is not None:
-                    raise step.error
-                answered.append(step.token)
-                if step.finished:
-                    self.cache, unread, answered = step.cache, [], answered[-1:]
-                yield answered[-1]
+            for token, cache in self._continued(unread, seed):
+                answered.append(token)
+                if cache is not None:  # the answer ends, and the cache has read all of it but this token
+                    self.cache = cache
+                    unread = []
+                    answered = [token]
+                yield token
         finally:
             if answered:
                 self.unread = unread + self._closed(answered)
@@ -75,9 +91,10 @@ class Conversation:
             ValueError: if there was no message yet.
         """
         if self.unread:
-            request = Request(self.unread, 1, cache=self.cache, keep_cache=True)
-            (step,) = generate_stream(self.model, [request], max_batch_size=1)
-            self.cache, self.unread = step.cache, []
+            cache = self._own_cache()
+            _read(self.model, self._ids(self.unread), cache)
+            self.cache = cache
+            self.unread = []
         if self.cache is None:
             raise ValueError("a conversation must have at least one message before its memory can be taken")
         return self.cache
@@ -85,6 +102,41 @@ class Conversation:
     def reset(self) -> None:
         """Forget the conversation."""
         self.cache, self.unread = None, []
+
+    @torch.no_grad()
+    def _continued(self, unread: list[int], seed: int) -> Iterator[tuple[int, DynamicCache | None]]:
+        """The tokens that follow, one by one, and beside the last one the cache that has read those before it."""
+        model = self.model
+        config = _generation_config(model, len(unread), self.max_new_tokens, self.options)
+        processors = model._get_logits_processor(config, input_ids_seq_length=len(unread), device=model.device)
+        ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
+        generator = torch.Generator().manual_seed(seed)
+        cache = self._own_cache()
+        ids = self._ids(unread)
+        logits = _read(model, ids, cache)
+        for left in reversed(range(self.max_new_tokens)):
+            scores = processors(ids, logits.to(torch.float32, copy=True))[0]
+            if config.do_sample:
+                token = int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator))
+            else:
+                token = int(scores.argmax())
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+            if left == 0 or token in ends:
+                yield token, cache
+                return
+            yield token, None
+            logits = _read(model, ids[:, -1:], cache)
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        """Tokens as the model reads them, [1, T]."""
+        size = self.model.config.vocab_size
+        if max(tokens) >= size:
+            raise ValueError(f"tokenizer must have at most the model's {size} tokens, got token {max(tokens)}")
+        return torch.tensor([tokens], device=self.model.device)
+
+    def _own_cache(self) -> DynamicCache:
+        """A copy of the cache, which an answer that is stopped leaves as it is."""
+        return DynamicCache(config=self.model.config) if self.cache is None else copied(self.cache)
 
     def _turn(self, line: str) -> list[int]:
         """The tokens between the last answer and the next one."""
@@ -122,3 +174,31 @@ class Conversation:
             return self.tokenizer(text[start:], add_special_tokens=False)["input_ids"]
         read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [token for token, (begin, _) in zip(read["input_ids"], read["offset_mapping"]) if begin >= start]
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
+    """The logits [1, V] after tokens [1, T], which the cache then has read."""
+    return model(ids, **{cache_name(model): cache}, logits_to_keep=1).logits[:, -1]
+
+
+def _generation_config(model: PreTrainedModel, length: int, new_tokens: int, options: dict) -> GenerationConfig:
+    """The model's generation config with these options, as in `generate`."""
+    config, unknown = model._prepare_generation_config(None, **options)
+    if unknown:
+        raise ValueError(f"options must have names of GenerationConfig, got {', '.join(unknown)}")
+    if config.get_generation_mode() not in ONE_BY_ONE or config.stop_strings or config.max_time:
+        raise ValueError(
+            "a conversation supports greedy decoding and sampling only: generation_config must have no beams, "
+            f"assistants, stop_strings or max_time, got {config.get_generation_mode().value}"
+        )
+    config.max_length = length + new_tokens
+    model._prepare_special_tokens(config, device=model.device)
+    return config
+
+
+def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
+    check_layers(cache, model)
+    texts = {layer.batch_size if isinstance(layer, MemoryLayer) else len(layer.keys) for layer in cache.layers}
+    if texts != {1}:
+        raise ValueError(f"cache must be of one text, got one of {max(texts)}")

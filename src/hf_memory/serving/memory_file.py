@@ -20,7 +20,6 @@ from hf_memory.files.fingerprints import model_fingerprint
 from hf_memory.files.folders import replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
-from hf_memory.serving.rows import check_layers
 
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
@@ -178,3 +177,11 @@ def _tensors(layer) -> Iterable[tuple[str, Tensor]]:
         kept = min(layer.keys.shape[-2], layer.sliding_window - 1)
         return [(name, x[..., -kept:, :]) for name, x in both]
     return both
+
+
+def check_layers(cache: Cache, model: PreTrainedModel) -> None:
+    """Raise ValueError unless a cache has the layers that this model's DynamicCache has."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
+    given = [type(layer).__name__ for layer in cache.layers]
+    if given != kinds:
+        raise ValueError(f"cache must be a DynamicCache(config=model.config), with layers {kinds}, got {given}")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
 
-ELSEWHERE = "Use generate or serve of transformers, or hf_memory.generate_stream for many texts at once"
+ELSEWHERE = "Use generate or serve of transformers"
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
