@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cases import CASE, make_config, make_model, random_tokens
 from comparing import assert_close
@@ -103,6 +106,62 @@ def run_one_after_the_other(layers, hidden_states, masks, **kwargs):
     for layer in layers:
         states = layer(*states, **kwargs)
     return states[0]
+
+
+def random_reversible(randomness):
+    """A reversible model whose output is random in training."""
+    options = {"num_hidden_layers": 3, "depth": "reversible"}
+    if randomness == "attention_dropout":
+        options |= {"layer_types": ["full_attention"] * 3, "attention_dropout": 0.5}
+    model = make_model(TRANSFORMER, **options)
+    if randomness == "lora_dropout":
+        targets = ["q_proj", "v_proj", "down_proj"]
+        lora = LoraConfig(r=2, target_modules=targets, lora_dropout=0.5, init_lora_weights=False)
+        model = get_peft_model(model, lora)
+    if randomness == "a user's module":
+        for layer in model.model.layers:
+            layer.mlp.down_proj = nn.Sequential(nn.Dropout(0.5), layer.mlp.down_proj)
+    return model.double().train()
+
+
+@pytest.mark.parametrize(
+    "way", ["alone", "use_reentrant=False", "use_reentrant=True", "inside a checkpoint", "in chunks"]
+)
+@pytest.mark.parametrize("randomness", ["lora_dropout", "attention_dropout", "a user's module"])
+def test_a_reversible_transformer_is_computed_again_with_the_same_random_numbers(randomness, way):
+    model, tokens = random_reversible(randomness), random_tokens(2, T)
+    if "reentrant" in way:
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable({"use_reentrant": way == "use_reentrant=True"})
+    given = {"chunk_length": 4} if way == "in chunks" else {"use_cache": False}
+    learned = [x for x in model.parameters() if x.requires_grad]
+    directions = [torch.randn_like(x) for x in learned]
+
+    def output():
+        return model(input_ids=tokens, **given).logits.sin().sum()
+
+    def run():
+        torch.manual_seed(1)
+        return checkpoint(output, use_reentrant=False) if way == "inside a checkpoint" else output()
+
+    with torch.no_grad():
+        assert run() != output()  # which goes on with the random numbers after those of the run
+    run().backward()
+    slope = sum((x.grad * direction).sum() for x, direction in zip(learned, directions))
+    ends = []
+    for step in (1e-6, -2e-6):
+        for x, direction in zip(learned, directions):
+            x.data.add_(direction, alpha=step)
+        ends.append(run().detach())
+    assert float(slope) == pytest.approx(float(ends[0] - ends[1]) / 2e-6, rel=1e-4)
+
+
+def test_a_backward_pass_leaves_the_random_generator_as_it_is():
+    model, tokens = random_reversible("a user's module"), random_tokens(2, T)
+    loss = model(tokens, labels=tokens).loss
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_training_keeps_does_not_grow_with_reversible_layers():

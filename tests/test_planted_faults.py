@@ -1,5 +1,6 @@
 """The contract tests see the faults that transformers' own test-suite does not: each is planted, and one must fail."""
 
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -14,6 +15,7 @@ import test_cache
 import test_cache_argument
 import test_conversion
 import test_deltaformer
+import test_depth
 import test_generation
 import test_loading
 import test_modeling
@@ -31,7 +33,7 @@ from hf_memory.files import documents, tokenised
 from hf_memory.mixers import base
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
-from hf_memory.modeling import loading
+from hf_memory.modeling import depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
 from hf_memory.serving import memory_file
 
@@ -262,3 +264,11 @@ def test_a_forged_state_that_is_believed_is_seen(name, monkeypatch, tmp_path):
 def _without(argument):
     forward = base.MemoryMixer.forward
     return lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, argument: None})
+
+
+def test_layers_that_are_computed_again_with_other_random_numbers_are_seen(monkeypatch):
+    monkeypatch.setattr(depth.Surroundings, "again", lambda self: nullcontext())
+    with pytest.raises(AssertionError):
+        test_depth.test_a_reversible_transformer_is_computed_again_with_the_same_random_numbers(
+            "a user's module", "alone"
+        )

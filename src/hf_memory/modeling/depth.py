@@ -1,13 +1,14 @@
 """Ways to run the layers of a model other than one after the other: universal and reversible."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
@@ -82,14 +83,61 @@ class AdaptiveUniversal(Universal):
 class ReversibleLayer(MemoryDecoderLayer):
     """y_1 = x_1 + mixer(x_2), y_2 = x_2 + MLP(y_1), each with its norms. https://arxiv.org/abs/2001.04451."""
 
-    def forward(self, hidden_states: Tensor, x1: Tensor, x2: Tensor, read_values: Callable | None = None, **kwargs):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        x1: Tensor,
+        x2: Tensor,
+        read_values: Callable | None = None,
+        surroundings: "list[Surroundings] | None" = None,
+        **kwargs,
+    ):
         """((x_1 + x_2) / 2, x_1, x_2) -> ((y_1 + y_2) / 2, y_1, y_2), all [B, T, hidden_size].
 
-        The mean is not an input of the equations: it is what other layers call hidden states.
+        The mean is not an input of the equations: it is what other layers call hidden states. The list `surroundings`
+        gets those of the mixer and those of the MLP.
         """
+        if surroundings is not None:
+            surroundings.append(Surroundings(x2))
         y1 = x1 + self.mixed(x2, **kwargs)
+        if surroundings is not None:
+            surroundings.append(Surroundings(y1))
         y2 = x2 + self.fed(y1, read_values) if self.has_mlp else x2
         return (y1 + y2) / 2, y1, y2
+
+
+class Surroundings:
+    """What the result of a function depends on besides its arguments: the random generators, and autocast.
+
+    As in `torch.utils.checkpoint`, generators are those of the CPU and of the device of a tensor.
+    """
+
+    def __init__(self, x: Tensor):
+        self.device_type = x.device.type
+        self.state_of_cpu = torch.get_rng_state()
+        self.devices, self.states_of_devices = get_device_states(x)
+        self.autocasts = [_autocast(kind) for kind in {"cpu", self.device_type}]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context in which these are as they were; afterwards they are as they were before it."""
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.random.fork_rng(self.devices, device_type=self.device_type))
+            torch.set_rng_state(self.state_of_cpu)
+            set_device_states(self.devices, self.states_of_devices, device_type=self.device_type)
+            for autocast in self.autocasts:
+                contexts.enter_context(torch.autocast(**autocast))
+            yield
+
+
+def _autocast(device_type: str) -> dict:
+    """The arguments of `torch.autocast` that describe what holds now."""
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
 
 
 def run_reversible(layers: nn.ModuleList, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
@@ -116,14 +164,14 @@ class _Reversible(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, masks, kwargs, hidden_states, *parameters):
         states = (hidden_states, hidden_states, hidden_states)
+        ctx.surroundings = []
         for layer, mask in zip(layers, masks):
-            states = layer(*states, attention_mask=mask, **kwargs)
+            surroundings: list[Surroundings] = []
+            states = layer(*states, attention_mask=mask, surroundings=surroundings, **kwargs)
+            ctx.surroundings.append(surroundings)
         mean, *halves = states
         ctx.save_for_backward(*halves)
         ctx.layers, ctx.masks, ctx.kwargs = layers, masks, kwargs
-        kind = hidden_states.device.type
-        ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
-        ctx.autocast["enabled"] = torch.is_autocast_enabled(kind)
         return mean
 
     @staticmethod
@@ -133,24 +181,28 @@ class _Reversible(torch.autograd.Function):
         d2 = d1
         of_parameters: list[Tensor | None] = []
         read_values, kwargs = ctx.kwargs["read_values"], {x: y for x, y in ctx.kwargs.items() if x != "read_values"}
-        for layer, mask in reversed(list(zip(ctx.layers, ctx.masks))):
+        for layer, mask, surroundings in reversed(list(zip(ctx.layers, ctx.masks, ctx.surroundings))):
+            of_mixer, of_mlp = surroundings
             learns, by_mlp = _learns(layer), []
-            with torch.autocast(**ctx.autocast):
-                if layer.has_mlp:
-                    fed, more, by_mlp = _differentiate(layer.fed, y1, d2, learns, read_values=read_values)
-                    y2, d1 = y2 - fed, d1 + more
-                mixed, more, by_mixer = _differentiate(layer.mixed, y2, d1, learns, attention_mask=mask, **kwargs)
+            if layer.has_mlp:
+                feed = partial(layer.fed, read_values=read_values)
+                fed, more, by_mlp = _differentiate(feed, y1, d2, learns, of_mlp)
+                y2, d1 = y2 - fed, d1 + more
+            mix = partial(layer.mixed, attention_mask=mask, **kwargs)
+            mixed, more, by_mixer = _differentiate(mix, y2, d1, learns, of_mixer)
             y1, d2 = y1 - mixed, d2 + more
             by_mlp = by_mlp or [None] * len(learns)
             of_parameters = [x if y is None else y for x, y in zip(by_mlp, by_mixer)] + of_parameters
         return None, None, None, d1 + d2, *of_parameters
 
 
-def _differentiate(function: Callable, x: Tensor, gradient: Tensor, parameters: list, **kwargs):
-    """function(x), and the gradients with respect to x and the parameters, given that of the result."""
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        y = function(x, **kwargs)
+def _differentiate(
+    function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor, parameters: list, surroundings: Surroundings
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """function(x) as it was computed once, and the gradients of x and the parameters, given that of the result."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad(), surroundings.again():
+        y = function(x)
     of_x, *of_parameters = torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), allow_unused=True)
     return y.detach(), of_x, of_parameters
 
