@@ -55,8 +55,10 @@ def test_ponder_cost_is_learned_and_padding_costs_nothing():
     model = make_model(CASE["transformer-universal"], ponder_loss_weight=1.0).double().train()
     tokens = random_tokens(2, T)
     predictions = F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    own = model.model(tokens).own_loss
+    outputs = model.model(tokens)
+    own = outputs.own_losses[:, :-1].mean()  # of tokens that predict a label
     assert_close(model(tokens, labels=tokens).loss.float(), predictions + own, (predictions + own).float())
+    assert_close(outputs.own_loss, outputs.own_losses.mean())
     mask = torch.ones(2, T, dtype=torch.long)
     mask[:, T - 2 :] = 0
     assert_close(model.model(tokens, mask).own_loss, model.model(tokens[:, : T - 2]).own_loss)

@@ -50,7 +50,7 @@ class AttentionMixer(Convertible, Projections):
         output, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(output.flatten(-2)), weights
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, own_losses=None, **kwargs):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, with_own_loss=False, **kwargs):
         """q, k and v [B, H, T, D] -> (outputs [B, T, H, D], attention weights or None)."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         return attend(

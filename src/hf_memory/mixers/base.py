@@ -291,14 +291,7 @@ class MemoryMixer(Convertible, Projections):
             The output [B, T, hidden_size], and None, since a memory has no attention weights.
         """
         B, T = hidden_states.shape[:2]
-        inputs = {"hidden_states": hidden_states}
-        if position_embeddings is not None and self.sees_positions:
-            inputs["cos"], inputs["sin"] = position_embeddings
-        if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
-            inputs = {name: x.expand(B, -1, -1).flatten(0, 1)[None] for name, x in inputs.items()}
-        if attention_mask is not None:
-            mask = attention_mask.bool()
-            inputs |= {"hidden_states": blank(hidden_states, mask), "attention_mask": mask}
+        inputs = self.inputs(hidden_states, position_embeddings, attention_mask, cu_seqlens)
         place = self.layer_idx if step is None else step
         layer = None if cache is None else memory_layer(cache, place)
         if layer is None:
@@ -307,19 +300,43 @@ class MemoryMixer(Convertible, Projections):
             output = layer.advance(inputs, partial(self.mix_inputs, cu_seqlens=cu_seqlens), self.spec)
         return output.view(B, T, -1), None
 
+    def inputs(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Inputs:
+        """The inputs of `mix_inputs` by name, from arguments of `forward`; packed rows become one."""
+        B, inputs = len(hidden_states), {"hidden_states": hidden_states}
+        if position_embeddings is not None and self.sees_positions:
+            inputs["cos"], inputs["sin"] = position_embeddings
+        if cu_seqlens is not None and B > 1:  # rows are boundaries of sequences too
+            inputs = {name: x.expand(B, -1, -1).flatten(0, 1)[None] for name, x in inputs.items()}
+        if attention_mask is not None:
+            mask = attention_mask.bool()
+            inputs |= {"hidden_states": blank(hidden_states, mask), "attention_mask": mask}
+        return inputs
+
     def mix_inputs(
         self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None
     ) -> tuple[Tensor, States]:
         """The same as `mix` for the tokens in their places, from inputs by name, as a cache records them."""
-        positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
         states = nested(states) if self.has_parts else states
-        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, states, known=known)
-        hidden_states = inputs["hidden_states"]
-        if self.padding_last and context.attention_mask is not None:
-            hidden_states, context = context.with_padding_last(hidden_states)
+        hidden_states, context = self.in_context(inputs, states, cu_seqlens, known)
         output, states = self.mix(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
         return output, flat(states) if self.has_parts else states
+
+    def in_context(
+        self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None
+    ) -> tuple[Tensor, Context]:
+        """The hidden states among the inputs, with padding last if the mixer wants that, and their context."""
+        positions = Positions(inputs["cos"], inputs["sin"]) if "cos" in inputs else None
+        context = Context(positions, inputs.get("attention_mask"), cu_seqlens, states, known=known)
+        if self.padding_last:
+            return context.with_padding_last(inputs["hidden_states"])
+        return inputs["hidden_states"], context
 
     @abstractmethod
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
@@ -42,9 +43,14 @@ MASKS = {
 
 @dataclass
 class MemoryModelOutput(BaseModelOutputWithPast):
-    """The output of a model; in training also an additional loss, such as that of learned spans."""
+    """The output of a model; in training also what its parts add to the loss, such as the spans that they learn.
+
+    `own_losses` [B, T] are those of each token, summed over the parts, and zero at padding. `own_loss` is their mean
+    over the tokens that are not padding.
+    """
 
     own_loss: Tensor | None = None
+    own_losses: Tensor | None = None
 
 
 class MemoryDecoderLayer(GradientCheckpointingLayer):
@@ -63,15 +69,22 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
             if name:
                 self.add_module(name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
-    def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Tensor:
-        """[B, T, hidden_size] -> [B, T, hidden_size]; `read_values` is for memory layers, the rest for the mixer."""
-        hidden_states = hidden_states + self.mixed(hidden_states, **kwargs)
-        return hidden_states + self.fed(hidden_states, read_values) if self.has_mlp else hidden_states
+    def forward(self, hidden_states: Tensor, read_values: Callable | None = None, **kwargs) -> Any:
+        """[B, T, hidden_size] -> [B, T, hidden_size]; `read_values` is for memory layers, the rest for the mixer.
+
+        In training, a layer whose mixer has a loss of its own returns it too, [B, T]. It leaves as an output, not in a
+        list, so that it has a gradient if the layer is computed again in the backward pass.
+        """
+        mixed, own_losses = self.mixed(hidden_states, **kwargs)
+        hidden_states = hidden_states + mixed
+        if self.has_mlp:
+            hidden_states = hidden_states + self.fed(hidden_states, read_values)
+        return (hidden_states, *own_losses) if own_losses else hidden_states
 
     def mixed(
         self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, local_embeddings: Any = None, **kwargs
-    ) -> Tensor:
-        """The output of the mixer with its norms and factor, without the residual.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The output of the mixer with its norms and factor, without the residual, and its own loss, if it has one.
 
         A packed sequence with a number that is not finite is not shown to the mixer, since attention multiplies the
         values of other sequences by zero, and zero times NaN is NaN. Its output is NaN.
@@ -80,11 +93,13 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         x = self._norm(before, hidden_states)
         if self.is_local:
             kwargs["position_embeddings"] = local_embeddings
+        kwargs["with_own_loss"] = self.training
         if cu_seqlens is None:
-            return self._added(after, self.mixer(x, **kwargs)[0])
+            output, _, *own_losses = self.mixer(x, **kwargs)
+            return self._added(after, output), own_losses
         finite = are_finite(x, cu_seqlens)
-        output = self.mixer(blank(x, finite), cu_seqlens=cu_seqlens, **kwargs)[0]
-        return self._added(after, output.masked_fill(~finite[..., None], torch.nan))
+        output, _, *own_losses = self.mixer(blank(x, finite), cu_seqlens=cu_seqlens, **kwargs)
+        return self._added(after, output.masked_fill(~finite[..., None], torch.nan)), own_losses
 
     def fed(self, hidden_states: Tensor, read_values: Callable | None = None) -> Tensor:
         """The output of the feed-forward part with its norms and factor, without the residual."""
@@ -210,8 +225,9 @@ class MemoryModel(MemoryPreTrainedModel):
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
-            output, cache, own_loss = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
-            return MemoryModelOutput(output, cache if use_cache else None, own_loss=own_loss)
+            output, cache, losses = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
+            own = _own(losses, _is_token(attention_mask, inputs_embeds.shape[1]))
+            return MemoryModelOutput(output, cache if use_cache else None, **own)
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs)
@@ -224,7 +240,7 @@ class MemoryModel(MemoryPreTrainedModel):
             position_ids = default_positions(inputs_embeds, attention_mask, cache)
         if isinstance(attention_mask, Tensor):
             inputs_embeds = blank(inputs_embeds, attention_mask[:, -inputs_embeds.shape[1] :].bool())
-        own_losses: list[Tensor] = []
+        own_losses: list[Tensor] = []  # [B, T] each, of parts
         scale = self.config.embedding_multiplier
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
@@ -238,10 +254,11 @@ class MemoryModel(MemoryPreTrainedModel):
             own_losses=own_losses,
             **kwargs,
         )
+        of_tokens = torch.stack(own_losses).sum(0) if self.training and own_losses else None
         return MemoryModelOutput(
             self.norm(hidden_states),
             cache if use_cache else None,
-            own_loss=sum(own_losses) if self.training and own_losses else None,
+            **_own(of_tokens, _is_token(attention_mask, inputs_embeds.shape[1])),
         )
 
     def angles(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -255,10 +272,10 @@ class MemoryModel(MemoryPreTrainedModel):
         """The cache that a forward with `use_cache` creates if none is given."""
         return DynamicCache(config=self.config)
 
-    def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """Run each layer with its mask on [B, T, hidden_size]; layers may append to the list `own_losses`."""
+    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
+        """Run each layer with its mask on [B, T, hidden_size]; the list `own_losses` gets those of parts, [B, T]."""
         for layer, mask in zip(self.layers, masks):
-            hidden_states = layer(hidden_states, attention_mask=mask, **kwargs)
+            hidden_states = run_layer(layer, hidden_states, own_losses, attention_mask=mask, **kwargs)
         return hidden_states
 
     def _read_values(self, slots: Tensor, weights: Tensor) -> Tensor:
@@ -343,6 +360,9 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             loss_from: function of this model and its last hidden states [B, T, hidden_size] that returns the loss
                 without logits of all tokens, which may need too much memory.
             **kwargs: passed to the mixers and to the loss.
+
+        What parts of the model add to the loss in training is averaged over the same tokens as the loss of predictions:
+        those that predict a label, or, with `loss_from`, those that are not padding.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -354,12 +374,15 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if loss_from is not None:
-            return CausalLMOutputWithPast(loss=_with(outputs.own_loss, loss_from(self, outputs.last_hidden_state)))
+            loss = loss_from(self, outputs.last_hidden_state)
+            return CausalLMOutputWithPast(loss=loss if outputs.own_loss is None else loss + outputs.own_loss)
         logits = self.predict(kept_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = _with(outputs.own_loss, loss)
+            if outputs.own_losses is not None:
+                own_losses = kept_positions(outputs.own_losses[..., None], logits_to_keep)
+                loss = loss + mean_of_targets(own_losses.squeeze(-1), labels, **kwargs)
         return CausalLMOutputWithPast(loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions)
 
     generate = takes_cache(GenerationMixin.generate, CACHE)
@@ -375,8 +398,59 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         return soft_capped(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
 
-def _with(own_loss: Tensor | None, loss: Tensor) -> Tensor:
-    return loss if own_loss is None else loss + own_loss
+def run_layer(layer: nn.Module, hidden_states: Tensor, own_losses: list[Tensor], **kwargs) -> Tensor:
+    """Run a layer on [B, T, hidden_size]; if it also returns a loss of its own, [B, T], this joins the list."""
+    output = layer(hidden_states, **kwargs)
+    if isinstance(output, Tensor):
+        return output
+    hidden_states, own_loss = output
+    own_losses.append(own_loss)
+    return hidden_states
+
+
+def mean_of_targets(
+    values: Tensor,
+    labels: Tensor,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **kwargs,
+) -> Tensor:
+    """The mean of values over the tokens that predict a label, as transformers averages the loss of predictions.
+
+    Results for micro-batches, and for parts of rows, add up to that of the batch if they get its number of labels.
+
+    Args:
+        values: [B, T], a number for each token.
+        labels: [B, T], which are shifted here.
+        shift_labels: [B, T], labels that are shifted already, if they are given.
+        num_items_in_batch: number of labels that are predicted in the batch. Default: of these.
+        ignore_index: what stands where there is no label.
+        **kwargs: arguments of the model's loss that have no effect here.
+    """
+    targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    predicts = targets.to(values.device).view_as(values) != ignore_index
+    count = predicts.sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(values.device)
+    return values.where(predicts, 0).sum() / count
+
+
+def _is_token(attention_mask: Tensor | dict | None, T: int) -> Tensor | None:
+    """[B, T], whether each of the last T tokens is not padding; None if all are."""
+    if isinstance(attention_mask, dict):
+        attention_mask = next((attention_mask[kind] for kind in LAYER_TYPES if kind in attention_mask), None)
+    return None if attention_mask is None or attention_mask.ndim != 2 else attention_mask[:, -T:].bool()
+
+
+def _own(losses: Tensor | None, is_token: Tensor | None) -> dict[str, Tensor]:
+    """Own losses [B, T] as fields of a model's output."""
+    if losses is None:
+        return {}
+    if is_token is None:
+        return {"own_loss": losses.mean(), "own_losses": losses}
+    losses = losses.where(is_token, 0)
+    return {"own_loss": losses.sum() / is_token.sum().clamp(min=1), "own_losses": losses}
 
 
 def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:

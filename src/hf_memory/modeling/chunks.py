@@ -33,7 +33,7 @@ def read_in_chunks(
         **kwargs: further arguments of the model.
 
     Returns:
-        The last hidden states [B, T, hidden_size], the cache, and the additional loss, if there is one.
+        The last hidden states [B, T, hidden_size], the cache, and losses of the model's own [B, T], if it has any.
 
     Raises:
         ValueError: if the model or the rows cannot be divided.
@@ -47,17 +47,17 @@ def read_in_chunks(
         mask = None if attention_mask is None else attention_mask[:, : here.stop]
         positions = None if position_ids is None else position_ids[:, here]
         out = model(inputs_embeds=x, attention_mask=mask, position_ids=positions, cache=cache, **kwargs)
-        return out.last_hidden_state, out.own_loss, cache
+        return out.last_hidden_state, out.own_losses, cache
 
     T, cache, outputs, losses = inputs_embeds.shape[1], DynamicCache(config=model.config), [], []
     for start, x in zip(range(0, T, chunk_length), inputs_embeds.split(chunk_length, 1)):
         if torch.is_grad_enabled():
-            output, own_loss, cache = checkpoint(read, x, start, cache, use_reentrant=False)
+            output, own_losses, cache = checkpoint(read, x, start, cache, use_reentrant=False)
         else:
-            output, own_loss, cache = read(x, start, cache)
+            output, own_losses, cache = read(x, start, cache)
         outputs.append(output)
-        losses += [] if own_loss is None else [own_loss * (x.shape[1] / T)]
-    return torch.cat(outputs, 1), cache, sum(losses) if losses else None
+        losses += [] if own_losses is None else [own_losses]
+    return torch.cat(outputs, 1), cache, torch.cat(losses, 1) if losses else None
 
 
 def check_divisible(

@@ -62,10 +62,11 @@ def _own_part(model: nn.Module, args: tuple, given: dict[str, Any], link: "Link"
     if positions is not None:
         given["position_ids"] = positions[:, here]
     if (labels := given.get("labels")) is not None:
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        targets = given.get("shift_labels")
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100) if targets is None else targets
         count = given.get("num_items_in_batch")
         count = (targets != -100).sum() if count is None else count
-        given |= {"labels": labels[:, here], "shift_labels": targets[:, here]}
+        given |= {"labels": labels[:, here], "shift_labels": targets[:, here].contiguous()}
         given |= {"num_items_in_batch": count / link.size}
     return (), given
 

@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_tracing
 from hf_memory.cache_argument import CACHE
 from hf_memory.layers import wide
 from hf_memory.mixers.transformer.relations import Sinusoidal
-from hf_memory.modeling.base import MemoryDecoderLayer
+from hf_memory.modeling.base import MemoryDecoderLayer, run_layer
 
 DEPTHS = ("fixed", "universal", "reversible")
 
@@ -36,10 +36,20 @@ class Universal(nn.Module):
             hidden_states = self.step(t, layer, hidden_states, mask, positions, **kwargs)
         return hidden_states
 
-    def step(self, t: int, layer: MemoryDecoderLayer, hidden_states: Tensor, mask, positions, **kwargs) -> Tensor:
+    def step(
+        self,
+        t: int,
+        layer: MemoryDecoderLayer,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | int,
+        own_losses: list[Tensor],
+        **kwargs,
+    ) -> Tensor:
         """Run step t."""
         here = self.steps(torch.tensor([[t]], device=hidden_states.device)) + positions
-        return layer(hidden_states + here.to(hidden_states.dtype), attention_mask=mask, step=t, **kwargs)
+        hidden_states = hidden_states + here.to(hidden_states.dtype)
+        return run_layer(layer, hidden_states, own_losses, attention_mask=mask, step=t, **kwargs)
 
 
 class AdaptiveUniversal(Universal):
@@ -75,8 +85,7 @@ class AdaptiveUniversal(Universal):
             spent, running = spent + weight, running & ~ends
             if kwargs.get(CACHE) is None and not is_tracing(running) and not running.any():
                 break  # with a cache, all steps must write to it
-        present = torch.ones_like(cost) if masks[0] is None else masks[0]  # without padding
-        kwargs["own_losses"].append(self.weight * (cost * present).sum() / present.sum())
+        kwargs["own_losses"].append(self.weight * cost)
         return output
 
 
@@ -99,7 +108,7 @@ class ReversibleLayer(MemoryDecoderLayer):
         """
         if surroundings is not None:
             surroundings.append(Surroundings(x2))
-        y1 = x1 + self.mixed(x2, **kwargs)
+        y1 = x1 + self.mixed(x2, **kwargs)[0]
         if surroundings is not None:
             surroundings.append(Surroundings(y1))
         y2 = x2 + self.fed(y1, read_values) if self.has_mlp else x2
@@ -189,7 +198,7 @@ class _Reversible(torch.autograd.Function):
                 fed, more, by_mlp = _differentiate(feed, y1, d2, learns, of_mlp)
                 y2, d1 = y2 - fed, d1 + more
             mix = partial(layer.mixed, attention_mask=mask, **kwargs)
-            mixed, more, by_mixer = _differentiate(mix, y2, d1, learns, of_mixer)
+            mixed, more, by_mixer = _differentiate(lambda x: mix(x)[0], y2, d1, learns, of_mixer)  # noqa: B023
             y1, d2 = y1 - mixed, d2 + more
             by_mlp = by_mlp or [None] * len(learns)
             of_parameters = [x if y is None else y for x, y in zip(by_mlp, by_mixer)] + of_parameters

@@ -89,8 +89,8 @@ class Rwkv7Model(base.MemoryModel):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_init()
 
-    def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
-        """Run each layer with its mask on [B, T, hidden_size]."""
+    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
+        """Run each layer with its mask on [B, T, hidden_size]; none has a loss of its own."""
         hidden_states = self.embed_norm(hidden_states)
         heads, *_, V = self.config.memory_heads
         first_values = hidden_states.new_zeros(*hidden_states.shape[:2], heads * V)

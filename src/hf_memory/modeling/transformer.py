@@ -299,16 +299,16 @@ class MemoryTransformerModel(base.MemoryModel):
         """See `MemoryModel.new_cache`. In training, a reversible model has none, which would hold activations."""
         return None if self.training and self.config.depth == "reversible" else super().new_cache()
 
-    def run_layers(self, hidden_states: Tensor, masks: list, **kwargs) -> Tensor:
+    def run_layers(self, hidden_states: Tensor, masks: list, own_losses: list[Tensor], **kwargs) -> Tensor:
         """Add embedded positions and run the layers as `depth` says; see `MemoryModel.run_layers`."""
         positions = 0 if self.embed_positions is None else self.embed_positions(kwargs["position_ids"])
         if self.recurrence is not None:
-            return self.recurrence(self.layers[0], hidden_states, masks, positions, **kwargs)
+            return self.recurrence(self.layers[0], hidden_states, masks, positions, own_losses=own_losses, **kwargs)
         if self.embed_positions is not None:
             hidden_states = hidden_states + positions.to(hidden_states.dtype)
         if self.config.depth == "reversible":
             return run_reversible(self.layers, hidden_states, masks, **kwargs)
-        return super().run_layers(hidden_states, masks, **kwargs)
+        return super().run_layers(hidden_states, masks, own_losses, **kwargs)
 
 
 class MemoryTransformerForCausalLM(base.MemoryForCausalLM):

@@ -282,6 +282,7 @@ class AttentionForVLLM(ModelForVLLM, SupportsLoRA):
         x = model.run_layers(
             x,
             [None] * len(model.layers),
+            own_losses=[],
             position_ids=positions[None],
             **model.angles(x, positions[None]),
             read_values=model._read_values,

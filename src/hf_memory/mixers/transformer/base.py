@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, States
 from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
@@ -51,15 +52,36 @@ class TransformerMixer(MemoryMixer):
         heads, D = kept_heads(config)
         return counts(config) | Everything().spec(heads, D, D)
 
-    def forward(self, hidden_states: Tensor, *args, own_losses: list[Tensor] | None = None, **kwargs) -> Any:
-        """See `MemoryMixer.forward`; in training, `losses` are added to `own_losses`."""
-        if own_losses is not None and self.training:
-            own_losses += self.losses(hidden_states)
-        return super().forward(hidden_states, *args, **kwargs)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        step: int | None = None,
+        *,
+        with_own_loss: bool = False,
+        **kwargs,
+    ) -> Any:
+        """See `MemoryMixer.forward`; with `with_own_loss`, `own_loss` [B, T] is a third result, if there is one."""
+        where = attention_mask, past_key_values, cu_seqlens, step
+        results = super().forward(hidden_states, position_embeddings, *where, **kwargs)
+        if not with_own_loss:
+            return results
+        inputs = self.inputs(hidden_states, None, attention_mask, cu_seqlens)
+        x, context = self.in_context(inputs, {}, cu_seqlens)
+        own_loss = self.own_loss(x, context)
+        if own_loss is None:
+            return results
+        return *results, context.in_their_places(own_loss).reshape(hidden_states.shape[:2])
 
-    def losses(self, hidden_states: Tensor) -> list[Tensor]:
-        """What the mixer's own parts are trained by besides the prediction; nothing here."""
-        return []
+    def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
+        """What trains parts of the mixer besides the prediction: of each token, [B, T]; None if there is nothing.
+
+        The model averages it over tokens as it averages the loss of predictions. What padding has is not used.
+        """
+        return None
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The output and the states of `attend`; packed sequences have no states."""

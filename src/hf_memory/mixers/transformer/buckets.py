@@ -159,14 +159,14 @@ class RoutingMixer(TransformerMixer):
         near = {} if share == 1 else _near(config).spec(config.num_key_value_heads // share, config.head_dim)
         return bucket_spec(config, share, 1) | near
 
-    def losses(self, hidden_states: Tensor) -> list[Tensor]:
-        """The loss of the centroids."""
+    def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
+        """The loss of the centroids, in the mean over the queries of a token."""
         with torch.no_grad():
             q = self.by_head(self.q_proj(hidden_states))
             if self.share > 1:
                 q = _in_turn(q, q.shape[2] // self.num_key_value_groups)[1]
             x = unit_length(q)
-        return [1 - self._cosines(x).amax(-1).mean()]
+        return 1 - wide(self._cosines(x)).amax(-1).mean(-1)
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `in_buckets`; and, of heads without buckets, of a `Window`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,15 +110,21 @@ class CompressiveMixer(SegmentMixer):
             slots[0] = context.positions.gather(blocks.ends.clamp(0, T - 1)).turn(slots[0])
         return slots, blocks, states
 
-    def losses(self, hidden_states: Tensor) -> list[Tensor]:
+    def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
         """For a learned map, the squared difference between attention to tokens and to their slots, without positions.
 
-        The queries are those of a segment, and the tokens those that leave its view. Only the maps get a gradient.
+        The queries are those of a segment, and the tokens those that leave its view; where none do, the loss is zero.
+        Only the maps get a gradient. Segments begin with these tokens, also if a cache holds others before them.
         """
-        L, T = self.config.segment_length, hidden_states.shape[1]
+        if self.config.compression != "convolution":
+            return None
+        if context.cu_seqlens is not None:
+            parts: Any = [self.own_loss(hidden_states[:, here], alone) for here, alone in context.apart()]
+            return torch.cat(parts, 1)
+        L, (B, T) = self.config.segment_length, hidden_states.shape[:2]
         back, n = self.config.past_window // L + 1, -(-T // L)
-        if self.config.compression != "convolution" or n <= back:
-            return []
+        if n <= back:
+            return torch.zeros_like(wide(hidden_states[..., 0]))
         with torch.no_grad():
             whole = F.pad(hidden_states, (0, 0, 0, n * L - T)).unflatten(1, (n, L))
             q, k, v = self.split_heads(*(proj(whole) for proj in (self.q_proj, self.k_proj, self.v_proj)))
@@ -126,8 +132,9 @@ class CompressiveMixer(SegmentMixer):
             q, k, v = (x.flatten(0, 1) for x in (q[:, back:], k[:, :-back], v[:, :-back]))
         attend = partial(F.scaled_dot_product_attention, scale=self.scaling, enable_gqa=True)
         q, k, v, slot_k, slot_v = (x.transpose(1, 2) for x in (q, k, v, self.compress_keys(k), self.compress_values(v)))
-        kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)
-        return [(kept - compressed).square().mean()]
+        kept, compressed = attend(q, k, v), attend(q, slot_k, slot_v)  # [B * segments, HQ, L, D]
+        lost = wide(kept - compressed).square().mean((1, 3)).view(B, -1)
+        return F.pad(lost, (back * L, 0))[:, :T]
 
 
 class Compression(nn.Module):

@@ -43,9 +43,11 @@ class LocalMixer(TransformerMixer):
             reach = math.ceil(self.relation.ramp + float(self.relation.spans.detach().max()))
         return window_attention(*inputs, context, pattern, self.scores, reach=reach)
 
-    def losses(self, hidden_states: Tensor) -> list[Tensor]:
-        """The mean of learned spans."""
-        return [self.config.span_loss_weight * self.relation.spans.mean()] if self.learns_spans else []
+    def own_loss(self, hidden_states: Tensor, context: Context) -> Tensor | None:
+        """The mean of learned spans, the same for each token."""
+        if not self.learns_spans:
+            return None
+        return (self.config.span_loss_weight * self.relation.spans.mean()).expand(hidden_states.shape[:2])
 
 
 class InfiniteMixer(TransformerMixer):
