@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from cases import CASE, FIRST_OF_FAMILY, FIRST_OF_KIND, make_model, passes_gradients, random_tokens
 from distributed_check import become, whole
 from hf_memory import context_parallel
+from test_own_losses import DIVISIBLE
+from test_own_losses import make as with_own_losses
 
 T = 13
 TOKENS, WEIGHTS = random_tokens(2, T), torch.randn(2, T, 64, dtype=torch.float64)
@@ -20,6 +22,10 @@ MASK[0, :2], MASK[1, -4:] = 0, 0
 LABELS = TOKENS.clone()
 LABELS[:, ::3] = -100  # as many targets in each row, since the mean over processes is one of rows
 SHARDED = CASE["gated-deltanet-sliding"]
+PADDED = torch.ones_like(TOKENS)
+PADDED[0, :2], PADDED[:, -4:] = 0, 0  # the last of four processes gets nothing but padding
+FEW_LABELS = TOKENS.masked_fill(PADDED == 0, -100)
+FEW_LABELS[0, 2:7] = -100
 
 
 def of_rows(model, group, mask) -> list:
@@ -48,6 +54,18 @@ def trained(model, tokens, labels) -> list:
     return [loss, *(whole(x.grad) for x in model.parameters())]
 
 
+def learned(model) -> list:
+    """The loss of padded rows, and the gradients of all parameters, both in the mean over processes."""
+    model.zero_grad()
+    loss = model(TOKENS, attention_mask=PADDED, labels=FEW_LABELS).loss
+    loss.backward()
+    found = [loss.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters())]
+    for x in found if dist.is_initialized() else ():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return found
+
+
 @torch.no_grad()
 def continued(model, group=None) -> list:
     """What follows rows that were read into a cache, in the last process."""
@@ -67,6 +85,15 @@ def report(name: str, found: list, expected: list) -> None:
     print(name, max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs), flush=True)
 
 
+def compare_losses(models: dict, expected: dict) -> None:
+    """What models with losses of their own learn from rows that are split over the processes."""
+    for name, model in models.items():
+        with context_parallel(model):
+            found = learned(model)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            report(f"loss/4/{name.replace(' ', '-')}", found, expected[name])
+
+
 def main() -> None:
     """Arguments: names of cases; default: one for each kind of layer whose gradients flow through states."""
     torch.set_num_threads(1)
@@ -77,6 +104,8 @@ def main() -> None:
     answers = {name: continued(model) for name, model in prefilled.items()}
     sharded = make_model(SHARDED).double().train()
     once = trained(copy.deepcopy(sharded), TOKENS, LABELS)
+    adding = {name: with_own_losses(name) for name in DIVISIBLE}
+    losses = {name: learned(model) for name, model in adding.items()}
     become(4)
     dist.init_process_group("gloo")
     last, pairs = dist.get_rank() == 3, [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -92,6 +121,7 @@ def main() -> None:
         found = continued(model, dist.group.WORLD)
         if last:
             report(f"prefill/4/{name}", found, answers[name])
+    compare_losses(adding, losses)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
     for part in (*sharded.model.layers, sharded):
         fully_shard(part, mesh=mesh)

@@ -14,6 +14,7 @@ from distributed_conversion import STAGES, convert_and_save
 from hf_memory.conversion import Run
 from hf_memory.conversion.students import STUDENTS
 from teachers import RUN, SCHEDULE, convert, make_teacher, text
+from test_own_losses import DIVISIBLE
 
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
@@ -45,11 +46,13 @@ def test_a_model_in_two_processes_equals_one(tmp_path):
 
 def test_rows_that_are_split_over_processes_equal_whole_ones():
     printed = run([sys.executable, CONTEXT]).splitlines()
-    differences = dict(line.split() for line in printed if line.startswith(("rows/", "prefill/", "sharded/")))
+    differences = dict(line.split() for line in printed if line.startswith(("rows/", "prefill/", "sharded/", "loss/")))
     expected = {f"rows/4/{case.name}" for case in filter(passes_gradients, FIRST_OF_KIND)}
     expected |= {f"{which}/{case.name}" for case in FIRST_OF_FAMILY for which in ("rows/2", "prefill/4")}
-    assert set(differences) == expected | {"sharded/2x2/gated-deltanet-sliding"}
-    assert all(float(x) < (1e-6 if "sharded" in which else 1e-10) for which, x in differences.items())
+    expected |= {f"loss/4/{name.replace(' ', '-')}" for name in DIVISIBLE} | {"sharded/2x2/gated-deltanet-sliding"}
+    assert set(differences) == expected
+    with_losses = ("sharded", "loss")  # of predictions in float32
+    assert all(float(x) < (1e-6 if which.startswith(with_losses) else 1e-10) for which, x in differences.items())
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import test_loading
 import test_modeling
 import test_neural_memory
 import test_ops
+import test_own_losses
 import test_serving
 import test_transformer
 from cases import CASE, CASES, every_recurrent_family, make_model, random_tokens
@@ -272,3 +273,19 @@ def test_layers_that_are_computed_again_with_other_random_numbers_are_seen(monke
         test_depth.test_a_reversible_transformer_is_computed_again_with_the_same_random_numbers(
             "a user's module", "alone"
         )
+
+
+def test_a_loss_of_the_models_own_without_the_weight_of_a_micro_batch_is_seen(monkeypatch):
+    averaged = modeling_base.mean_of_targets
+    monkeypatch.setattr(
+        modeling_base, "mean_of_targets", lambda *args, num_items_in_batch=None, **kwargs: averaged(*args, **kwargs)
+    )
+    with pytest.raises(AssertionError):
+        test_own_losses.test_micro_batches_add_up_to_the_batch("routing", 1)
+
+
+@pytest.mark.parametrize("name", ["routing", "ponder"])
+def test_a_loss_of_padding_is_seen(name, monkeypatch):
+    monkeypatch.setattr(modeling_base, "is_token", lambda attention_mask, T: None)
+    with pytest.raises(AssertionError):
+        test_own_losses.test_padding_has_no_loss_and_changes_that_of_no_token(name, "right")

@@ -226,7 +226,7 @@ class MemoryModel(MemoryPreTrainedModel):
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
             output, cache, losses = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
-            own = _own(losses, _is_token(attention_mask, inputs_embeds.shape[1]))
+            own = _own(losses, is_token(attention_mask, inputs_embeds.shape[1]))
             return MemoryModelOutput(output, cache if use_cache else None, **own)
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
@@ -258,7 +258,7 @@ class MemoryModel(MemoryPreTrainedModel):
         return MemoryModelOutput(
             self.norm(hidden_states),
             cache if use_cache else None,
-            **_own(of_tokens, _is_token(attention_mask, inputs_embeds.shape[1])),
+            **_own(of_tokens, is_token(attention_mask, inputs_embeds.shape[1])),
         )
 
     def angles(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -436,21 +436,21 @@ def mean_of_targets(
     return values.where(predicts, 0).sum() / count
 
 
-def _is_token(attention_mask: Tensor | dict | None, T: int) -> Tensor | None:
+def is_token(attention_mask: Tensor | dict | None, T: int) -> Tensor | None:
     """[B, T], whether each of the last T tokens is not padding; None if all are."""
     if isinstance(attention_mask, dict):
         attention_mask = next((attention_mask[kind] for kind in LAYER_TYPES if kind in attention_mask), None)
     return None if attention_mask is None or attention_mask.ndim != 2 else attention_mask[:, -T:].bool()
 
 
-def _own(losses: Tensor | None, is_token: Tensor | None) -> dict[str, Tensor]:
-    """Own losses [B, T] as fields of a model's output."""
+def _own(losses: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:
+    """Own losses [B, T] as fields of a model's output; `mask` [B, T] is false at padding."""
     if losses is None:
         return {}
-    if is_token is None:
+    if mask is None:
         return {"own_loss": losses.mean(), "own_losses": losses}
-    losses = losses.where(is_token, 0)
-    return {"own_loss": losses.sum() / is_token.sum().clamp(min=1), "own_losses": losses}
+    losses = losses.where(mask, 0)
+    return {"own_loss": losses.sum() / mask.sum().clamp(min=1), "own_losses": losses}
 
 
 def kept_positions(hidden_states: Tensor, positions: int | Tensor) -> Tensor:

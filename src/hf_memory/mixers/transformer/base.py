@@ -57,7 +57,7 @@ class TransformerMixer(MemoryMixer):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         step: int | None = None,
         *,
@@ -65,7 +65,7 @@ class TransformerMixer(MemoryMixer):
         **kwargs,
     ) -> Any:
         """See `MemoryMixer.forward`; with `with_own_loss`, `own_loss` [B, T] is a third result, if there is one."""
-        where = attention_mask, past_key_values, cu_seqlens, step
+        where = attention_mask, cache, cu_seqlens, step
         results = super().forward(hidden_states, position_embeddings, *where, **kwargs)
         if not with_own_loss:
             return results
