@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_memory.cache import Spec, States
+from hf_memory.cache_argument import takes_cache
 from hf_memory.mixers.attention_blocks import Attended, Columns, Scores, attended_rows, full_attention, near_blocks
 from hf_memory.mixers.base import Context, MemoryMixer
 from hf_memory.mixers.pasts import Everything, Past, Window
@@ -52,6 +53,7 @@ class TransformerMixer(MemoryMixer):
         heads, D = kept_heads(config)
         return counts(config) | Everything().spec(heads, D, D)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
