@@ -708,8 +708,8 @@ def test_what_is_written_can_be_loaded_and_read(tmp_path):
     remembering = replace(results, rows=rows | {"student": rows["student"] | {"memory": shares}})
     assert "of its size. layer 00: 0 %, layer 02: 25 %." in report.model_card(remembering).text
     assert "What the memory gives" not in card.text  # all layers are memory alone
-    assert lengths_beyond(LlamaConfig())[-1] == 8192
-    assert lengths_beyond(MistralConfig(sliding_window=4097))[-1] == 32768
+    assert lengths_beyond(LlamaConfig(), 10**6)[-1] == 8192
+    assert lengths_beyond(MistralConfig(sliding_window=4097), 10**6)[-1] == 32768
     assert f"{rows['student']['perplexity']['128']['perplexity']['value']:.2f}" in card.text
     assert json.loads((tmp_path / "student" / "results.json").read_text())["rows"] == rows
     assert [path.name for path in tmp_path.iterdir()] == ["student"]

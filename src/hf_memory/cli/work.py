@@ -67,7 +67,7 @@ class Job(NamedTuple):
             model,
             self.held_out,
             teacher,
-            lengths_beyond(self.plan.student),
+            lengths_beyond(self.plan.student, len(self.held_out)),
             flags.measure_tokens,
             self.tokenizer,
             items=flags.items,

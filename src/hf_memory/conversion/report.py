@@ -146,7 +146,7 @@ def model_card(results: Results) -> ModelCard:
         "longest": results.longest,
         "items": max((len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0),
         "windows": len(_figure(results.last, "perplexity", "perplexity", results.longest, "samples")),
-        "passages": len(_figure(results.last, "recall", "recall", results.longest, "samples")),
+        "passages": len(_figure(results.last, "recall", "recall", results.longest, "samples") or ()),
         "shares": {layer: row["share"]["value"] for layer, row in results.last.get("memory", {}).items()},
     }
     fields |= {"speed_header": SPEED_HEADER, "speeds": speed_table(results)}
@@ -177,7 +177,8 @@ def table(results: Results) -> list[tuple[str, ...]]:
             compared = ("", "") if kl is None else (f"{kl:z.3f}", f"{same:.1%}")
             recall, size = _figure(found, "recall", "recall", at), _figure(found, "speed", BYTES, at) / 1000
             quality = f"{perplexity:.2f}", f"{ratio:.3f}", *compared
-            rows.append((f"{at:,}", name, *quality, f"{recall:.3f}", f"{size:.0f}"))
+            recalled = "" if recall is None else f"{recall:.3f}"
+            rows.append((f"{at:,}", name, *quality, recalled, f"{size:.0f}"))
     return rows
 
 
@@ -197,8 +198,9 @@ def _lengths(results: Results) -> list[int]:
 
 
 def _figure(found: Found, task: str, figure: str, at: int, part: str = "value") -> Any:
-    """A figure that was found, or another part of it; None if the task was not measured."""
-    return found[task][str(at)][figure][part] if task in found else None
+    """A figure that was found, or another part of it; None if the task was not measured there."""
+    row = found.get(task, {}).get(str(at))
+    return row[figure][part] if row else None
 
 
 def _by_length(found: Found) -> dict[str, dict]:

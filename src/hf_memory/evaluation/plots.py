@@ -24,7 +24,8 @@ def plot_conversion(path: Path, losses: Mapping[str, History], perplexities: Map
         for label, name in {"training": "loss", "validation": "eval_loss"}.items():
             if points := [(x["step"], x[name]) for x in history if name in x]:
                 axes.plot(*zip(*points), label=label)
-        axes.set(title=stage, xlabel="step", ylabel="loss", yscale="log")
+        is_above_zero = any(x.get("loss", 0) > 0 for x in history)  # a student that equals its teacher has no loss
+        axes.set(title=stage, xlabel="step", ylabel="loss", yscale="log" if is_above_zero else "linear")
         if any("eval_loss" in x for x in history):
             axes.legend()
     bars = last.bar(list(perplexities), list(perplexities.values()))

@@ -183,8 +183,13 @@ def _search(says: str, kind: Hunt) -> Task:
     return Task(says, lambda x: [n for n in x.contexts if n >= shortest(x.tokenizer, kind)], measure)
 
 
+def largest_power(number: int) -> int:
+    """The largest power of two that is not larger than a number."""
+    return 2 ** (number.bit_length() - 1)
+
+
 def _whole_window(subject: Subject) -> list[int]:
-    return [2 ** (longest.bit_length() - 1) for longest in sorted(subject.contexts)[-1:]]
+    return [largest_power(longest) for longest in sorted(subject.contexts)[-1:]]
 
 
 TASKS = {
@@ -266,8 +271,18 @@ def longest_window(config: PreTrainedConfig) -> int:
     return max(getattr(config, name, None) or 0 for name in WINDOWS)
 
 
-def lengths_beyond(config: PreTrainedConfig) -> tuple[int, ...]:
-    """LENGTHS, continued to at least four times the longest window: within it, a student equals its teacher."""
+def lengths_beyond(config: PreTrainedConfig, num_tokens: int) -> tuple[int, ...]:
+    """LENGTHS, continued to at least four times the longest window: within it, a student equals its teacher.
+
+    Args:
+        config: the config of the student.
+        num_tokens: tokens of the text. If it or the positions are fewer than each of LENGTHS, there is one length: the
+            largest power of two that fits.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or num_tokens
+    longest = min(positions, num_tokens)
+    if longest < LENGTHS[0]:
+        return (largest_power(longest),)
     lengths = list(LENGTHS)
     while lengths[-1] < FACTOR * longest_window(config):
         lengths.append(2 * lengths[-1])
