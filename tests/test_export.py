@@ -439,3 +439,14 @@ def test_what_llama_cpp_does_not_have_is_refused_before_the_work(case, message, 
     with pytest.raises(ValueError, match=message):
         written_gguf(case, tmp_path, pre_tokenizers.Whitespace())
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_a_token_without_an_embedding_is_refused_before_the_work(tmp_path):
+    case = Case("", DELTANET, {**GDN, **QWEN3})
+    written_gguf(case, tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
+    tokenizer.add_tokens([f"new{i}" for i in range(64)])
+    tokenizer.save_pretrained(tmp_path / "student")
+    with pytest.raises(ValueError, match=r"vocab_size=320 .*got 'new63' .*resize_token_embeddings"):
+        export_model(tmp_path / "student", tmp_path / "other", gguf=tmp_path / "other.gguf")
+    assert not (tmp_path / "other").exists()

@@ -172,6 +172,17 @@ def check_gguf(target: Target, config: MemoryConfig, tokenizer: PreTrainedTokeni
         raise ValueError("a GGUF file needs gguf: pip install gguf")
     if tokenizer is not None:
         pre_tokenizer(tokenizer)
+        _check_vocabulary(tokenizer, config.vocab_size)
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+    """Raise ValueError if a tokenizer has a token for which a model of this vocabulary has no embedding."""
+    word, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if number >= size:
+        raise ValueError(
+            f"the tokenizer must have tokens below the model's vocab_size={size} to be written as GGUF, got {word!r} "
+            f"with the number {number}: call resize_token_embeddings({number + 1}) of the model, and save it again"
+        )
 
 
 def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
