@@ -1,13 +1,21 @@
 """What a user may ask for: it works, or it is refused in one sentence before any work."""
 
+import math
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cases import WORDS, word_tokenizer
+from cases import WORDS, Case, make_config, word_tokenizer
 from hf_memory.evaluation import lengths_beyond
 
 STEP = "steps=1,batch_size=1,length=8"
+PLAIN = Case("", "hf_memory_linear", {})
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10.0, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 LEARN = {
     "convert": ("--distillation", STEP, "-o", "sliding_window=4"),
     "fine-tune": ("--steps", 1, "--batch-size", 1, "--length", 8),
@@ -38,3 +46,61 @@ def test_models_are_measured_at_lengths_that_positions_and_text_allow():
     assert lengths_beyond(LlamaConfig(max_position_embeddings=255), 10**6) == (128,)
     assert lengths_beyond(LlamaConfig(), 250) == (128,)
     assert lengths_beyond(LlamaConfig(), 256)[0] == 256
+
+
+WRONG_ROPES = [
+    ({"rope_type": "none", "rope_theta": 10.0}, "rope_type of {} must be one of 'default'"),
+    ({"rope_type": "default", "rope_theta": 0}, "rope_theta of {} must be a number from 1e-30"),
+    ({"rope_type": "default", "rope_theta": -5.0}, "rope_theta of {} must be a number from 1e-30"),
+    ({"rope_type": "default", "rope_theta": math.nan}, "rope_theta of {} must be a number from 1e-30"),
+    ({"rope_type": "default", "rope_theta": "10"}, "rope_theta of {} must be a number from 1e-30"),
+    ({"rope_type": "default", "rope_theta": 10.0, "partial_rotary_factor": 1.5}, "partial_rotary_factor of {} must"),
+    ({"rope_type": "linear", "rope_theta": 10.0}, "factor"),
+    ({"rope_type": "linear", "rope_theta": 10.0, "factor": 0}, "factor of {} must be a number from 1e-30"),
+    ({"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.0, "original_max_position_embeddings": -1}, "original_max"),
+    (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor of {} must be above low_freq_factor=1.0"),
+    (LONG | {"short_factor": [1.0]}, "short_factor of {} must be a list of 4 numbers"),
+    (LONG | {"long_factor": [1.0, 1.0, 1.0, 0.0]}, "long_factor of {} must be a list of 4 numbers"),
+]
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "local_rope_parameters"])
+@pytest.mark.parametrize(("rope", "message"), WRONG_ROPES)
+def test_parameters_of_rope_that_give_no_angles_are_refused(name, rope, message):
+    local = {"local_rope_layers": [0, 1]} if name == "local_rope_parameters" else {}
+    with pytest.raises(StrictDataclassError, match=message.format(name)):
+        make_config(PLAIN, **{name: dict(rope)}, **local)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 10.0}, {"rope_type": "default"}, LLAMA3, LONG])
+def test_local_rope_parameters_have_the_defaults_of_transformers(rope):
+    config = make_config(PLAIN, local_rope_layers=[1, 1], local_rope_parameters=dict(rope))
+    plain = make_config(PLAIN, rope_parameters=dict(rope))
+    assert config.local_rope_parameters.items() >= plain.rope_parameters.items()
+
+
+def test_a_token_uses_no_more_experts_than_there_are():
+    with pytest.raises(StrictDataclassError, match="num_experts_per_tok must be at most num_experts=2, got 3"):
+        make_config(PLAIN, mlp_types=["mlp", "experts"], num_experts=2, num_experts_per_tok=3)
+
+
+HUGE_OPTIONS = [
+    Case("vocabulary", "hf_memory_linear", {"vocab_size": 2**31 - 1}),
+    Case("mlp", "hf_memory_gated", {"intermediate_size": 2**31 - 1}),
+    Case("heads", "hf_memory_deltanet", {"linear_num_key_heads": 2**30, "linear_key_head_dim": 2**30}),
+    Case("window", "hf_memory_linear", {"layer_types": ["sliding_memory"] * 2, "sliding_window": 2**31 - 1}),
+    Case("experts", "hf_memory_gated", {"mlp_types": ["mlp", "experts"], "num_experts": 2**31 - 1}),
+    Case("keys", "hf_memory_gated", {"mlp_types": ["mlp", "memory"], "num_product_keys": 2**31 - 1}),
+    Case("positions", "hf_memory_transformer", {"position": "learned", "max_position_embeddings": 2**31 - 1}),
+    Case("segment", "hf_memory_titans", {"variant": "mac", "segment_length": 2**31 - 1}),
+    Case("later-layers", "hf_memory_rwkv7", {"v_low_rank_dim": 2**31 - 1}),
+]
+
+
+@pytest.mark.parametrize("case", HUGE_OPTIONS, ids=lambda case: case.name)
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_built(case):
+    config = make_config(case)
+    with pytest.raises(ValueError, match="the config must describe a model that fits into memory, got"):
+        AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(make_config(PLAIN)).num_parameters() > 0

@@ -20,7 +20,7 @@ from hf_memory.cli.writing import LoadingFlags
 from hf_memory.decoding import Datastore, NearestNeighbours
 from hf_memory.evaluation import ITEMS, LENGTHS, PROMPTS, TASKS, Subject, record
 from hf_memory.evaluation import evaluate as carry_out
-from hf_memory.evaluation.scores import KINDS
+from hf_memory.evaluation.scores import KINDS, check_tolerance
 from hf_memory.evaluation.tasks import SCORED_AT, TOLERANCE
 from hf_memory.files.documents import read_prompts
 from hf_memory.files.fingerprints import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
@@ -73,6 +73,7 @@ class MeasureFlags:
 
     def settings(self) -> dict[str, Any]:
         """Those that an evaluation takes and a record names alike."""
+        check_tolerance(self.tolerance)
         named = {name: getattr(self, name) for name in ("samples", "seed", "items", "tolerance")}
         return named | {"prompts": read_prompts(self.prompts) if self.prompts else list(PROMPTS)}
 

@@ -25,8 +25,8 @@ from hf_memory.conversion.students.weights import carry_over
 from hf_memory.conversion.teachers import find_teacher
 from hf_memory.conversion.teachers.loading import check_bits, num_quantized
 from hf_memory.files.folders import check_folder, check_output, check_room, size_of
-from hf_memory.files.text import Text, check_tokens
-from hf_memory.modeling.checks import check
+from hf_memory.files.text import Text, check_text, check_tokens
+from hf_memory.modeling.checks import check, check_type
 from hf_memory.modeling.chunks import check_passes_gradients
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -161,8 +161,13 @@ def resolve(
             the teacher, which gives the weights.
 
     Raises:
-        ValueError: if the teacher, the family, a layer or an option is not supported, or the text does not fit.
+        ValueError: if the teacher, the family, a layer or an option is not supported, the text does not fit, or an
+            argument is of another type.
     """
+    check_type("recipe", recipe, Recipe)
+    check_type("teacher", teacher, PreTrainedConfig)
+    check_type("scorer", scorer, PreTrainedConfig | None)
+    check_text(tokens)
     recipe.check()
     if recipe.to is None:
         return _resolve_fine_tuning(recipe, teacher, tokens)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from hf_memory.modeling.checks import check
+from hf_memory.modeling.checks import LARGEST, check, check_type
 
 Keep = Collection[int] | str
 MAX_SEED = 2**32 - 4  # NumPy's largest seed, minus one for each stage
@@ -67,12 +67,15 @@ class Schedule(NamedTuple):
         )
 
     def check(self, stage: str) -> None:
-        """Raise ValueError if a field is out of its range."""
+        """Raise ValueError if a field is of another type or out of its range."""
+        for name, kind in get_type_hints(Schedule).items():
+            check_type(f"{name} of {stage}", getattr(self, name), kind)
         least = {"steps": 0, "batch_size": 1, "length": 2, "learning_rate": 0, "warmup": 0, "memory_factor": 0}
         least |= {"start_length": 2 if self.start_length else 0, "chunk_length": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
             check(smallest <= value < math.inf, f"{name} of {stage}", f"at least {smallest}", value)
+            check(value <= LARGEST, f"{name} of {stage}", f"at most {LARGEST}", value)
         start, longest = self.start_length, self.length
         check(start <= longest, f"start_length of {stage}", f"at most its length {longest}", start)
         check(0 <= self.repeats <= 1, f"repeats of {stage}", "from 0 to 1", self.repeats)
@@ -154,6 +157,11 @@ class Recipe:
 
     def check(self) -> None:
         """Raise ValueError if a value is wrong for every teacher and text."""
+        check(isinstance(self.options, Mapping), "options", "names with values", self.options)
+        for name, kind in get_type_hints(Recipe).items():
+            is_given = getattr(self, name) is not None or name not in ("keep", "train")  # which have defaults later
+            if is_given and name != "options":
+                check_type(name, getattr(self, name), kind)
         for name, schedule in self.schedules.items():
             schedule.check(name)
         factor, chunk = self.transfer.memory_factor, self.transfer.chunk_length

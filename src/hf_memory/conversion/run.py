@@ -5,11 +5,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
-from huggingface_hub.dataclasses import type_validator
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -18,7 +16,7 @@ from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.stages.sharding import processes
 from hf_memory.files.names import nearest
 from hf_memory.files.text import Text, check_length
-from hf_memory.modeling.checks import check
+from hf_memory.modeling.checks import check, check_type
 from hf_memory.progress import Progress, silent
 
 DEFAULTS = {  # our defaults for transformers' TrainingArguments
@@ -135,12 +133,7 @@ class Run:
 
 
 def _check_value(name: str, value: Any, expected: Any) -> None:
-    words = expected.__name__ if isinstance(expected, type) else expected
-    value = float(value) if float in (expected, *get_args(expected)) and type(value) is int else value
-    try:
-        type_validator(name, value, expected)
-    except (TypeError, StrictDataclassFieldValidationError) as error:
-        raise ValueError(f"{name} of training must be {words}, got {value!r}") from error
+    check_type(f"{name} of training", value, expected)
     least = LEAST.get(name)
     if least is not None and value is not None and not least <= value < math.inf:
         raise ValueError(f"{name} of training must be at least {least}, got {value!r}")

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_memory.cache import state_bytes
 from hf_memory.cache_argument import cache_name
+from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, best
 from hf_memory.modeling.configuration import MemoryConfig
 
@@ -26,6 +27,7 @@ def cost(model: PreTrainedModel, context: int, *, new_tokens: int = 16) -> dict[
     Returns:
         Bytes of the cache after all tokens, and estimates of the tokens per second of a prefill, and of decoding.
     """
+    check_counts(context=context, new_tokens=new_tokens)
     runs = 3 if context <= LONG else 1
     sizes, read, written = zip(*(reading_and_writing(model, context, new_tokens) for _ in range(runs)))
     return {BYTES: max(sizes), READ: Estimate(read, of=best), WRITTEN: Estimate(written, of=best)}
@@ -43,6 +45,7 @@ def reading_and_writing(
         new_tokens: number of tokens at its end that are decoded one by one.
         clock: a clock in seconds: `time.perf_counter`, or `time.process_time` on a machine with other work.
     """
+    check_counts(context=context, new_tokens=new_tokens)
     new_tokens = min(new_tokens, context - 1)
     prompt = context - new_tokens  # some models have positions for `context` tokens only
     input_ids = torch.arange(prompt, device=model.device)[None] % model.config.vocab_size
@@ -60,6 +63,7 @@ def reading_and_writing(
 @torch.no_grad()
 def cache_bytes_after(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes that a model's cache holds after a sequence of `num_tokens` tokens, found by reading one."""
+    check_counts(num_tokens=num_tokens)
     cache, past = empty_cache(model)
     model(torch.zeros(1, num_tokens, dtype=torch.long, device=model.device), **past)
     return state_bytes(cache)
@@ -76,6 +80,7 @@ def cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
 
     Layers of this package declare their states. Layers of other models must be full or sliding attention.
     """
+    check_counts(num_tokens=num_tokens)
     dtype = _dtype(config)
     if isinstance(config, MemoryConfig):
         return sum(state.nbytes(num_tokens, dtype) for spec in config.state_specs for state in spec.values())
@@ -112,6 +117,7 @@ def _token_bytes(config: PreTrainedConfig) -> int:
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Bytes of the keys and values of `num_tokens` tokens if all layers of this config had full attention."""
+    check_counts(num_tokens=num_tokens)
     return config.num_hidden_layers * num_tokens * _token_bytes(config)
 
 

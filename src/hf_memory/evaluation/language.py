@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.estimates import Estimate, exp_of_mean
 from hf_memory.files.text import Text, check_length
+from hf_memory.modeling.checks import check
 
 BUDGET = 2**16  # number of tokens that a measure reads by default
 BATCH = 2**12  # number of tokens of a batch, unless a window has more
@@ -62,6 +64,7 @@ def perplexity(
     Raises:
         ValueError: if there are fewer tokens than a window has.
     """
+    check_counts(length=length)
     stride = length // 2
     losses = _losses(model, _windows(tokens, length, stride, max_tokens), progress)
     scored = [losses[0], *losses[1:, -stride:]]
@@ -149,6 +152,7 @@ def perplexity_by_position(
 
 def _spread(tokens: Text | Tensor, length: int, windows: int, max_tokens: int | None) -> Tensor:
     """[N, length]: at most so many windows, evenly spread over a text."""
+    check_counts(length=length, windows=windows, max_tokens=max_tokens)
     if max_tokens is not None:
         windows = max(1, min(windows, max_tokens // length))
     return _windows(tokens, length, max(1, (len(tokens) - length) // max(1, windows - 1)), None)[:windows]
@@ -172,7 +176,10 @@ def recall_by_distance(
     progress: Tell = say_nothing,
 ) -> dict[int, Estimate]:
     """Recall by distance: `copy_gain` for passages whose second reading begins some distance after the first."""
+    distances = list(distances)
+    check_counts(distances=distances, passage=passage, trials=trials, max_tokens=max_tokens)
     gaps = {d: d - passage for d in distances}
+    check(min(gaps.values(), default=0) >= 0, "distances", f"at least the {passage} tokens of a passage", distances)
     trials = trials_within(max_tokens, gaps.values(), passage=passage, trials=trials)
     settings: dict = {"passage": passage, "trials": trials, "max_tokens": None, "progress": progress}
     return {d: copy_gain(model, tokens, gap=gap, **settings) for d, gap in gaps.items()}
@@ -203,6 +210,8 @@ def copy_gain(
         max_tokens: largest number of tokens to read; fewer passages are tried if they have more.
         progress: is called with the number of tokens of each batch.
     """
+    check_counts(passage=passage, gap=gap, trials=trials, max_tokens=max_tokens)
+    check_length(tokens, passage)
     text, before = Text.of(tokens), passage // 2
     trials = trials_within(max_tokens, [gap], passage=passage, trials=trials)
     starts = torch.linspace(0, len(text) - passage, trials).long()
@@ -271,6 +280,7 @@ def _read(model: PreTrainedModel, input_ids: Tensor, **kwargs) -> Tensor:
 
 def _windows(tokens: Text | Tensor, length: int, stride: int, max_tokens: int | None) -> Tensor:
     """[N, length]: the windows of a text, or as many of them as may be read."""
+    check_counts(length=length, max_tokens=max_tokens)
     check_length(tokens, length)
     text = Text.of(tokens)
     places = torch.arange(0, len(text) + len(text.start) - length + 1, stride)

@@ -17,6 +17,7 @@ from hf_memory.evaluation.estimates import Estimate, Share, ratio_of_sums
 from hf_memory.evaluation.questions import INSTRUCTIONS, LONG_ANSWERS, REASONING, RETRIEVAL, TURNS, Kind, Question
 from hf_memory.evaluation.writing import greedy
 from hf_memory.files.chat_template import apply_template
+from hf_memory.modeling.checks import check
 
 SCORE, TEACHERS, RATIO = "score", "teacher's score", "score / teacher's"
 WIN, TASKS_WON = "win and tie", "tasks won or tied"
@@ -41,6 +42,11 @@ class Place(NamedTuple):
 
     def __str__(self):
         return self.kind if self.length is None else f"{self.kind} at {self.length}"
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raise ValueError unless a tolerance is a part of a score."""
+    check(0 <= tolerance <= 1, "tolerance", "from 0 to 1", tolerance)
 
 
 def places(group: str, lengths: tuple[int, ...]) -> list[Place]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_memory.evaluation.counts import check_counts
 from hf_memory.evaluation.efficiency import cost
 from hf_memory.evaluation.estimates import Estimate, described
 from hf_memory.evaluation.language import (
@@ -20,7 +21,18 @@ from hf_memory.evaluation.language import (
     say_nothing,
 )
 from hf_memory.evaluation.needles import MULTIKEY, PASSKEY, SINGLE, Hunt, hunt, samples_of, shortest
-from hf_memory.evaluation.scores import ALL, KINDS, SCORE, SUMMARY, Place, compared, places, score, summary
+from hf_memory.evaluation.scores import (
+    ALL,
+    KINDS,
+    SCORE,
+    SUMMARY,
+    Place,
+    check_tolerance,
+    compared,
+    places,
+    score,
+    summary,
+)
 from hf_memory.evaluation.shares import memory_shares, mixers_with_memory
 from hf_memory.evaluation.writing import PROMPTS, TEXTS, answers, words_alike
 from hf_memory.files.text import Text
@@ -64,7 +76,7 @@ class Subject:
         tell: is called with the number of tokens of each batch.
 
     Raises:
-        ValueError: if a length is less than two tokens.
+        ValueError: if a number is out of its range.
     """
 
     model: PreTrainedModel
@@ -84,8 +96,9 @@ class Subject:
     tell: Tell = say_nothing
 
     def __post_init__(self):
-        if short := [x for x in self.lengths if x < 2]:
-            raise ValueError(f"lengths must be at least 2 tokens, got {', '.join(map(str, short))}")
+        names = "lengths", "max_tokens", "samples", "new_tokens", "items", "score_lengths"
+        check_counts(**{name: getattr(self, name) for name in names})
+        check_tolerance(self.tolerance)
 
     @property
     def contexts(self) -> list[int]:

@@ -1,8 +1,10 @@
 """Text as tokens, and windows of it that begin as a tokenizer begins a text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +38,14 @@ class Text:
 
     @classmethod
     def mixed(cls, texts: "Sequence[Text]", weights: Sequence[float]) -> "Text":
-        """A mixture of texts of one tokenizer: training windows are drawn from each in proportion to its weight."""
+        """A mixture of texts of one tokenizer: training windows are drawn from each in proportion to its weight.
+
+        Raises:
+            ValueError: if there is no text, or not a weight above 0 for each.
+        """
+        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(x, Text) for x in texts):
+            raise ValueError(f"texts must be a list of at least one Text, got {texts!r}")
+        check_weights(weights, len(texts))
         targets = [torch.ones(len(x), dtype=torch.bool) if x.targets is None else x.targets for x in texts]
         chosen = None if all(x.targets is None for x in texts) else torch.cat(targets)
         sizes, first = list(map(len, texts)), torch.zeros(1, dtype=torch.long)
@@ -136,6 +145,22 @@ def check_tokens(tokens: Text | Tensor, config: PreTrainedConfig, *lengths: int)
     if positions and longest > positions:
         raise ValueError(f"length must be at most the teacher's {positions} positions, got {longest}")
     check_length(tokens, longest)
+
+
+def check_text(tokens: Any) -> None:
+    """Raise ValueError unless a text is a Text, or a tensor [T] of whole numbers."""
+    is_text = isinstance(tokens, Text)
+    is_tensor = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
+    if not (is_text or is_tensor):
+        given = f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be a Text or a tensor [T] of whole numbers, got {given}")
+
+
+def check_weights(weights: Any, count: int) -> None:
+    """Raise ValueError unless there is a weight above 0 for each of some texts."""
+    are_numbers = isinstance(weights, list | tuple) and all(type(x) in (int, float) for x in weights)
+    if not are_numbers or len(weights) != count or not all(0 < x < math.inf for x in weights):
+        raise ValueError(f"weights must be numbers above 0, one for each of {count} texts, got {weights!r}")
 
 
 def check_length(tokens: Text | Tensor, length: int) -> None:

@@ -20,7 +20,7 @@ from hf_memory.files.chat_template import apply_template, tokens_and_targets
 from hf_memory.files.documents import Document, documents, files_of
 from hf_memory.files.fingerprints import tokenizer_fingerprint
 from hf_memory.files.folders import replaced, written
-from hf_memory.files.text import Text, start_of
+from hf_memory.files.text import Text, check_weights, start_of
 from hf_memory.progress import Progress, silent
 
 BATCH = 2**20  # characters that a process tokenises at once, for which it needs about 150 MB
@@ -66,11 +66,14 @@ def read_tokens(
         ValueError: if a source is not text, all sources are empty, or a weight is not above 0.
         OSError: if a source cannot be read, or the tokens cannot be written.
     """
+    if isinstance(sources, str | Path):
+        raise ValueError(f"sources must be a list of texts, got one: {sources}")
+    if limit is not None and not (type(limit) is int and limit > 0):
+        raise ValueError(f"limit must be a number of tokens above 0, got {limit!r}")
     sources = list(sources)
     how: dict = {"assistant_only": assistant_only, "cache": cache, "report": report}
     if weights is not None:
-        if len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights must be above 0, one for each of {len(sources)} texts, got {list(weights)}")
+        check_weights(weights, len(sources))
         limits = [None if limit is None else math.ceil(limit * weight / sum(weights)) for weight in weights]
         return Text.mixed([read_tokens([x], tokenizer, limit=part, **how) for x, part in zip(sources, limits)], weights)
     if cache is None:

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubClassMixin
 from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
+from hf_memory.modeling.room import check_room
 from hf_memory.ops.contract import blank, soft_capped
 
 MASKS = {
@@ -176,6 +178,7 @@ class MemoryModel(MemoryPreTrainedModel):
     def __init__(self, config: MemoryConfig):
         config.validate()  # again, since from_pretrained sets options of a config that was checked
         super().__init__(config)
+        check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.memory_values: Any = MemoryValues(config) if set(WITH_MEMORY) & set(config.feed_forwards) else None
@@ -188,6 +191,14 @@ class MemoryModel(MemoryPreTrainedModel):
         self.has_memory = any(type(layer.mixer) is not AttentionMixer for layer in self.layers)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _parts(self, config: MemoryConfig) -> list[Callable[[], nn.Module]]:
+        """What makes the first and the last layer of each kind, and the table of values if there is one."""
+        kinds = list(zip(config.layer_types or (), config.feed_forwards))
+        last = {kind: i for i, kind in enumerate(kinds)}
+        numbers = {*last.values(), *map(kinds.index, last)}
+        tables = [partial(MemoryValues, config)] if {*WITH_MEMORY} & {*config.feed_forwards} else []
+        return [*(partial(self.layer_class, config, i) for i in sorted(numbers)), *tables]
 
     @takes_cache
     @merge_with_config_defaults

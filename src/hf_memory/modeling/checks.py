@@ -1,6 +1,10 @@
 """Checks of the values in configs, which come from files and from the command line."""
 
-from typing import Any
+from typing import Any, get_args
+
+from huggingface_hub.dataclasses import type_validator
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LARGEST = 2**31 - 1  # positions are int32 in kernels
 TINY, HUGE = 1e-30, 1e30  # for factors, of which float32 is to hold products
@@ -12,6 +16,7 @@ RANGES = {  # of fields for which these are not right
     "layer_norm_eps": (TINY, 1),
     "output_norm_eps": (TINY, 1),
     "initializer_range": (0, HUGE),
+    "rope": (TINY, HUGE),  # numbers of the parameters of RoPE
     "partial_rotary_factor": (TINY, 1),
     "attention_dropout": (0, 1),
     "sliding_window": (2, LARGEST),  # caches of transformers keep one token less, and all of them instead of none
@@ -19,11 +24,31 @@ RANGES = {  # of fields for which these are not right
     "num_kept_tokens": (0, LARGEST),
     "num_persistent_tokens": (0, LARGEST),
     "linear_conv_kernel_dim": (0, LARGEST),
+    "memory_depth": (1, 1000),  # each layer of a deep memory is a tensor
     "memory_max_grad_norm": (0, HUGE),
     "pattern_seed": (0, 2**63 - 1),
     "halting_epsilon": (TINY, 0.999),
     "span_loss_weight": (0, HUGE),
     "ponder_loss_weight": (0, HUGE),
+}
+ROPE_NUMBERS = (  # of the parameters of RoPE
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+ROPE_LISTS = ("short_factor", "long_factor")  # with a number for each pair of channels
+ROPE_NEEDS = {  # what a type of RoPE needs besides its theta
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 
 
@@ -31,6 +56,17 @@ def check(is_right: bool, name: str, expected: str, given: Any) -> None:
     """Raise ValueError that says what was expected of a field and what was given, unless it is right."""
     if not is_right:
         raise ValueError(f"{name} must be {expected}, got {given!r}")
+
+
+def check_type(name: str, value: Any, expected: Any) -> None:
+    """Raise ValueError unless a value has the type of an annotation; whole numbers are floats, too."""
+    if type(value) is int and float in (expected, *get_args(expected)):
+        return
+    try:
+        type_validator(name, value, expected)
+    except (TypeError, StrictDataclassFieldValidationError) as error:
+        words = expected.__name__ if isinstance(expected, type) else str(expected)
+        raise ValueError(f"{name} must be {words}, got {value!r}") from error
 
 
 def check_values(config, here: str, **values: Any) -> None:
@@ -50,6 +86,37 @@ def check_numbers(values: dict[str, Any]) -> None:
         if type(value) in DEFAULT_RANGES:
             least, most = RANGES.get(name, DEFAULT_RANGES[type(value)])
             check(least <= value <= most, name, f"from {least} to {most}", value)
+
+
+def check_rope(name: str, rope: Any, channels: int) -> None:
+    """Raise ValueError unless a field has what its type of RoPE needs, with numbers that give finite angles.
+
+    Args:
+        name: the field.
+        rope: its value: `rope_type`, `rope_theta` and what the type needs, as in transformers.
+        channels: number of channels of a head; `partial_rotary_factor` of them are rotated.
+    """
+    check(isinstance(rope, dict), name, "a dict", rope)
+    kind = rope.get("rope_type")
+    check_word(f"rope_type of {name}", kind, ("default", *ROPE_INIT_FUNCTIONS))
+    missing = [x for x in ("rope_theta", *ROPE_NEEDS.get(kind, ())) if rope.get(x) is None]
+    check(not missing, name, f"a dict with {' and '.join(missing)} for rope_type={kind!r}", rope)
+    least, most = RANGES["rope"]
+    for part in ROPE_NUMBERS:
+        if (value := rope.get(part)) is not None:
+            is_right = type(value) in DEFAULT_RANGES and least <= value <= most
+            check(is_right, f"{part} of {name}", f"a number from {least} to {most}", value)
+    share = rope.get("partial_rotary_factor") or 1.0
+    check(share <= 1, f"partial_rotary_factor of {name}", "at most 1", share)
+    pairs = int(channels * share) // 2
+    for part in ROPE_LISTS:
+        if (values := rope.get(part)) is not None:
+            is_right = isinstance(values, list) and len(values) == pairs
+            is_right = is_right and all(type(x) in DEFAULT_RANGES and least <= x <= most for x in values)
+            check(is_right, f"{part} of {name}", f"a list of {pairs} numbers from {least} to {most}", values)
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        check(high > low, f"high_freq_factor of {name}", f"above low_freq_factor={low}", high)
 
 
 def check_each(config, name: str, given: list, words: tuple[str, ...] = ()) -> None:

@@ -7,13 +7,13 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.modeling_rope_utils import RopeParameters
 
 from hf_memory.cache import Spec, flat
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_word
+from hf_memory.modeling.checks import check, check_each, check_numbers, check_rope, check_word
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
@@ -101,6 +101,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         check_numbers(self.numbers)
         self.set_defaults()
         super().__post_init__(**kwargs)
+        self.fill_local_rope()
 
     def set_defaults(self) -> None:
         """Set fields that are not given, and whose default depends on other fields."""
@@ -109,6 +110,12 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
             head_dim=self.hidden_size // self.num_attention_heads,
             layer_types=["memory"] * self.num_hidden_layers,
         )
+
+    def fill_local_rope(self) -> None:
+        """Give `local_rope_parameters` the defaults that transformers gives `rope_parameters`."""
+        if isinstance(self.local_rope_parameters, dict):
+            usual = {"rope_type": self.local_rope_parameters.get("type", "default"), "rope_theta": self.default_theta}
+            self.local_rope_parameters = usual | self.local_rope_parameters
 
     def fill(self, **values) -> None:
         """Set fields that are None."""
@@ -184,8 +191,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         is_divided = self.head_dim * heads == width or width % heads == 0
         check(is_divided, "hidden_size", f"a multiple of num_attention_heads={heads} unless head_dim is set", width)
         check(self.head_dim % 2 == 0, "head_dim", "even, since positions rotate pairs of channels", self.head_dim)
-        pad, rope = self.pad_token_id, self.rope_parameters
+        pad = self.pad_token_id
         check(pad is None or pad < self.vocab_size, "pad_token_id", f"below vocab_size={self.vocab_size}", pad)
-        check_word("rope_type", rope.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS))
-        check_numbers({name: rope[name] for name in ("rope_theta", "partial_rotary_factor", "factor") if name in rope})
+        check_rope("rope_parameters", self.rope_parameters, self.head_dim)
         super().validate_architecture()

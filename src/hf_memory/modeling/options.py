@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from hf_memory.feed_forward import FEED_FORWARDS
-from hf_memory.modeling.checks import check, check_each, check_values, check_word
+from hf_memory.modeling.checks import check, check_each, check_rope, check_values, check_word
 
 NORMS = {  # names as in transformers: before and after the mixer, before and after the MLP
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -65,6 +65,8 @@ class TeacherShape(PreTrainedConfig):
         local, rope = self.local_rope_layers, self.local_rope_parameters
         check_each(self, "local_rope_layers", local or self.layer_types)
         check((local is None) == (rope is None), "local_rope_parameters", f"given with local_rope_layers={local}", rope)
+        if rope is not None:
+            check_rope("local_rope_parameters", rope, self.head_dim)
 
 
 class AttentionWindow(PreTrainedConfig):
@@ -154,6 +156,13 @@ class Experts(PreTrainedConfig):
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 768
     norm_topk_prob: bool = True
+
+    def validate_architecture(self):
+        """Check that there are as many experts as a token uses, too."""
+        super().validate_architecture()
+        most, used = self.num_experts, self.num_experts_per_tok
+        has_experts = "experts" in self.feed_forwards  # type: ignore[attr-defined]
+        check(not has_experts or used <= most, "num_experts_per_tok", f"at most num_experts={most}", used)
 
 
 class ProductKeys(PreTrainedConfig):

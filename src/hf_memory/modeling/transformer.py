@@ -1,6 +1,7 @@
 """The Memory Transformer: softmax attention with published positions, patterns, pasts and depths as options."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_memory.modeling import base
 from hf_memory.modeling.checks import check, check_each, check_numbers, check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig, of_mixers
 from hf_memory.modeling.depth import DEPTHS, AdaptiveUniversal, ReversibleLayer, Universal, run_reversible
+from hf_memory.modeling.room import check_room
 
 OWN = ("memory", "sliding_heads")  # layer types that this family computes itself
 BY_HEAD = ("content_bias", "distance_bias", "distance_proj", "rate", "bound")  # parameters with a part for each head
@@ -273,7 +275,10 @@ class MemoryTransformerModel(base.MemoryModel):
 
     def __init__(self, config: MemoryTransformerConfig):
         super().__init__(config)
-        self.embed_positions: Any = EMBEDDED[config.position](config) if config.position in EMBEDDED else None
+        self.embed_positions: Any = None
+        if config.position in EMBEDDED:
+            check_room(config, partial(EMBEDDED[config.position], config))
+            self.embed_positions = EMBEDDED[config.position](config)
         self.recurrence: Any = None
         if config.depth == "universal":
             self.layers = self.layers[:1]
