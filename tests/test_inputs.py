@@ -1,14 +1,28 @@
 """What a user may ask for: it works, or it is refused in one sentence before any work."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cases import WORDS, Case, make_config, word_tokenizer
-from hf_memory.evaluation import lengths_beyond
+from cases import WORDS, Case, make_config, make_model, word_tokenizer
+from hf_memory.conversion import Recipe, Schedule, Text, read_tokens, resolve
+from hf_memory.evaluation import (
+    Subject,
+    agreement,
+    cache_bytes,
+    copy_gain,
+    cost,
+    lengths_beyond,
+    perplexity,
+    perplexity_by_position,
+    recall_by_distance,
+)
+from teachers import make_teacher
 
 STEP = "steps=1,batch_size=1,length=8"
 PLAIN = Case("", "hf_memory_linear", {})
@@ -104,3 +118,99 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_built(cas
         AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
         assert AutoModelForCausalLM.from_config(make_config(PLAIN)).num_parameters() > 0
+
+
+TEXT = torch.randint(64, (512,), generator=torch.Generator().manual_seed(0))
+WRONG_MEASURES = {
+    "length must be a whole number of at least 2, got 0": lambda model: perplexity(model, TEXT, length=0),
+    "length must be a whole number of at least 2, got -8": lambda model: agreement(model, model, TEXT, length=-8),
+    "length must be a whole number of at least 2, got 8.5": lambda model: perplexity_by_position(
+        model, TEXT, length=8.5
+    ),
+    "max_tokens must be a whole number of at least 1, got 0": lambda model: perplexity(model, TEXT, max_tokens=0),
+    "windows must be a whole number of at least 1, got 0": lambda model: perplexity_by_position(
+        model, TEXT, length=8, windows=0
+    ),
+    "trials must be a whole number of at least 1, got 0": lambda model: copy_gain(model, TEXT, trials=0),
+    "gap must be a whole number of at least 0, got -1": lambda model: copy_gain(model, TEXT, gap=-1),
+    "passage must be a whole number of at least 2, got 0": lambda model: copy_gain(model, TEXT, passage=0),
+    "distances must be at least the 32 tokens": lambda model: recall_by_distance(model, TEXT, [8]),
+    "context must be a whole number of at least 2, got -1": lambda model: cost(model, -1),
+    "new_tokens must be a whole number of at least 1, got 0": lambda model: cost(model, 8, new_tokens=0),
+    "num_tokens must be a whole number of at least 0, got -1": lambda model: cache_bytes(model.config, -1),
+    "lengths must be whole numbers of at least 2, got": lambda model: Subject(model, TEXT, lengths=(1,)),
+    "samples must be a whole number of at least 1": lambda model: Subject(model, TEXT, samples=0),
+    "items must be a whole number of at least 0": lambda model: Subject(model, TEXT, items=-1),
+    "tolerance must be from 0 to 1, got 2": lambda model: Subject(model, TEXT, tolerance=2),
+    "tolerance must be from 0 to 1, got nan": lambda model: Subject(model, TEXT, tolerance=math.nan),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_MEASURES)
+def test_measures_refuse_numbers_out_of_their_range(message):
+    with pytest.raises(ValueError, match=message):
+        WRONG_MEASURES[message](make_model(PLAIN))
+
+
+STUDENT = Recipe("linear", keep="none", transfer=Schedule(2, 1e-3, 2, 8), distillation=Schedule(2, 1e-3, 2, 8))
+WRONG_RECIPES = [
+    ({"to": 5}, "to must be str | None, got 5"),
+    ({"keep": 2.5}, "keep must be"),
+    ({"options": ["gate"]}, "options must be names with values"),
+    ({"transfer": {"steps": 1}}, "transfer must be Schedule, got"),
+    ({"transfer": Schedule(1.5, 1e-3)}, "steps of transfer must be int, got 1.5"),
+    ({"transfer": Schedule(1, 1e-3, length=8.5)}, "length of transfer must be int, got 8.5"),
+    ({"transfer": Schedule(1, "fast")}, "learning_rate of transfer must be float, got 'fast'"),
+    ({"distillation": Schedule(True, 1e-3)}, "steps of distillation must be int, got True"),
+    ({"distillation": Schedule(2**40, 1e-3)}, "steps of distillation must be at most 2147483647"),
+    ({"train": 5}, "train must be str, got 5"),
+    ({"lora_rank": "8"}, "lora_rank must be int | None, got '8'"),
+    ({"temperature": "1"}, "temperature must be float, got '1'"),
+    ({"teacher_bits": "4"}, "teacher_bits must be int | None, got '4'"),
+    ({"seed": 1.0}, "seed must be int, got 1.0"),
+    ({"spread_kept": "yes"}, "spread_kept must be bool, got 'yes'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_RECIPES)
+def test_a_recipe_of_wrong_types_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(STUDENT, **options).check()
+
+
+def test_resolve_refuses_what_is_no_recipe_no_config_and_no_text():
+    teacher = make_teacher("llama")
+    assert resolve(STUDENT, teacher.config, TEXT).num_tokens == 512
+    wrong = {
+        "recipe must be Recipe": ({"to": "linear"}, teacher.config, TEXT),
+        "teacher must be PreTrainedConfig": (STUDENT, teacher, TEXT),
+        "tokens must be a Text or a tensor [T] of whole numbers, got list": (STUDENT, teacher.config, [1, 2]),
+        "got (512,) of torch.float32": (STUDENT, teacher.config, TEXT.float()),
+        "got (1, 512) of torch.int64": (STUDENT, teacher.config, TEXT[None]),
+        "scorer must be": (STUDENT, teacher.config, TEXT, "someone/model"),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            resolve(*arguments)
+
+
+@pytest.mark.parametrize(
+    "weights", [["1", "2"], [1.0], [1.0, -1.0], [1.0, math.nan], [1.0, math.inf], None, 5, [[1], 2]]
+)
+def test_a_mixture_has_a_weight_above_zero_for_each_text(weights):
+    with pytest.raises(ValueError, match="weights must be numbers above 0, one for each of 2 texts"):
+        Text.mixed([Text(TEXT), Text(TEXT)], weights)
+
+
+@pytest.mark.parametrize("texts", [[], TEXT, [TEXT, TEXT], "a.txt", None])
+def test_a_mixture_is_of_texts(texts):
+    with pytest.raises(ValueError, match="texts must be a list of at least one Text"):
+        Text.mixed(texts, [1.0, 1.0])
+
+
+def test_read_tokens_takes_a_list_of_texts_and_a_limit_above_zero(tokenizer, text):
+    with pytest.raises(ValueError, match="sources must be a list of texts, got one"):
+        read_tokens(str(text), tokenizer)
+    for limit in (0, -5, 1.5):
+        with pytest.raises(ValueError, match=f"limit must be a number of tokens above 0, got {limit}"):
+            read_tokens([text], tokenizer, limit=limit)
