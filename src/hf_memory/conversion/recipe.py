@@ -158,9 +158,12 @@ class Recipe:
     def check(self) -> None:
         """Raise ValueError if a value is wrong for every teacher and text."""
         check(isinstance(self.options, Mapping), "options", "names with values", self.options)
+        are_layers = isinstance(self.keep, Collection) and all(type(x) is int for x in self.keep)
+        is_keep = self.keep is None or isinstance(self.keep, str) or are_layers
+        check(is_keep, "keep", "words or numbers of layers", self.keep)
         for name, kind in get_type_hints(Recipe).items():
-            is_given = getattr(self, name) is not None or name not in ("keep", "train")  # which have defaults later
-            if is_given and name != "options":
+            has_default_later = name == "train" and self.train is None
+            if name not in ("options", "keep") and not has_default_later:
                 check_type(name, getattr(self, name), kind)
         for name, schedule in self.schedules.items():
             schedule.check(name)

@@ -1,6 +1,5 @@
 """The ranges of numbers that measures take."""
 
-from numbers import Integral
 from typing import Any
 
 from hf_memory.modeling.checks import check
@@ -28,6 +27,6 @@ def check_counts(**counts: Any) -> None:
     for name, given in counts.items():
         several = isinstance(given, list | tuple)
         numbers = given if several else [] if given is None else [given]
-        is_right = all(isinstance(x, Integral) and not isinstance(x, bool) and x >= LEAST[name] for x in numbers)
+        is_right = all(type(x) is int and x >= LEAST[name] for x in numbers)
         what = "whole numbers" if several else "a whole number"
         check(is_right, name, f"{what} of at least {LEAST[name]}", given)
