@@ -20,7 +20,6 @@ from cases import (
 from comparing import assert_close
 from hf_memory.cache import MemoryLayer, memory_layer, state_bytes
 from hf_memory.evaluation import cache_bytes
-from hf_memory.serving.rows import join, take
 
 CONVOLVING = [case for case in CASES if hasattr(make_config(case), "linear_conv_kernel_dim")]
 
@@ -279,10 +278,9 @@ def test_states_are_what_the_mixers_declare(case):
 
 @every_case
 def test_a_cache_holds_the_memory_that_its_states_declare(case):
-    """After a prefill, after a token, and in one row of a batch of unequal texts; nothing holds the whole prefill."""
+    """After a prefill, and after a token; nothing holds the whole prefill."""
     model = make_model(case)
     cache = read(model, random_tokens(1, 20))
     assert state_bytes(cache) == cache_bytes(model.config, 20)
     go_on(model, cache, random_tokens(1, 1, seed=1))
     assert state_bytes(cache) == cache_bytes(model.config, 21)
-    assert state_bytes(take(join(read(model, random_tokens(1, 25)), cache), 1, 21)) == cache_bytes(model.config, 21)
