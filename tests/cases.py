@@ -325,12 +325,6 @@ CASES = (
         has_kernels=False,
     ),
     Case(
-        "segmented-gated-deltanet",
-        "hf_memory_deltanet",
-        {"gate": "scalar", "levels": "segments", "segment_length": 4},
-    ),
-    Case("segmented-gla", "hf_memory_gated", {"levels": "segments", "segment_length": 3}),
-    Case(
         "log-linear-gated-deltanet",
         "hf_memory_deltanet",
         {"gate": "scalar", "levels": "log", "max_position_embeddings": 8},

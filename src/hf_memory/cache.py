@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_tracing
 __all__ = ["MemoryLayer", "State", "StaticMemoryLayer", "memory_layer", "state_bytes"]
 
 LAYER_TYPES = ("memory", "sliding_memory", "sliding_heads")  # names in configs of layers with named states
-Growth = Literal["fixed", "log", "segment", "token"]  # how a state grows with the number of tokens
+Growth = Literal["fixed", "log", "token"]  # how a state grows with the number of tokens
 States = dict[str, Any]  # states of a mixer by name, each [B, ...], or those of a part of it
 Inputs = dict[str, Tensor]  # inputs of a mixer by name, each [B, T, ...]
 
@@ -36,10 +36,8 @@ class State:
     Attributes:
         shape: shape of a row, or of each entry of a row if the state grows.
         dtype: its dtype; None: that of the model.
-        growth: how the number of entries grows with the number of tokens: not at all, with its logarithm, by one for
-            every few of them, or with it.
+        growth: how the number of entries grows with the number of tokens: not at all, with its logarithm, or with it.
         at_most: number of tokens after which it stops growing; None: it does not.
-        every: number of tokens of a segment, if it grows by one for each.
         absent: value of entries that belong to no token of a row.
         largest: the largest value of whole numbers; None: the number of tokens.
     """
@@ -48,14 +46,13 @@ class State:
     dtype: torch.dtype | None = torch.float32
     growth: Growth = "fixed"
     at_most: int | None = None
-    every: int = 1
     absent: int = 0
     largest: int | None = None
 
     def places(self, tokens_read: int) -> tuple[int, ...]:
         """The number of entries of a row after some tokens, as a shape; empty if the state does not grow."""
         tokens = tokens_read if self.at_most is None else min(tokens_read, self.at_most)
-        grown = {"fixed": (), "log": (tokens.bit_length(),), "segment": (-(-tokens // self.every),), "token": (tokens,)}
+        grown = {"fixed": (), "log": (tokens.bit_length(),), "token": (tokens,)}
         return grown[self.growth]
 
     def nbytes(self, tokens_read: int, dtype: torch.dtype) -> int:
@@ -165,11 +162,11 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 self.states[name] = owned(state)
 
     def _with_room(self, states: States, tokens_read: int) -> States:
-        """Extend states that grow with the logarithm or the segments of tokens by empty entries."""
+        """Extend states that grow with the logarithm of the tokens by empty entries."""
         roomy = {}
         for name, x in states.items():
             state = self.spec[name]
-            if state.growth in ("log", "segment") and (missing := state.places(tokens_read)[0] - x.shape[1]) > 0:
+            if state.growth == "log" and (missing := state.places(tokens_read)[0] - x.shape[1]) > 0:
                 roomy[name] = F.pad(x, (*(0, 0) * len(state.shape), 0, missing))
         return states | roomy
 

@@ -1,4 +1,4 @@
-"""Pure DeltaNet models as `olmo_hybrid`, and Kimi Delta Attention as `bailing_hybrid` and `kimi_linear`."""
+"""Pure models with Kimi Delta Attention, or Gated DeltaNet with a sigmoid gate, as `kimi_linear`."""
 
 import torch
 from torch import Tensor
@@ -10,104 +10,24 @@ from hf_memory.export.parts import Weights
 from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
-OLMO_EPS = 1e-5  # epsilon of OLMo-Hybrid's output norm, which is a constant in its code
-DELTA = {**ANY, "gate": ("scalar", "none"), "output_gate": ("silu",)}
-KIMI = {**DELTA, "gate": ("vector", "scalar", "none"), "output_gate": ("sigmoid",)}
 
-
-class OlmoHybrid(Target):
-    """OLMo-Hybrid. Its attention layers have norms after, not before them, so only pure models fit."""
-
-    name = model_type = "olmo_hybrid"
-    family = DeltaNetConfig
-    accepts = {**DELTA, "allow_negative_eigenvalues": None}
-    memory_name = "linear_attn"
-
-    def check(self, config: DeltaNetConfig) -> list[str]:
-        return parts.check_output_norm(config, OLMO_EPS)
-
-    def options(self, config: DeltaNetConfig) -> dict:
-        return {
-            **parts.shared_options(config),
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "rope_parameters": config.rope_parameters,
-            **parts.delta_options(config),
-            "linear_allow_neg_eigval": config.allow_negative_eigenvalues,
-        }
-
-    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-        A_log, dt_bias, decay = parts.decay_by_head(config, mixer)
-        return _shared(config, mixer, config.memory_heads[0]) | {
-            "g_proj.weight": parts.full_rank(mixer, "output_gate"),
-            "a_proj.weight": decay,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-        }
-
-    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
-        return {"transformers": "", "vLLM": ""}
-
-
-class Bailing(Target):
-    """Ling 3.0."""
-
-    name = "bailing"
-    model_type = "bailing_hybrid"
-    family = DeltaNetConfig
-    accepts = KIMI
-    memory_name = "self_attn"
-
-    def check(self, config: DeltaNetConfig) -> list[str]:
-        *_, K, V = config.memory_heads
-        is_square = [] if K == V else [f"linear_value_head_dim=linear_key_head_dim={K}, got {V}"]
-        return [*parts.check_output_norm(config, config.rms_norm_eps), *is_square]
-
-    def options(self, config: DeltaNetConfig) -> dict:
-        return {
-            **parts.shared_options(config),
-            **_latent_attention(config),
-            "rope_parameters": config.rope_parameters,
-            "head_dim": config.linear_key_head_dim,
-            "short_conv_kernel_size": config.linear_conv_kernel_dim or 4,
-            "kda_safe_gate": False,
-            "first_k_dense_replace": config.num_hidden_layers + 1,
-            "layer_group_size": config.num_hidden_layers + 1,
-            "num_mtp_layers": 0,
-        }
-
-    def fields(self, config: DeltaNetConfig, theirs: PreTrainedConfig) -> dict:
-        """The class name that vLLM uses."""
-        return {"architectures": ["BailingMoeV3ForCausalLM"]}
-
-    def top(self, outside: Weights) -> dict[str, Tensor]:
-        """As ours, with an output head that is not tied to the embeddings."""
-        return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
-
-    def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
-        A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
-        return _shared(config, mixer, config.num_output_heads) | {
-            "g_proj.weight": parts.full_rank(mixer, "output_gate"),
-            "forget_gate.f_proj.weight": (up.float() @ down.float()).to(up.dtype),
-            "forget_gate.A_log": A_log,
-            "forget_gate.dt_bias": dt_bias,
-        }
-
-    def engines(self, config: DeltaNetConfig) -> dict[str, str]:
-        safe = "its decay is bounded (kda_safe_gate)"
-        return {"transformers": "", "vLLM": "", "SGLang": "", "llama.cpp": safe, "MLX": safe}
-
-
-class Kimi(Bailing):
+class Kimi(Target):
     """Kimi Linear, whose gates are low-rank products."""
 
     name = "kimi"
     model_type = "kimi_linear"
+    family = DeltaNetConfig
+    accepts = {**ANY, "gate": ("vector", "scalar", "none"), "output_gate": ("sigmoid",)}
+    memory_name = "self_attn"
     file_names = {".block_sparse_moe.": ".mlp."}  # for dense layers
 
     def check(self, config: DeltaNetConfig) -> list[str]:
-        faults, K = super().check(config), config.linear_key_head_dim
-        rank, heads = config.output_gate_low_rank_dim, config.num_output_heads
+        *_, K, V = config.memory_heads
+        rank = config.output_gate_low_rank_dim
+        heads = config.num_output_heads
+        faults = parts.check_output_norm(config, config.rms_norm_eps)
+        if K != V:
+            faults.append(f"linear_value_head_dim=linear_key_head_dim={K}, got {V}")
         if rank is None or rank > K:
             faults.append(f"output_gate_low_rank_dim of at most linear_key_head_dim={K}, got {rank}")
         if config.gate != "vector" and heads > K:
@@ -132,12 +52,20 @@ class Kimi(Bailing):
         unused = {"rope_theta": 10000.0, "mla_use_nope": True, "moe_layer_freq": 1}
         return {"linear_attn_config": linear, "first_k_dense_replace": layers + 1, **unused}
 
+    def top(self, outside: Weights) -> dict[str, Tensor]:
+        """As ours, with an output head that is not tied to the embeddings."""
+        return {**outside, "lm_head.weight": outside["lm_head.weight"].clone()}
+
     def memory(self, config: DeltaNetConfig, mixer: Weights) -> dict[str, Tensor]:
         """Lower ranks are padded with zeros."""
         K = config.linear_key_head_dim
         A_log, dt_bias, down, up = _decay_by_channel(config, mixer)
         gate = mixer["output_gate.proj.weight"]
-        return _shared(config, mixer, config.num_output_heads) | {
+        own = parts.spread(config, mixer, key_heads=config.num_output_heads)
+        projections = {f"{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"}
+        return projections | {
+            "conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
+            "o_norm.weight": mixer["output_gate.norm.weight"],
             "g_a_proj.weight": parts.pad_rows(mixer["output_gate.down.weight"], K),
             "g_b_proj.weight": F.pad(gate, (0, K - gate.shape[1])),
             "forget_gate.f_a_proj.weight": parts.pad_rows(down, K),
@@ -152,7 +80,7 @@ class Kimi(Bailing):
 
 
 def _latent_attention(config: DeltaNetConfig) -> dict:
-    """The smallest attention layer of Ling and Kimi, for a layer that adds zero; no experts, no tied embeddings."""
+    """The smallest attention layer of Kimi, for a layer that adds zero; no experts, no tied embeddings."""
     K = config.linear_key_head_dim
     return {
         "tie_word_embeddings": False,
@@ -169,15 +97,6 @@ def _latent_attention(config: DeltaNetConfig) -> dict:
         "n_shared_experts": 0,
         "moe_intermediate_size": config.intermediate_size,
         "mlp_layer_types": ["dense"] * (config.num_hidden_layers + 1),
-    }
-
-
-def _shared(config: DeltaNetConfig, mixer: Weights, key_heads: int) -> dict[str, Tensor]:
-    """The weights that all three call the same, with so many heads of queries and keys."""
-    own = parts.spread(config, mixer, key_heads=key_heads)
-    return {f"{part}_proj.weight": own[f"{part}_proj.weight"] for part in "qkvbo"} | {
-        "conv1d.weight": parts.joined(own, "qkv", "conv1d.weight")[:, None],
-        "o_norm.weight": mixer["output_gate.norm.weight"],
     }
 
 

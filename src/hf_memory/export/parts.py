@@ -22,7 +22,7 @@ def shared_options(config: MemoryConfig) -> dict:
 
 
 def delta_options(config: DeltaNetConfig) -> dict:
-    """Sizes of the memory, which Qwen3.5 and OLMo-Hybrid call the same."""
+    """Sizes of the memory, as Qwen3.5 calls them."""
     query_heads, _, _, K, V = config.memory_heads
     return {
         "linear_num_key_heads": query_heads,

@@ -8,9 +8,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from hf_memory.export import parts
-from hf_memory.export.delta import DELTA
 from hf_memory.export.parts import Weights
-from hf_memory.export.target import Target
+from hf_memory.export.target import ANY, Target
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
 PIN = 4097.0  # 1 + w of pinned norms: w = 4096 is exact in every precision
@@ -45,7 +44,7 @@ class Qwen35(Target):
     name = "qwen3_5"
     model_type = "qwen3_5_text"
     family = DeltaNetConfig
-    accepts = DELTA
+    accepts = {**ANY, "gate": ("scalar", "none"), "output_gate": ("silu",)}
     memory_name = "linear_attn"
     has_our_attention = True
     files = FILES

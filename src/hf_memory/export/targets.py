@@ -1,6 +1,6 @@
 """The table of export targets: architectures that inference engines have, and which models they represent exactly."""
 
-from hf_memory.export.delta import Bailing, Kimi, OlmoHybrid
+from hf_memory.export.delta import Kimi
 from hf_memory.export.granite_swa import GraniteSWA
 from hf_memory.export.mamba import Granite, Mamba2
 from hf_memory.export.qwen3_5 import Qwen35
@@ -8,7 +8,7 @@ from hf_memory.export.target import Target
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.delta_net import DeltaNetConfig
 
-TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), OlmoHybrid(), Bailing(), Kimi(), GraniteSWA())
+TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
 WITHOUT_EXPORT = "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
 

@@ -1,7 +1,6 @@
-"""One memory for the whole past, or one for each of log2 T blocks or of its segments, chosen by `levels`."""
+"""One memory for the whole past, or one for each of log2 T blocks, chosen by `levels`."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 from hf_memory.cache import Spec, State
 from hf_memory.layers import wide
 from hf_memory.mixers.base import Context, States
-from hf_memory.mixers.segments import read_segments
 from hf_memory.ops import LogLinearState, delta_rule, linear_attention, log_linear_attention
 
 ONE = math.log(math.e - 1)  # softplus(ONE) = 1
@@ -50,29 +48,18 @@ class Levels:
     config: Any
     spec: Spec
     num_output_heads: int
-    head_dim: int
-    by_head: Callable[[Tensor], Tensor]
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[call-arg]
         if config.levels == "log":
             self.level_weights = LevelWeights(config.hidden_size, self.num_output_heads, config.num_levels)
-        if config.levels == "segments":
-            self.u_proj = nn.Linear(config.hidden_size, self.num_output_heads * self.head_dim, bias=False)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
-        """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks.
-
-        With segments, a matrix for each head and segment, the sums of their keys, and the number of tokens.
-        """
+        """With levels, a matrix for each head and level, and the number of tokens read, which determines the blocks."""
         spec = super().state_spec(config, layer_idx)  # type: ignore[misc]
         if config.levels == "one":
             return spec
-        if config.levels == "segments":
-            memory = replace(spec["memory"], growth="segment", every=config.segment_length)
-            own = {"memory": memory, "key_sums": replace(memory, shape=memory.shape[:2])}
-            return spec | own | {"tokens_read": State((), torch.long)}
         memory = replace(spec["memory"], growth="log", at_most=2**config.num_levels - 1)
         return spec | {"memory": memory, "tokens_read": State((), torch.long)}
 
@@ -90,24 +77,9 @@ class Levels:
             weights = self.level_weights(hidden_states)[..., : levels + 1]
             o, after = log_linear_attention(q, k, v, weights, beta, g, **erase, **options)
             return o, {"memory": after.levels, "tokens_read": after.tokens_read}
-        if self.config.levels == "segments":
-            return self._segments(hidden_states, context, (q, k, v, g) if beta is None else (q, k, v, beta, g), scale)
         options["in_place"] = True
         if beta is None:
             o, memory = linear_attention(q, k, v, g, **options)
         else:
             o, memory = delta_rule(q, k, v, beta, g, **erase, **options)
         return o, {"memory": memory}
-
-    def _segments(self, hidden_states: Tensor, context: Context, tokens: tuple, scale: float | None):
-        """The same with a memory for each segment; packed sequences are read one after the other."""
-        u = self.by_head(self.u_proj(hidden_states))
-        op: Any = linear_attention if len(tokens) == 4 else delta_rule
-        length, options = self.config.segment_length, {"scale": scale, "backend": self.config.mixer_backend}
-        if context.cu_seqlens is None:
-            return read_segments(op, u, tokens, context, length, **options)
-        parts = []
-        for here, alone in context.apart():
-            own = [x if x is None else x[:, here] for x in tokens]
-            parts.append(read_segments(op, u[:, here], own, alone, length, **options)[0])
-        return torch.cat(parts, 1), {}

@@ -81,19 +81,15 @@ class Levels(PreTrainedConfig):
         levels (`str`, defaults to `"one"`): `"one"`: one memory of the whole past; `"log"`: log-linear attention
             (https://arxiv.org/abs/2506.04761), a memory for each of log2 T blocks of the past, with learned weights of
             the blocks for each token. The weights start at one, which gives the same model as `"one"`. A block has
-            at most `max_position_embeddings` tokens. There are no Triton kernels for it. `"segments"`: memory caching
-            (https://arxiv.org/abs/2602.24281), a memory for each segment of the text, and weights of the segments for
-            each token by the mean of their keys.
-        segment_length (`int`, defaults to 256): number of tokens of a segment with `levels="segments"`.
+            at most `max_position_embeddings` tokens. There are no Triton kernels for it.
     """
 
     base_model_tp_plan = {
         **MemoryHeadsConfig.base_model_tp_plan,
-        **of_mixers(colwise=("level_weights.proj", "u_proj")),
+        **of_mixers(colwise=("level_weights.proj",)),
     }
 
     levels: str = "one"
-    segment_length: int = 256
 
     @property
     def num_levels(self) -> int:
@@ -102,7 +98,7 @@ class Levels(PreTrainedConfig):
 
     def validate_architecture(self):
         """Check that the memory can have levels, too."""
-        check_word("levels", self.levels, ("one", "log", "segments"))
+        check_word("levels", self.levels, ("one", "log"))
         super().validate_architecture()
         can_have = "sliding_memory" not in self.layer_types and getattr(self.mixers["memory"], "has_levels", False)
         only = "'one' with 'sliding_memory' layers or a memory that is neither linear attention nor the delta rule"
