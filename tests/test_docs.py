@@ -41,12 +41,39 @@ def ours(words: list[str]) -> list[str]:
     return words[words.index("hf_memory") + 1 :] if "hf_memory" in words else []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-def test_code_runs(page, tmp_path, monkeypatch):
+@pytest.fixture
+def run_page(tmp_path, monkeypatch):
+    """Runs the code of a page where a student and a text are, as pages assume; returns its variables."""
     monkeypatch.chdir(tmp_path)
-    names: dict = {"__name__": "__main__"}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
+    torch.manual_seed(0)
+    layers = {"layer_types": ["memory", "sliding_heads"], "full_attention_heads": [[], [0]], "sliding_window": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    student = hf_memory.DeltaNetConfig(**sizes, **layers, num_attention_heads=2, eos_token_id=None)
+    hf_memory.DeltaNetForCausalLM(student).save_pretrained("student")
+    vocabulary = ["<unk>", *(f"w{i}" for i in range(1, 64))]
+    word_tokenizer(vocabulary, unk_token="<unk>").save_pretrained("student")
+    Path("book.txt").write_text(" ".join(f"w{1 + i * i % 63}" for i in range(3000)), encoding="utf-8")
+
+    def run(page: Path) -> dict:
+        names: dict = {"__name__": "__main__"}
+        for block in blocks(page, "python"):
+            exec(compile(block, str(page), "exec"), names)
+        return names
+
+    return run
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_code_runs(page, run_page):
+    run_page(page)
+
+
+def test_a_loaded_memory_goes_on_as_the_page_says(run_page):
+    names = run_page(ROOT / "docs" / "memory.md")
+    model, whole = names["model"], names["whole"]
+    expected = model.generate(whole, max_new_tokens=20, do_sample=False)[0, whole.shape[1] :]
+    assert torch.equal(names["output"][0, names["question"].shape[1] :], expected)
+    assert not any(x.requires_grad for layer in names["cache"].layers for x in layer.states.values())
 
 
 @every_page

@@ -69,6 +69,27 @@ def test_a_conversation_continues_on_its_cache(case):
     assert torch.equal(generate(model, text, past_key_values=cache), generate(model, text))
 
 
+@every_family
+@pytest.mark.parametrize("new", [3, 7])
+def test_new_tokens_alone_need_a_mask_that_covers_those_that_were_read(case, new):
+    model, tokens = make_model(case).double(), random_tokens(1, 7 + new)
+
+    def read():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(tokens[:, :7], past_key_values=cache)
+        return cache
+
+    expected = generate(model, tokens)[:, 7:]
+    assert torch.equal(generate(model, tokens, past_key_values=read())[:, 7:], expected)
+    mask = torch.ones(1, 7 + new, dtype=torch.long)
+    assert torch.equal(generate(model, tokens[:, 7:], attention_mask=mask, past_key_values=read()), expected)
+    with pytest.raises(
+        ValueError, match=rf"input_ids must be all tokens .* attention_mask=torch.ones\(batch, {7 + new}"
+    ):
+        model.generate(tokens[:, 7:], past_key_values=read())
+
+
 @every_case
 def test_prompt_lookup_changes_no_token(case):
     model = make_model(case).double()
