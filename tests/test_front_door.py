@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
 import hf_memory
+from hf_memory.address import ADDRESS
 
 ROOT = Path(__file__).parents[1]
 # Imported by a process at its start, this prints how threads wait when torch is imported, and ends it if that was set.
@@ -72,3 +74,8 @@ def test_the_version_is_that_of_the_package():
 
 def test_the_citation_has_the_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == hf_memory.__version__
+
+
+def test_the_address_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project.get("urls", {}).get("Repository", "") == ADDRESS

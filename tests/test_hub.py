@@ -1,22 +1,26 @@
 """Folders and repositories load where the package was never imported, and say how to install it where it is missing."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_memory
 import hub_server
 from cases import CASES, FIRST_OF_FAMILY, every_family, family_of, make_model, random_tokens, word_tokenizer
+from hf_memory.address import INSTALL
 from hf_memory.modeling import AUTO_CLASSES
 from hf_memory.modeling.configuration import MemoryConfig
 
 SHIM = "modeling_hf_memory.py"
-SAVED = ["config.json", "generation_config.json", "model.safetensors", SHIM]
+SAVED = ["README.md", "config.json", "generation_config.json", "model.safetensors", SHIM]
 TOKENS = random_tokens(2, 9)
 FRESH = """
 import os, sys, torch
@@ -99,6 +103,37 @@ def test_folder_names_every_class(case, tmp_path):
     assert all(loaded[getattr(family, part).__name__] is getattr(family, part) for part in AUTO_CLASSES)
 
 
+@every_family
+def test_a_saved_model_has_a_card_whose_code_loads_it(case, tmp_path):
+    make_model(case).save_pretrained(tmp_path / "path/or/repo/of/this/model")
+    card = ModelCard.load(tmp_path / "path/or/repo/of/this/model" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.tags == ["hf_memory", case.model_type]
+    assert INSTALL in card.text
+    names = {}
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    with contextlib.chdir(tmp_path):
+        exec(code, names)
+    assert type(names["model"]) is family_of(case).causal_lm
+
+
+def test_a_card_that_is_there_stays(tmp_path):
+    (tmp_path / "README.md").write_text("My card.", encoding="utf-8")
+    make_model(CASES[0]).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "My card."
+
+
+def test_a_card_names_the_base_model_of_the_folder_that_was_loaded(tmp_path):
+    model = make_model(CASES[0])
+    model.save_pretrained(tmp_path / "student")
+    card = ModelCard.load(tmp_path / "student" / "README.md")
+    card.data.base_model = "someone/teacher"
+    card.save(tmp_path / "student" / "README.md")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "student").save_pretrained(tmp_path / "trained")
+    assert ModelCard.load(tmp_path / "trained" / "README.md").data.base_model == "someone/teacher"
+
+
 def test_config_alone_saves_the_shim_too(tmp_path):
     config = hf_memory.DeltaNetConfig()
     config.save_pretrained(tmp_path)
@@ -152,7 +187,7 @@ def test_every_family_loads_saves_and_generates_without_an_import_or_says_how_to
     assert generated.split() == [f"w{token}" for token in tokens]
     assert missing == (
         "ImportError This model is made of classes from the package hf_memory, which could not be imported: "
-        "No module named 'hf_memory'. Install the newest version with `pip install .` in a clone of its repository."
+        f"No module named 'hf_memory'. Install the newest version: {INSTALL}."
     )
     assert untrusted.startswith("ValueError")
     assert "trust_remote_code=True" in untrusted
@@ -201,6 +236,8 @@ PUSH = """
 import hf_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained("model").push_to_hub("someone/model")
+model = AutoModelForCausalLM.from_pretrained("model")
+model.save_pretrained("described", push_to_hub=True, repo_id="someone/described")
 AutoConfig.from_pretrained("model").save_pretrained("config", push_to_hub=True, repo_id="someone/config")
 """
 PUSH_AGAIN = """
@@ -231,12 +268,16 @@ def test_push_and_load_from_the_hub(run, tmp_path):
     model = make_model(next(case for case in CASES if case.name == "gated-deltanet-sliding"))
     model.save_pretrained(tmp_path / "model")
     torch.save(TOKENS, tmp_path / "tokens")
+    (tmp_path / "described").mkdir()
+    (tmp_path / "described" / "README.md").write_text("The card of a student.", encoding="utf-8")
     with hub_server.serve() as hub:
         run(PUSH, PUSH_AGAIN, LOAD_ADAPTER, endpoint=hub.url)
     (_, first), (_, second) = hub.repos["someone/model"]
-    assert sorted(first) == ["README.md", *SAVED]
+    assert sorted(first) == SAVED
+    assert ModelCard(first["README.md"].decode()).data.pipeline_tag == "text-generation"
     assert first == second == hub.files("someone/again")
     assert {"config.json", SHIM} <= set(hub.files("someone/config"))
+    assert b"The card of a student." in hub.files("someone/described")["README.md"]
     assert not any(file.endswith(".py") for file in hub.files("someone/adapter"))
     torch.testing.assert_close(torch.load(tmp_path / "logits"), logits(model), rtol=0, atol=0)
     assert hub.unanswered == []

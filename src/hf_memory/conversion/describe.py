@@ -124,8 +124,8 @@ def ways_to_serve(config: PreTrainedConfig) -> Iterator[str]:
     try:
         placement.check(config)
         yield (
-            "vLLM runs it without an export, by `vllm serve FOLDER`, if hf_memory is installed in vLLM's environment: "
-            "`pip install --no-deps .` in a clone of its repository."
+            "vLLM runs it without an export, by `vllm serve FOLDER`, if hf_memory is installed in vLLM's environment, "
+            "with `pip install --no-deps`."
         )
     except ValueError:
         yield "vLLM does not run it without an export."

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from hf_memory.address import INSTALL
 from hf_memory.conversion.describe import past, settings, story, ways_to_serve
 from hf_memory.conversion.plan import Plan
 from hf_memory.conversion.stages.distillation import DISTILLATION
@@ -139,6 +140,7 @@ def model_card(results: Results) -> ModelCard:
         model_name=results.model_type,
     )
     fields: dict = {
+        "install": INSTALL,
         "score_header": SCORE_HEADER,
         "scores": score_table(results),
         "header": HEADER,

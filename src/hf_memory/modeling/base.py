@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_memory.cache import LAYER_TYPES, padding_mask
-from hf_memory.cache_argument import CACHE, NAMES, cache_of, takes_cache
+from hf_memory.cache_argument import CACHE, NAMES, cache_of, named_cache, takes_cache
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
-from hf_memory.modeling.hub import HubClassMixin
+from hf_memory.modeling.hub import HubModel
 from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
 from hf_memory.modeling.room import check_room
 from hf_memory.ops.contract import blank, soft_capped
@@ -117,7 +117,7 @@ class MemoryDecoderLayer(GradientCheckpointingLayer):
         return getattr(self, name)(x) if name else x
 
 
-class MemoryPreTrainedModel(HubClassMixin, PreTrainedModel):
+class MemoryPreTrainedModel(HubModel):
     """Base class of all models, with the class attributes that transformers needs."""
 
     config: MemoryConfig
@@ -397,7 +397,23 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, cache_of(outputs), outputs.hidden_states, outputs.attentions)
 
     generate = takes_cache(GenerationMixin.generate, CACHE)
-    prepare_inputs_for_generation = takes_cache(GenerationMixin.prepare_inputs_for_generation, CACHE)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        """The arguments of a forward pass of `generate`.
+
+        Raises:
+            ValueError: if a cache has read as many tokens as are given, or more, and no mask says that all are new.
+        """
+        if next_sequence_length is not None and next_sequence_length < 1:
+            embeds = kwargs.get("inputs_embeds")
+            given = (input_ids if embeds is None else embeds).shape[1]
+            read = given - next_sequence_length
+            raise ValueError(
+                f"input_ids must be all tokens of the text, those that the cache has read too, got {given} tokens for "
+                f"a cache that has read {read}; new tokens alone need attention_mask=torch.ones(batch, {read + given})"
+            )
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **named_cache(kwargs, CACHE))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -8,14 +8,17 @@ import copy
 import os
 from pathlib import Path
 
-from transformers import PreTrainedConfig
+from huggingface_hub import ModelCard
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from hf_memory.address import INSTALL
 from hf_memory.files.folders import replaced
+from hf_memory.modeling.card import CARD, is_blank, make_card
 from hf_memory.modeling.registration import AUTO_CLASSES, REGISTERED
 
 SHIM_MODULE = "modeling_hf_memory"
-SHIM = '''"""The classes of this model; they live in the package hf_memory: `pip install .` in a clone of it."""
+SHIM = '''"""The classes of this model; they live in the package hf_memory: {install}."""
 
 try:
     from hf_memory import (
@@ -24,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "This model is made of classes from the package hf_memory, which could not be imported: "
-        f"{{error}}. Install the newest version with `pip install .` in a clone of its repository."
+        f"{{error}}. Install the newest version: {install}."
     ) from error
 '''
 
@@ -41,6 +44,37 @@ class HubClassMixin:
         """
         if cls.__module__.split(".")[0] != __name__.split(".")[0]:
             super().register_for_auto_class(*auto_class)
+
+
+class HubModel(HubClassMixin, PreTrainedModel):
+    """For models: what is saved or pushed has a model card, and a card that is there already stays."""
+
+    _card = ""  # the text of the card in the folder to which this model was saved last
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
+        """Save the model, with a model card unless the folder has one; other arguments are those of transformers.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): the folder.
+            is_main_process (`bool`, defaults to `True`): whether this process writes.
+            kwargs (`dict`): see `PreTrainedModel.save_pretrained`.
+        """
+        path = Path(save_directory) / CARD
+        self._card = path.read_text(encoding="utf-8") if path.is_file() else str(make_card(self))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process and path.parent.is_dir() and not path.exists():
+            path.write_text(self._card, encoding="utf-8")
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        """Upload a folder, in which transformers may have put a blank card."""
+        path = Path(working_dir) / CARD
+        pushed = ModelCard.load(path)
+        if is_blank(pushed):
+            card = ModelCard(self._card)
+            tags = [*(card.data.tags or ()), *(pushed.data.tags or ())]
+            card.data.tags = list(dict.fromkeys(tags))
+            card.save(path)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
 class HubConfigMixin:
@@ -65,7 +99,7 @@ class HubConfigMixin:
         if path.name == CONFIG_NAME and classes:
             names = "\n".join(f"        {name}," for name in classes.values())
             with replaced(path.with_name(f"{SHIM_MODULE}.py")) as partial:  # so that no process reads half of it
-                partial.write_text(SHIM.format(classes=names), encoding="utf-8")
+                partial.write_text(SHIM.format(classes=names, install=INSTALL), encoding="utf-8")
             saved = copy.copy(self)
             saved.auto_map = {auto: f"{SHIM_MODULE}.{name}" for auto, name in classes.items()} | self.auto_map
         PreTrainedConfig.to_json_file(saved, json_file_path, use_diff=use_diff)
