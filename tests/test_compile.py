@@ -55,6 +55,40 @@ def test_compiled_decoding_is_one_graph_and_equals_eager(case):
     assert_close(torch.cat(warm + more, 1), expected)
 
 
+class TestKeptTokensAreOneGraph:
+    """In every call of several tokens, of which each block decides which of them stay."""
+
+    def make(self):
+        torch._dynamo.reset()
+        options = {"num_hidden_layers": 1, "num_kept_tokens": 3, "full_attention_heads": [[1]]}
+        model = make_model(CASE["attention-kept"], **options, layer_types=["sliding_heads"]).double()
+        return model, torch.compile(model, backend="eager", fullgraph=True)  # raises at a graph break
+
+    def test_of_training(self):
+        model, compiled = self.make()
+        tokens, parameters = random_tokens(2, 14), list(model.train().parameters())
+        outputs = [m(tokens, use_cache=False).logits for m in (compiled, model)]
+        assert_close(*outputs)
+        assert_close(*(torch.autograd.grad(x.logsumexp(-1).sum(), parameters) for x in outputs))
+
+    @torch.no_grad()
+    def test_of_a_prefill_and_of_a_piece_after_it(self):
+        model, compiled = self.make()
+        tokens, cache = random_tokens(2, 25), StaticCache(config=model.config, max_cache_len=50)
+        pieces = [compiled(x, past_key_values=cache).logits for x in tokens.split([14, 11], 1)]
+        assert_close(torch.cat(pieces, 1), model(tokens).logits)
+
+    @torch.no_grad()
+    def test_of_padded_rows_and_of_a_step_after_them(self):
+        model, compiled = self.make()
+        tokens, cache = random_tokens(2, 15), StaticCache(config=model.config, max_cache_len=50)
+        mask = torch.ones(2, 15, dtype=torch.long)
+        mask[1, :4] = 0
+        compiled(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache)
+        step = compiled(tokens[:, 14:], attention_mask=mask, past_key_values=cache).logits
+        assert_close(step, model(tokens, attention_mask=mask).logits[:, 14:])
+
+
 @pytest.mark.parametrize("name", ["gla", "linear-window"])
 def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name):
     """As it does on a GPU without being asked to."""

@@ -99,6 +99,10 @@ EXACT = (
         Case("smollm3", TRANSFORMER, {**SINKS, **WINDOWS, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": True}),
     ),
     Line("granite_swa", Case("windows", TRANSFORMER, {**WINDOWS, "mlp_bias": True, "embedding_multiplier": 2.0})),
+    Line(
+        "granite_swa",
+        Case("none", TRANSFORMER, {**WINDOWS, "full_attention_heads": [[], [], []], "num_kept_tokens": [0, 0, 0]}),
+    ),
 )
 every_line = pytest.mark.parametrize("line", EXACT, ids=[f"{line.target}-{line.case.name}" for line in EXACT])
 PURE = r"layer_types all 'memory' .*got attention in \[3\]"

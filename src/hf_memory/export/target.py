@@ -18,6 +18,7 @@ FREE += ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"
 FREE += ("linear_conv_kernel_dim", "memory_qk_norm", "output_gate_low_rank_dim", "output_norm_eps")
 FREE += ("use_cache", "mixer_backend", "sliding_window")  # no accepted layer type uses the last
 ANY = dict.fromkeys((*SAME, *FREE)) | {"memory_rope": (False,)}  # what every target accepts
+EACH_LAYER = ("full_attention_heads", "num_kept_tokens")  # lists of what each layer has, which may be nothing
 REASONS = {  # why a target does not accept other values of a field
     "norm_placement": "norms are before mixer and MLP there",
     "hidden_act": "the memory and the MLP share one activation there",
@@ -108,7 +109,7 @@ class Target(ABC):
             if accepted is None or field.name in FIELDS_OF_ALL_MODELS:
                 continue
             value = getattr(config, field.name)
-            if value not in accepted:
+            if value not in accepted and not _is_nothing(field.name, value):
                 reason = f" ({REASONS[field.name]})" if field.name in REASONS else ""
                 faults.append(f"{field.name}={' or '.join(map(repr, accepted))}{reason}, got {value!r}")
         if "memory" in self.layer_types and config.has_memory_qk_norm:
@@ -121,3 +122,8 @@ class Target(ABC):
         if self.has_mlp and not config.intermediate_size:
             faults.append("intermediate_size above 0, got 0")
         return faults + self.check(config)
+
+
+def _is_nothing(name: str, value: object) -> bool:
+    """Whether a field of `EACH_LAYER` gives no layer anything."""
+    return name in EACH_LAYER and isinstance(value, list) and not any(value)

@@ -4,8 +4,6 @@ Each decision depends on the one before it, but takes little of the work; once a
 parallel. `mixers.retention` has the definition.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -70,6 +68,11 @@ def kernel_refuses(k: Tensor, entries: int) -> str | None:
     """Why kernels do not support keys [B, T, H, D] if a query sees so many entries, as a clause."""
     if k.dtype == torch.float64:
         return "keys are float64"
-    size = math.prod(1 << max(4, (n - 1).bit_length()) for n in (entries, k.shape[-1]))
+    size = _width(entries) * _width(k.shape[-1])
     largest = LARGEST[k.element_size()]
     return None if size <= largest else f"a tile of keys has {size} numbers, more than {largest}"
+
+
+def _width(n: int) -> int:
+    """The width of a tile with n numbers a row; without loops, which torch.compile does not trace."""
+    return 1 << max(4, (n - 1).bit_length())
