@@ -16,6 +16,7 @@ import test_cache_argument
 import test_conversion
 import test_deltaformer
 import test_depth
+import test_forgetting
 import test_generation
 import test_loading
 import test_modeling
@@ -36,6 +37,7 @@ from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import depth, loading
 from hf_memory.modeling.base import MemoryPreTrainedModel
+from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.serving import memory_file
 
 pytestmark = pytest.mark.planted
@@ -289,3 +291,22 @@ def test_a_loss_of_padding_is_seen(name, monkeypatch):
     monkeypatch.setattr(modeling_base, "is_token", lambda attention_mask, T: None)
     with pytest.raises(AssertionError):
         test_own_losses.test_padding_has_no_loss_and_changes_that_of_no_token(name, "right")
+
+
+@pytest.mark.parametrize("form", ["heads", "kept tokens", "xl", "strided"])
+def test_gates_that_are_rounded_to_16_bits_are_seen(form, monkeypatch):
+    decay = GateChannels.decay
+
+    def rounded(self, q, k):  # as a product of 16 bits with -c_j is
+        return decay(self, torch.zeros_like(q), k).to(q.dtype).float()
+
+    monkeypatch.setattr(GateChannels, "decay", rounded)
+    with pytest.raises(AssertionError):
+        test_forgetting.test_no_gate_is_lost_in_16_bits(form, test_forgetting.WHOLE)
+
+
+@pytest.mark.parametrize("form", ["heads", "kept tokens", "xl", "heads and wide ones"])
+def test_kept_sums_that_do_not_move_are_seen(form, monkeypatch):
+    monkeypatch.setattr(GateChannels, "moved", lambda self, k, units: k)
+    with pytest.raises(AssertionError):
+        test_forgetting.test_pieces_keep_the_sums_of_the_whole(form)

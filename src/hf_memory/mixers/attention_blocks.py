@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops.contract import first_derivatives_only, soft_capped, varies
+from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.masks import Mask, Tokens, causal, seen
 
 BLOCK = 64  # queries of a block, twice as many if they see more than `LONG_BLOCK` tokens before the block
@@ -83,24 +84,36 @@ class Relation(Protocol):
 
 
 class Scores(NamedTuple):
-    """How scores are computed: s = scaling q k, with a soft cap c then c tanh(s / c), then changed by a relation."""
+    """How scores are computed: s = scaling q k, with a soft cap c then c tanh(s / c), then changed by a relation or by
+    forget gates."""
 
     scaling: float
     softcap: float | None = None
     relation: Relation | None = None
+    gates: GateChannels | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products alone, as those of fused attention."""
+        return self.softcap is None and self.relation is None and self.gates is None
 
     def of(self, blocks: Blocks) -> Tensor:
         """Scores [B * blocks, H, G, C, S] of all keys, in float32, of a tensor that nothing else uses."""
         q, k = blocks[:2]
-        B, C, HQ, D = q.shape
         H = k.shape[2]
-        q = (self.scaling * q).reshape(B, C, H, HQ // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-        scores = (q @ k.permute(0, 2, 3, 1)).unflatten(2, (-1, C))  # groups share keys
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-        scores = soft_capped(scores, self.softcap)
+        scores = self.of_heads(q.unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4), k.transpose(1, 2))
         if self.relation is not None:
             scores = self.relation(scores.flatten(1, 2), blocks, self.scaling).unflatten(1, (H, -1))
         return scores
+
+    def of_heads(self, q: Tensor, k: Tensor) -> Tensor:
+        """The same without a relation, of queries [B, H, G, C, D] and the keys [B, H, S, D] that a group shares."""
+        plain = q.shape[-1] if self.gates is None else self.gates.plain
+        of_group = (self.scaling * q[..., :plain]).flatten(2, 3)
+        scores = (of_group @ k[..., :plain].mT).unflatten(2, q.shape[2:4])
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        scores = soft_capped(scores, self.softcap)
+        return scores if self.gates is None else scores + self.gates.decay(q, k)
 
     def weights(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Weights [B * blocks, H, G, C, S] for the G queries of a group, and the logarithms of the denominators."""
@@ -113,7 +126,7 @@ class Scores(NamedTuple):
 
     def attend(self, blocks: Blocks) -> Tensor:
         """Softmax attention: outputs [B * blocks, C, HQ, V], undefined at padding."""
-        if self.softcap is not None or self.relation is not None:
+        if not self.is_plain:
             return self.attend_with_mass(blocks)[0]
         if blocks.is_step:  # the queries of a group are like several tokens, for kernels without groups
             q, k, v = blocks[:3]
@@ -227,8 +240,10 @@ def full_attention(
     Returns:
         Outputs [B, T, HQ, V], undefined at padding.
     """
-    if is_whole and window is None and scores.softcap is None and scores.relation is None:
+    if is_whole and window is None and scores._replace(gates=None).is_plain:
         k, v, n = past.keys, past.values, 0 if first is None else first.keys.shape[1]
+        if scores.gates is not None:
+            q = scores.gates.of_one_product(q, q.shape[2] // k.shape[2])
         if first is not None:  # seen by all queries, and by as many that are not there
             q = F.pad(q, (0, 0, 0, 0, n, 0))
             k, v = (torch.cat(x, 1) for x in ((first.keys, k), (first.values, v)))

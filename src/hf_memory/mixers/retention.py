@@ -24,7 +24,7 @@ from hf_memory.layers import wide
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.pasts import take
-from hf_memory.ops.contract import Backend, beside, soft_capped
+from hf_memory.ops.contract import Backend, beside
 from hf_memory.ops.retention import retained_attention
 from hf_memory.ops.retention.chunk import places_that_stay, rows_at
 
@@ -140,6 +140,7 @@ class Retention(NamedTuple):
             decay=DECAY,
             scale=scores.scaling,
             softcap=scores.softcap,
+            gates=scores.gates,
             needs_mass=self.needs_mass,
             backend=self.backend,
         )
@@ -195,8 +196,7 @@ class Retention(NamedTuple):
         Returns the output, with its mass if that is asked for, and weights [B, H, n], sums over the queries of a group.
         """
         B, H = entries.number.shape[:2]
-        asked = wide((scores.scaling * q).view(B, H, -1, q.shape[3]) @ entries.keys.mT)
-        asked = soft_capped(asked, scores.softcap)
+        asked = scores.of_heads(q.view(B, H, -1, 1, q.shape[3]), entries.keys).squeeze(3)
         if hidden is not None:
             asked = asked.masked_fill(hidden[:, :, None], -torch.inf)
         weights = asked.softmax(-1)

@@ -176,7 +176,8 @@ class MemoryModel(MemoryPreTrainedModel):
     layer_class: type[MemoryDecoderLayer] = MemoryDecoderLayer
 
     def __init__(self, config: MemoryConfig):
-        config.validate()  # again, since from_pretrained sets options of a config that was checked
+        config.validate_architecture()  # again, since from_pretrained sets options of a config that was checked
+        config.validate()
         super().__init__(config)
         check_room(config, *self._parts(config))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)

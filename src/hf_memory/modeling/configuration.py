@@ -102,6 +102,7 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         self.set_defaults()
         super().__post_init__(**kwargs)
         self.fill_local_rope()
+        self.validate_architecture()  # here, since an error in a validator of `strict` is no ValueError
 
     def set_defaults(self) -> None:
         """Set fields that are not given, and whose default depends on other fields."""

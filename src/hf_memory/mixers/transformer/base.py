@@ -31,6 +31,8 @@ class TransformerMixer(MemoryMixer):
         self.forget: Any = None
         if config.position == "forget":
             self.forget = ForgetGates(config, self.scaling)
+        keys = (name for name, state in self.spec.items() if name.endswith("keys") and state.growth == "fixed")
+        self.bounded = {name: [slice(None)] for name in keys}
 
     @property
     def sees_positions(self) -> bool:
@@ -44,8 +46,9 @@ class TransformerMixer(MemoryMixer):
 
     @property
     def scores(self) -> Scores:
-        """See `MemoryMixer.scores`; changed by the relation."""
-        return Scores(self.scaling, self.config.attn_logit_softcapping, self.relation)
+        """See `MemoryMixer.scores`; changed by the relation or the gates."""
+        gates = None if self.forget is None else self.forget.sums_in
+        return Scores(self.scaling, self.config.attn_logit_softcapping, self.relation, gates)
 
     @classmethod
     def state_spec(cls, config, layer_idx: int) -> Spec:
@@ -93,7 +96,8 @@ class TransformerMixer(MemoryMixer):
             parts = [self.attend(hidden_states[:, here], alone)[0] for here, alone in context.apart()]
             o, states = torch.cat(parts, 1), {}
         if self.forget is not None and states:
-            states = states | {"forgotten": self.forget.sums(hidden_states, context)[:, -1]}
+            c = self.forget.sums(hidden_states, context)[:, -1]
+            states = self.forget.settled(states, c, self.bounded, heads_first=False)
         return self.o_proj(o[..., : self.value_dim].flatten(2)), states
 
     def attend(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

@@ -2,16 +2,16 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_memory.cache import Spec, State, States
+from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.ops.contract import blank
+from hf_memory.ops.gate_channels import PARTS, UNIT, GateChannels
 
 TOKENS_READ = State((), torch.long)  # their number
-PARTS = 3  # of the logarithm of a forget gate, as channels of keys: 8 bits each, and the last one the rest
 
 
 def kept_heads(config) -> tuple[int, int]:
@@ -21,9 +21,10 @@ def kept_heads(config) -> tuple[int, int]:
 
 
 def counts(config) -> Spec:
-    """The number of tokens read, and the sums of the logarithms of their forget gates."""
-    forgotten = {"forgotten": State((config.num_attention_heads,))} if config.position == "forget" else {}
-    return {"tokens_read": TOKENS_READ} | forgotten
+    """The number of tokens read, and the sums of the logarithms of their forget gates: in float64, which adds a gate
+    close to one even to a sum over a million tokens."""
+    sums = State((config.num_attention_heads,), torch.float64)
+    return {"tokens_read": TOKENS_READ} | ({"forgotten": sums} if config.position == "forget" else {})
 
 
 class ForgetGates(SigmoidDecay):
@@ -34,32 +35,45 @@ class ForgetGates(SigmoidDecay):
 
     def __init__(self, config, scaling: float):
         super().__init__(config.hidden_size, config.num_attention_heads, None, 0, 1)
-        self.more, self.scaling = kept_heads(config)[1] - config.head_dim, scaling
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.all_channels = kept_heads(config)[1]
+        self.sums_in = GateChannels(config.head_dim, scaling)
 
     def sums(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """c_i = log f_1 + ... + log f_i for the gates f of all tokens up to each, [B, T, HQ] in float32.
+        """c_i = log f_1 + ... + log f_i for the gates f of all tokens up to each, [B, T, HQ] in float64.
 
         In packed sequences the sums begin anywhere, since their differences alone matter.
         """
         g = self(hidden_states)
         g = g if context.attention_mask is None else blank(g, context.attention_mask)
         before = context.states["forgotten"][:, None] if context.states else 0
-        return before + g.cumsum(1)
+        return before + g.double().cumsum(1)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with more channels, whose products are -c_j, so that s_ij has c_i - c_j, but for a constant of i.
+        """q [B, T, HQ, D], k and v [B, T, H, D] with the sums c [B, T, HQ] in more channels."""
+        return self.sums_in.extend(q, k, v, c, self.all_channels)
 
-        c is kept in parts, so that in 16 bits nothing of it is lost.
+    def settled(self, states: States, c: Tensor, bounded: dict[str, list[slice]], *, heads_first: bool) -> States:
+        """The states with `forgotten` [B, HQ], from the sums c [B, HQ] up to the last token.
+
+        Of keys whose number does not grow, the sums are moved by whole units, so that the newest is between -UNIT and 0
+        however long the text is.
+
+        Args:
+            states: the states after the tokens.
+            c: these sums.
+            bounded: the key-value heads of each state of keys that does not grow.
+            heads_first: whether such keys are [B, heads, n, channels] rather than [B, n, heads, channels].
         """
-        parts = []
-        for _ in range(PARTS - 1):
-            parts.append(c.bfloat16().to(c.dtype))
-            c = c - parts[-1]
-        gates = -torch.stack([*parts, c], -1).unflatten(2, (k.shape[2], -1)).flatten(-2).to(k.dtype)  # [B, T, H, G * 3]
-        groups = q.shape[2] // k.shape[2]
-        reads = torch.eye(groups, dtype=q.dtype, device=q.device).repeat_interleave(PARTS, 1).repeat(k.shape[2], 1)
-        q = torch.cat([q, (F.pad(reads, (0, self.more - reads.shape[1])) / self.scaling).expand(*q.shape[:3], -1)], -1)
-        return q, torch.cat([k, F.pad(gates, (0, self.more - gates.shape[-1]))], -1), F.pad(v, (0, self.more))
+        due = (-c / UNIT).floor().unflatten(1, (-1, self.groups))
+        units = torch.zeros_like(due)
+        for name, parts in bounded.items():
+            for heads in parts:
+                units[:, heads] = due[:, heads]
+            of_heads = torch.cat([due[:, heads] for heads in parts], 1)
+            moved = self.sums_in.moved(states[name], of_heads.unsqueeze(2 if heads_first else 1))
+            states = states | {name: moved}
+        return states | {"forgotten": c + UNIT * units.flatten(1)}
 
 
 class ForgettingHeads(WindowedMixer):
@@ -68,11 +82,19 @@ class ForgettingHeads(WindowedMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.forget, self.reads_step = ForgetGates(config, self.scaling), False
+        states = {True: "keys", False: "full_keys"}
+        parts = {states[is_near]: heads for is_near, heads in self.parts}
+        self.bounded = {name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"}
 
     @property
     def new_part(self) -> nn.Module | None:
         """All, since queries and keys change their meaning without positions."""
         return self
+
+    @property
+    def scores(self) -> Scores:
+        """See `MemoryMixer.scores`; with the gates."""
+        return Scores(self.scaling, gates=self.forget.sums_in)
 
     @classmethod
     def kept_channels(cls, config) -> int:
@@ -86,7 +108,9 @@ class ForgettingHeads(WindowedMixer):
 
     def mix(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:
         """The states are those of `WindowedMixer`, and `forgotten` [B, HQ]."""
-        sums = self.forget.sums(hidden_states, context)
-        inputs = self.forget.extend(*self.project_heads(hidden_states, None), sums)
+        c = self.forget.sums(hidden_states, context)
+        inputs = self.forget.extend(*self.project_heads(hidden_states, None), c)
         o, states = self.attend(hidden_states, *inputs, context)
-        return self.o_proj(o[..., : self.value_dim].flatten(2)), states | {"forgotten": sums[:, -1]}
+        if context.cu_seqlens is None:
+            states = self.forget.settled(states, c[:, -1], self.bounded, heads_first=self.retention is not None)
+        return self.o_proj(o[..., : self.value_dim].flatten(2)), states

@@ -78,7 +78,7 @@ class InfiniteMixer(TransformerMixer):
             before = context.states.get("last_angles")
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
             far = torch.where((tokens.position <= most)[..., None, None], asking, turned)
-        if self.relation is None and self.config.attn_logit_softcapping is None:
+        if self.scores.is_plain:
             return self._in_one_call(asking, far, tokens, past), new
         places = tokens.map(lambda x: x.clamp(max=most))
         first = self.scores.attend_with_mass(Blocks.of(far, places, past.first))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_memory.ops.contract import Backend, choose_backend
+from hf_memory.ops.gate_channels import GateChannels
 from hf_memory.ops.retention import chunk
 
 LARGEST = {2: 1 << 15, 4: 1 << 12}  # by bytes of a number: how many of the keys a program can hold
@@ -27,6 +28,7 @@ def retained_attention(
     decay: float,
     scale: float,
     softcap: float | None = None,
+    gates: GateChannels | None = None,
     needs_mass: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -45,6 +47,7 @@ def retained_attention(
         decay: of the received attention, for each block.
         scale: of the products of queries and keys.
         softcap: c of c tanh(s / c), which replaces scores s; None: no cap.
+        gates: which channels of queries and keys hold forget gates; None: none do. Not with a mass.
         needs_mass: whether the mass of the softmax is asked for.
         backend: "triton", "chunk", which is PyTorch, or "auto": kernels on CUDA where they support the keys.
 
@@ -56,8 +59,11 @@ def retained_attention(
     """
     how = block, first, window, decay, scale, softcap or 0.0
     if choose_backend(backend, q, kernel_refuses(k, k.shape[2] - q.shape[1] + block)) != "triton":
-        return chunk.retained_attention(q, k, v, number, received, asks, *how, needs_mass)
+        return chunk.retained_attention(q, k, v, number, received, asks, *how, gates, needs_mass)
     from hf_memory.ops.retention import kernels
+
+    if gates is not None:
+        q = gates.of_one_product(q, q.shape[2] // k.shape[1])
 
     places, received = kernels.retained_places(*(x.detach() for x in (q, k, number, received, asks)), *how)
     o, mass = kernels.retained_attention(q, k, v, number, places, scale, softcap or 0.0)

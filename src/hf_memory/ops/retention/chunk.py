@@ -1,12 +1,23 @@
 """Kept tokens in PyTorch: block by block, and for gradients then blocks at once, as in kernels."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_memory.ops.contract import soft_capped, wide
+from hf_memory.ops.gate_channels import GateChannels
 
 SCORES = 2**18  # that are computed at once on a CPU: 1 MB of float32
+
+
+class Rule(NamedTuple):
+    """How scores are computed; see the package."""
+
+    scale: float
+    softcap: float
+    gates: GateChannels | None
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
@@ -43,6 +54,7 @@ def retained_attention(
     decay: float,
     scale: float,
     softcap: float,
+    gates: GateChannels | None,
     needs_mass: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """See the package; no cap is 0. With gradients what the decisions have read is read again, many blocks at once."""
@@ -51,12 +63,13 @@ def retained_attention(
     places = torch.arange(entries, device=q.device).expand(B, H, -1)
     (held, *new), (u, *before) = (x.split([stay, *[block] * (T // block)], 2) for x in (places, received))
     later = F.pad(wide(q[:0]).new_full((block, block), -torch.inf).triu(1), (stay, 0))
-    queries, found, of_blocks, read = _by_block(scale * q, H, block), [], [], []
+    rule = Rule(scale, softcap, gates)
+    queries, found, of_blocks, read = _by_block(q, H, block), [], [], []
     with torch.no_grad():
         for asked, asking, at, earlier in zip(queries.unbind(2), asks.split(block, 1), new, before):
             at, u = torch.cat([held, at], 2), torch.cat([u, earlier], 2)
             token = number.gather(2, at)
-            scores = _scores(asked, rows_at(k, at), token, later, softcap)
+            scores = _scores(asked, rows_at(k, at), token, later, rule)
             p = scores.softmax(-1)
             counts = asking.repeat(1, p.shape[2])[:, None, None]
             u = decay ** asking[:, :1, None] * u + (counts @ p.to(counts.dtype).flatten(2, 3)).squeeze(2)
@@ -67,13 +80,13 @@ def retained_attention(
             order = places_that_stay(token, u, token[:, :1, -1:] > 0, stay, first, window)
             held, u = at.gather(2, order), u.gather(2, order)
     if learns:
-        read = _read_again(queries, k, v, number, torch.stack(found, 2), later, softcap, needs_mass)
+        read = _read_again(queries, k, v, number, torch.stack(found, 2), later, rule, needs_mass)
     o, *mass = (torch.cat(x, 2).movedim((2, 4), (1, 2)).flatten(1, 2).flatten(2, 3) for x in zip(*read))
     return o, mass[0] if needs_mass else None, held, torch.cat([u, *of_blocks], 2)
 
 
 def _read_again(
-    q: Tensor, k: Tensor, v: Tensor, number: Tensor, at: Tensor, later: Tensor, softcap: float, needs_mass: bool
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, at: Tensor, later: Tensor, rule: Rule, needs_mass: bool
 ) -> list[list[Tensor]]:
     """Outputs of queries [B, H, blocks, G * c, D] from entries at places [B, H, blocks, n], in groups of blocks."""
     of_block = q[:, :, 0, :, 0].numel() * at.shape[3]
@@ -81,7 +94,7 @@ def _read_again(
     summed, read = (wide(k), wide(v)), []  # gradients are sums over blocks
     for asked, of_group in zip(q.split(size, 2), at.split(size, 2)):
         keys, values = (rows_at(x, of_group).to(q.dtype) for x in summed)
-        scores = _scores(asked, keys, rows_at(number, of_group), later, softcap)
+        scores = _scores(asked, keys, rows_at(number, of_group), later, rule)
         read.append(_outputs(scores.softmax(-1), scores, values, needs_mass))
     return read
 
@@ -97,13 +110,18 @@ def _by_block(q: Tensor, H: int, block: int) -> Tensor:
     return q.unflatten(2, (H, -1)).unflatten(1, (-1, block)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, softcap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, token: Tensor, later: Tensor, rule: Rule) -> Tensor:
     """Scores [..., G, c, n] in float32 of queries [..., G * c, D], and minus infinity for what they do not see.
 
     The last c of the entries [..., n] are those of the block, of which `later` [c, n] hides what comes after a query.
     """
-    scores, block = soft_capped(wide(q @ k.mT), softcap), len(later)
+    block = len(later)
+    plain = q.shape[-1] if rule.gates is None else rule.gates.plain
+    products = (rule.scale * q[..., :plain]) @ k[..., :plain].mT
+    scores = soft_capped(wide(products), rule.softcap).unflatten(-2, (-1, block))
+    if rule.gates is not None:
+        scores = scores + rule.gates.decay(q.unflatten(-2, (-1, block)), k)
     none = token == 0
     none[..., -block:] = False  # padding sees itself, and counts nowhere
     hidden = later.masked_fill(none.unsqueeze(-2), -torch.inf).unsqueeze(-3)
-    return scores.unflatten(-2, (-1, block)) + hidden  # a sum has a cheaper gradient than what is filled in place
+    return scores + hidden  # a sum has a cheaper gradient than what is filled in place

@@ -1,0 +1,65 @@
+"""Sums of logarithms of forget gates, as further channels of queries and keys beside which they are kept.
+
+    s_ij = scaling q_i k_j + c_i - c_j,   c_i = log f_1 + ... + log f_i
+
+A sum is several numbers of few bits each, so that the 16 bits of a key lose nothing of it. Differences are taken part
+by part in float32: the products of attention in 16 bits would round c, and lose gates that are small beside it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_memory.ops.contract import wide
+
+PARTS = 3  # of c: two of 8 bits, and the rest
+UNIT = 64.0  # of what channels hold, a power of two, so that float16 has large c too
+FARTHEST = 128.0  # units by which an old c may exceed the newest one: a weight of e^-8192 is zero
+
+
+class GateChannels(NamedTuple):
+    """Where the sums are: of a query its own ones, and of a key those of all G queries of its group."""
+
+    plain: int  # number of the channels before them
+    scaling: float  # of the products of queries and keys
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, c: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, D], k and v [B, T, H, D] with so many channels, of which c [B, T, HQ] takes those after D."""
+        parts = []
+        rest = c / UNIT
+        for _ in range(PARTS - 1):
+            parts.append(rest.bfloat16().to(c.dtype))
+            rest = rest - parts[-1]
+        sums = torch.stack([*parts, rest], -1)
+        of_groups = sums.unflatten(2, (k.shape[2], -1)).flatten(-2)
+        q, k = (torch.cat([x, y.to(x.dtype)], -1) for x, y in ((q, sums), (k, of_groups)))
+        q, k, v = (F.pad(x, (0, channels - x.shape[-1])) for x in (q, k, v))
+        return q, k, v
+
+    def decay(self, q: Tensor, k: Tensor) -> Tensor:
+        """c_i - c_j [..., G, C, S] in float32, of queries [..., G, C, channels] and keys [..., S, channels]."""
+        G, D = q.shape[-3], self.plain
+        of_queries = wide(q[..., D : D + PARTS])
+        of_keys = wide(k[..., D : D + G * PARTS]).unflatten(-1, (G, PARTS)).transpose(-3, -2)
+        first = of_queries[..., :1] - of_keys[..., :1].mT
+        others = (x[..., 1:].sum(-1, keepdim=True) for x in (of_queries, of_keys))
+        of_queries, of_keys = others
+        return UNIT * (first + (of_queries - of_keys.mT))
+
+    def of_one_product(self, q: Tensor, groups: int) -> Tensor:
+        """Queries [B, T, HQ, channels] whose product with keys is theirs, minus c_j: for fused attention, which has
+        products in float32, and does not need c_i."""
+        D, HQ = self.plain, q.shape[2]
+        reads = torch.eye(groups, dtype=q.dtype, device=q.device).repeat_interleave(PARTS, 1).repeat(HQ // groups, 1)
+        reads = F.pad(reads * (-UNIT / self.scaling), (0, q.shape[-1] - D - reads.shape[1]))
+        return torch.cat([q[..., :D], reads.expand(*q.shape[:2], -1, -1)], -1)
+
+    def moved(self, k: Tensor, units: Tensor) -> Tensor:
+        """Keys [B, n, H, channels] with whole numbers of units [B, 1, H, G] added to c, which changes its first part;
+        or both with the heads before the keys."""
+        D = self.plain
+        change = F.pad(units[..., None], (0, PARTS - 1)).flatten(-2)
+        change = F.pad(change, (0, k.shape[-1] - D - change.shape[-1]))
+        return torch.cat([k[..., :D], (k[..., D:] + change.to(k.dtype)).clamp(max=FARTHEST)], -1)
