@@ -32,6 +32,7 @@ class DeltaFormerConfig(MemoryConfig):
 
     model_type = "hf_memory_deltaformer"
     mixers = {**MemoryConfig.mixers, "memory": DeltaFormerMixer, "sliding_memory": DeltaFormerMixer}
+    heads_types = ("sliding_heads",)
     base_model_tp_plan = {**MemoryConfig.base_model_tp_plan, "layers.*.mixer.b_proj": "colwise"}
 
     write_kernel: str = "softmax"

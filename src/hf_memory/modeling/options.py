@@ -94,7 +94,7 @@ class AttentionWindow(PreTrainedConfig):
     """
 
     far_memory = None  # class of the memory of "sliding_memory" layers
-    sink_types = ("sliding_heads", "sliding_memory")  # layer types that see the first tokens
+    heads_types = ("sliding_heads", "sliding_memory")  # layer types whose heads have these options
 
     sliding_window: int | None = None
     num_sink_tokens: int = 0
@@ -118,12 +118,7 @@ class AttentionWindow(PreTrainedConfig):
         near, longer, heads = self.sliding_window, self.full_attention_window, self.full_attention_heads
         sliding = [kind for kind in self.layer_types if kind.startswith("sliding")]
         check(not sliding or near, "sliding_window", f"set with {sliding[:1]} in layer_types", near)
-        has_sinks = not self.num_sink_tokens or {*self.sink_types} & {*self.layer_types}
-        check(has_sinks, "num_sink_tokens", f"0 without a layer type of {self.sink_types}", self.num_sink_tokens)
-        if not {"sliding_heads", "sliding_memory"} & {*sliding}:
-            without = "without 'sliding_heads' or 'sliding_memory' layers"
-            check(not heads, "full_attention_heads", f"None {without}", heads)
-            check_values(self, without, attention_sinks=False)
+        self._check_heads(heads)
         can_keep = "sliding_heads" in sliding and "sliding_memory" not in sliding
         only = "0 unless layers with a window are 'sliding_heads'"
         check_each(self, "num_kept_tokens", self.kept_tokens)
@@ -136,10 +131,27 @@ class AttentionWindow(PreTrainedConfig):
             here = "with virtual_token"
             check({*self.layer_types} == {"sliding_heads"}, "layer_types", f"all 'sliding_heads' {here}", sliding)
             check_values(self, here, num_sink_tokens=0, attention_sinks=False, attn_logit_softcapping=None)
-        if heads is not None:
-            check_each(self, "full_attention_heads", heads)
-            last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}
-            check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
+
+    @property
+    def takes_first_tokens(self) -> bool:
+        """Whether a layer can see the first tokens."""
+        return bool({*self.heads_types} & {*self.layer_types})
+
+    def _check_heads(self, heads: list[list[int]] | None) -> None:
+        """Refuse options of heads in layers that do not have them."""
+        without = f"unless layer_types has one of {self.heads_types}"
+        is_seen = self.takes_first_tokens or not self.num_sink_tokens
+        check(is_seen, "num_sink_tokens", f"0 {without}", self.num_sink_tokens)
+        if not {*self.heads_types} & {*self.layer_types}:
+            check(not any(heads or []), "full_attention_heads", f"None {without}", heads)
+            check_values(self, without, attention_sinks=False)
+        if heads is None:
+            return
+        check_each(self, "full_attention_heads", heads)
+        last, given = self.num_key_value_heads - 1, {head for layer in heads for head in layer}
+        check(given <= {*range(last + 1)}, "full_attention_heads", f"lists of heads from 0 to {last}", heads)
+        others = [kind for kind, own in zip(self.layer_types, heads) if own and kind not in self.heads_types]
+        check(not others, "full_attention_heads", f"[] for layer_types {others}", heads)
 
 
 class Experts(PreTrainedConfig):

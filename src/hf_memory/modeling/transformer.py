@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_memory.mixers.transformer import BUCKETS, PASTS, PATTERNS
-from hf_memory.mixers.transformer.forgetting import ForgettingHeads
+from hf_memory.mixers.transformer.forgetting import ForgettingHeads, PlainHeads
 from hf_memory.mixers.transformer.patterns import pattern_of
 from hf_memory.mixers.transformer.relations import EMBEDDED, POSITIONS, RELATIONS
 from hf_memory.mixers.transformer.slots import COMPRESSIONS, MostUsedMixer
@@ -91,7 +91,6 @@ class MemoryTransformerConfig(MemoryConfig):
 
     model_type = "hf_memory_transformer"
     mixers = {**MemoryConfig.mixers, "memory": PATTERNS["full"]}
-    sink_types = OWN
     base_model_tp_plan = {
         **MemoryConfig.base_model_tp_plan,
         **of_mixers(
@@ -155,11 +154,16 @@ class MemoryTransformerConfig(MemoryConfig):
         """The past of each layer."""
         return [self.past] * self.num_hidden_layers if isinstance(self.past, str) else self.past
 
+    @property
+    def takes_first_tokens(self) -> bool:
+        """Whether a layer can see the first tokens; a memory layer can with a pattern or a past that does."""
+        return bool({*OWN} & {*self.layer_types})
+
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
         kind = self.layer_types[layer_idx]
-        if kind == "sliding_heads" and self.position != "rope":
-            return ForgettingHeads if self.position == "forget" else LocalMixer
+        if kind == "sliding_heads":
+            return self._heads_class()
         if kind != "memory":
             return super().mixer_class(layer_idx)
         past, pattern = self.pasts[layer_idx], self.patterns[layer_idx]
@@ -168,6 +172,13 @@ class MemoryTransformerConfig(MemoryConfig):
         if past == "memorizing" and self.memory_join == "attention":
             return TopTokensMixer
         return PATTERNS[pattern] if past == "cache" else PASTS[past]
+
+    def _heads_class(self) -> type[nn.Module]:
+        if self.position == "rope":
+            return self.mixers["sliding_heads"]
+        if self.position == "forget":
+            return ForgettingHeads
+        return LocalMixer if self.position in RELATIONS else PlainHeads
 
     def rotating_channels(self, layer_idx: int) -> int:
         """Number of rotated channels; 0 unless `position` is rope."""
@@ -208,8 +219,8 @@ class MemoryTransformerConfig(MemoryConfig):
         check_numbers({"span_limits": min(self.span_limits or [1])})
         is_alone = position not in (*RELATIONS, "forget") or {*self.layer_types} <= {*OWN}
         check(is_alone, "layer_types", f"only {' and '.join(OWN)} with position={position!r}", self.layer_types)
-        has_heads = position in ("rope", "forget") or not self.full_attention_heads
-        check(has_heads, "full_attention_heads", f"None with position={position!r}", self.full_attention_heads)
+        if position in RELATIONS:
+            self._check_relation()
         for past, pattern in zip(self.pasts, self.patterns):
             check(past == "cache" or pattern == "full", "pattern", f"'full' in layers with past={past!r}", pattern)
         self._check_sizes()
@@ -231,10 +242,18 @@ class MemoryTransformerConfig(MemoryConfig):
         divided = f"a divisor of segment_length and past_window, {lengths}"
         check(is_whole, "compression_rate", divided, self.compression_rate)
 
+    def _check_relation(self) -> None:
+        """Refuse what has no distance from a token, or is found without distances."""
+        here = f"with position={self.position!r}"
+        check_values(self, here, attention_sinks=False, virtual_token=False)
+        full = self.full_attention_heads
+        check(not any(full or []), "full_attention_heads", f"None {here}", full)
+        check(not any(self.kept_tokens), "num_kept_tokens", f"0 {here}", self.num_kept_tokens)
+
     def _check_forgetting(self) -> None:
         """Refuse what gates of single tokens have no meaning for."""
         here = "with position='forget'"
-        check_values(self, here, attn_logit_softcapping=None, attention_sinks=False)
+        check_values(self, here, attn_logit_softcapping=None, attention_sinks=False, virtual_token=False)
         own = {"linformer", *BUCKETS} & {*self.patterns}
         check(not own, "pattern", f"without {own} {here}", self.pattern)
         check({*self.pasts} <= {"cache", "xl", "infinite"}, "past", f"'cache', 'xl' or 'infinite' {here}", self.past)

@@ -76,7 +76,16 @@ class ForgetGates(SigmoidDecay):
         return states | {"forgotten": c + UNIT * units.flatten(1)}
 
 
-class ForgettingHeads(WindowedMixer):
+class PlainHeads(WindowedMixer):
+    """Heads as of `WindowedMixer` whose positions are in the embeddings, or nowhere."""
+
+    @property
+    def new_part(self) -> nn.Module | None:
+        """All, since queries and keys change their meaning without rotations."""
+        return self
+
+
+class ForgettingHeads(PlainHeads):
     """Heads with forget gates that see a window and the first tokens, and heads that see everything."""
 
     def __init__(self, config, layer_idx: int):
@@ -85,11 +94,6 @@ class ForgettingHeads(WindowedMixer):
         states = {True: "keys", False: "full_keys"}
         parts = {states[is_near]: heads for is_near, heads in self.parts}
         self.bounded = {name: heads for name, heads in parts.items() if self.spec[name].growth == "fixed"}
-
-    @property
-    def new_part(self) -> nn.Module | None:
-        """All, since queries and keys change their meaning without positions."""
-        return self
 
     @property
     def scores(self) -> Scores:

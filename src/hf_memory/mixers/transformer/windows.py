@@ -78,6 +78,8 @@ class InfiniteMixer(TransformerMixer):
             before = context.states.get("last_angles")
             turned, new["last_angles"] = _last_turn(q, context.positions, tokens, most, before)
             far = torch.where((tokens.position <= most)[..., None, None], asking, turned)
+        if past.first is None:
+            return self.attend_near(asking, tokens, past.near)[0], new
         if self.scores.is_plain:
             return self._in_one_call(asking, far, tokens, past), new
         places = tokens.map(lambda x: x.clamp(max=most))
