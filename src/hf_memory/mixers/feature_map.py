@@ -12,7 +12,7 @@ from hf_memory.ops.feature_maps import RANDOM_FEATURE_MAPS
 def num_features(config) -> int:
     """Number of features of a head with the config's feature map."""
     D, F = config.head_dim, config.feature_dim
-    widths = {"hedgehog": 2 * D, "dpfp": 2 * D * config.dpfp_nu, "taylor": 1 + D + D * (D + 1) // 2}
+    widths = {"hedgehog": 2 * D, "dpfp": 2 * D * feature_maps.DPFP_ROLLS, "taylor": 1 + D + D * (D + 1) // 2}
     return {"favor": F, "rfa": 2 * (F or 0)}.get(config.feature_map) or widths.get(config.feature_map, D)
 
 
@@ -21,7 +21,7 @@ class FeatureMap(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.name, self.nu = config.feature_map, config.dpfp_nu
+        self.name = config.feature_map
         H, D = config.num_attention_heads, config.head_dim
         if self.name == "hedgehog":
             self.q_weight = nn.Parameter(torch.empty(H * D, D))  # tensor parallelism splits rows, which are heads
@@ -54,6 +54,4 @@ class FeatureMap(nn.Module):
         phi = getattr(feature_maps, self.name)
         if self.name == "hedgehog":
             return phi(x, getattr(self, weight).unflatten(0, (-1, x.shape[-1])))
-        if self.name == "dpfp":
-            return phi(x, self.nu)
         return phi(x, self.projection) if self.name == "rfa" else phi(x)

@@ -19,7 +19,6 @@ class LinearTransformerConfig(MemoryConfig):
         feature_map (`str`, defaults to `"elu"`): feature map of queries and keys: `"elu"`, `"relu"`, `"identity"`,
             `"exp"`, `"dpfp"`, `"hedgehog"` (learned), `"taylor"`, `"favor"` or `"rfa"`.
         feature_dim (`int`, *optional*): number of random features of each head, for `"favor"` and `"rfa"`.
-        dpfp_nu (`int`, defaults to 3): number of shifted products of the feature map `"dpfp"`.
         normalize (`bool`, defaults to `True`): divide the output by the sum of the weights, as softmax does.
         output_norm (`bool`, defaults to `False`): apply an RMS norm to each head's output.
     """
@@ -35,7 +34,6 @@ class LinearTransformerConfig(MemoryConfig):
 
     feature_map: str = "elu"
     feature_dim: int | None = None
-    dpfp_nu: int = 3
     normalize: bool = True
     output_norm: bool = False
 

@@ -10,6 +10,7 @@ from hf_memory.ops.contract import wide
 
 FEATURE_MAPS = ("elu", "relu", "identity", "exp", "dpfp", "hedgehog", "taylor", "favor", "rfa")
 RANDOM_FEATURE_MAPS = ("favor", "rfa")  # these need a random projection, which is saved with the model
+DPFP_ROLLS = 3  # shifted products of "dpfp"
 NOTHING = -1e30  # the maximum over no token; finite, so that differences are finite
 
 
@@ -33,7 +34,7 @@ def exp(x: Tensor) -> Tensor:
     return wide(x).exp().to(x.dtype)
 
 
-def dpfp(x: Tensor, nu: int) -> Tensor:
+def dpfp(x: Tensor, nu: int = DPFP_ROLLS) -> Tensor:
     """Products of [relu(x), relu(-x)] with itself rolled by 1 ... nu. https://arxiv.org/abs/2102.11174.
 
     Args:
