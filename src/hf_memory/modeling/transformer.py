@@ -157,7 +157,7 @@ class MemoryTransformerConfig(MemoryConfig):
     @property
     def takes_first_tokens(self) -> bool:
         """Whether a layer can see the first tokens; a memory layer can with a pattern or a past that does."""
-        return bool({*OWN} & {*self.layer_types})
+        return not set(OWN).isdisjoint(self.layer_types)
 
     def mixer_class(self, layer_idx: int) -> type[nn.Module]:
         """The mixer of a layer."""
