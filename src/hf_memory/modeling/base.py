@@ -313,7 +313,7 @@ class MemoryModel(MemoryPreTrainedModel):
         return dict.fromkeys(self.config.layer_types, attention_mask)
 
     def _masks(self, inputs_embeds, attention_mask, cache, position_ids) -> list:
-        """The mask of each layer."""
+        """The mask of each layer, as long as the cache of the first layer of its type says."""
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
@@ -322,7 +322,9 @@ class MemoryModel(MemoryPreTrainedModel):
             "position_ids": position_ids,
         }
         kinds: Any = self.config.layer_types
-        made = attention_mask if isinstance(attention_mask, dict) else {kind: MASKS[kind](**given) for kind in {*kinds}}
+        if isinstance(attention_mask, dict):
+            return [attention_mask[kind] for kind in kinds]
+        made = {kind: MASKS[kind](**given, layer_idx=kinds.index(kind)) for kind in {*kinds}}
         return [made[kind] for kind in kinds]
 
 
