@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: demo smollm2 gemma3 test faults processors sanitize check bench claims engines docs
+.PHONY: demo smollm2 gemma3 test faults processors compatibility sanitize check bench claims engines docs
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_memory needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -36,6 +36,9 @@ processors: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 processors: $(INSTALLED)  ## tests that compare ways of computing, with the instructions of other processors
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/pytest --numprocesses 2 $(COMPARING)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest --numprocesses 2 $(COMPARING)
+
+compatibility:  ## contract tests with the oldest and the newest dependencies that pyproject.toml allows; installs them
+	$(PYTHON) .ci/compatibility.py
 
 SANITIZER := .sanitizer
 KERNELS := $(patsubst %,tests/test_%.py,kernels layers neural_memory_kernels deltaformer retention)
