@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 ALLOWED = {canonicalize_name(x.name): x.specifier for x in map(Requirement, PROJECT["dependencies"])}
 
 
-def tested() -> dict[str, str]:
+def pinned_versions() -> dict[str, str]:
     """The version of each package in constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = (line.split("==") for line in lines if "==" in line)
@@ -20,7 +20,7 @@ def tested() -> dict[str, str]:
 
 
 def test_versions_that_tests_run_with_are_allowed():
-    versions = tested()
+    versions = pinned_versions()
     assert {name for name, allowed in ALLOWED.items() if versions[name] not in allowed} == set()
 
 
@@ -29,6 +29,6 @@ def test_each_dependency_has_a_lower_bound():
 
 
 def test_the_upper_bound_of_transformers_is_what_follows_the_version_that_tests_run_with():
-    major, minor, _ = Version(tested()["transformers"]).release
+    major, minor, _ = Version(pinned_versions()["transformers"]).release
     upper = next(x.version for x in ALLOWED["transformers"] if x.operator == "<")
     assert upper == f"{major}.{minor + 1}"
