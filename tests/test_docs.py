@@ -15,6 +15,7 @@ import hf_memory
 from cases import word_tokenizer
 from hf_memory import cache, conversion, decoding, evaluation, export, modeling, ops, serving
 from hf_memory.cli import load
+from hf_memory.modeling.gates import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,7 +61,11 @@ def run_page(tmp_path, monkeypatch):
             exec(compile(block, str(page), "exec"), names)
         return names
 
-    return run
+    gates = {config: dict(table) for config, table in TABLES.items()}  # to which a page adds one
+    yield run
+    for config, table in TABLES.items():
+        table.clear()
+        table.update(gates[config])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)

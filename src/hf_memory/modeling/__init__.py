@@ -13,9 +13,10 @@ from hf_memory.modeling import (
     titans,
     transformer,
 )
+from hf_memory.modeling.gates import register_gate
 from hf_memory.modeling.registration import AUTO_CLASSES, IMPORTED, Family, name_the_import, register
 
-__all__ = ["AUTO_CLASSES", "FAMILIES", "Family"]
+__all__ = ["AUTO_CLASSES", "FAMILIES", "Family", "register_gate"]
 
 FAMILIES = (
     Family.of(linear_transformer, "LinearTransformer"),

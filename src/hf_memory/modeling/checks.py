@@ -80,6 +80,12 @@ def check_word(name: str, word: str, words: tuple[str, ...]) -> None:
     check(word in words, name, f"one of {', '.join(map(repr, words))}", word)
 
 
+def check_gate(gate: str, gates: tuple[str, ...]) -> None:
+    """Raise ValueError unless a gate is one of the family's, which users can add to."""
+    wanted = f"one of {', '.join(map(repr, gates))}, or another after hf_memory.modeling.register_gate"
+    check(gate in gates, "gate", wanted, gate)
+
+
 def check_numbers(values: dict[str, Any]) -> None:
     """Raise ValueError unless each number among the values of some fields is in the range of its field."""
     for name, value in values.items():

@@ -8,7 +8,7 @@ from hf_memory.mixers.delta_net import MIXERS, DeltaProductMixer
 from hf_memory.mixers.far_memory import DeltaSlots
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.checks import check, check_gate
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 
@@ -58,7 +58,7 @@ class DeltaNetConfig(Levels, MemoryHeadsConfig):
 
     def validate_architecture(self):
         """Check the gate and the number of writes, too."""
-        check_word("gate", self.gate, tuple(MIXERS))
+        check_gate(self.gate, tuple(MIXERS))
         is_plain = self.gate in ("none", "scalar", "vector") and not self.memory_rope
         only = "1 with memory_rope and with any gate but none, scalar and vector"
         check(self.num_householder == 1 or is_plain, "num_householder", only, self.num_householder)

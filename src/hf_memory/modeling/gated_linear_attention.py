@@ -12,7 +12,7 @@ from hf_memory.mixers.mamba3 import Mamba3Mixer
 from hf_memory.mixers.ridge_regression import KalmanMixer, MesaMixer
 from hf_memory.mixers.windowed import WindowedMixer
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check, check_word
+from hf_memory.modeling.checks import check, check_gate
 from hf_memory.modeling.memory_heads import Levels, MemoryHeadsConfig
 
 MIXERS = {
@@ -88,7 +88,7 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
 
     def validate_architecture(self):
         """Check the gate, too."""
-        check_word("gate", self.gate, tuple(MIXERS))
+        check_gate(self.gate, tuple(MIXERS))
         super().validate_architecture()
         heads, only = self.memory_heads[:3], "1, as linear_num_value_heads, with gate='mamba'"
         check(self.gate != "mamba" or heads == (1, 1, 1), "linear_num_key_heads", only, heads)
