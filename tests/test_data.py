@@ -1,6 +1,8 @@
 """Text on its way to a model: documents in rows, and tokens on a disk."""
 
+import hashlib
 import json
+import warnings
 
 import pytest
 import torch
@@ -84,6 +86,64 @@ def test_tokens_are_read_again_from_their_cache(tmp_path, monkeypatch):
     changed = read_tokens([file], tokenizer, cache=tmp_path / "cache")
     assert (changed.tokens.tolist(), changed.documents) == ([5, 2], None)
     assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def changed(file, change):
+    content = bytearray(file.read_bytes())
+    file.write_bytes(change(content))
+
+
+DAMAGES = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "cut within a number": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "longer": lambda content: content + bytes(8),
+    "flipped": lambda content: content[:8] + bytes([content[8] ^ 1]) + content[9:],
+    "negative": lambda content: b"\xff" * 4 + content[4:],
+    "beyond the vocabulary": lambda content: b"\xff\xff\xff\x7f" + content[4:],
+}
+
+
+@pytest.mark.parametrize("name", ["tokens", "documents", "targets", "checksums.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_tokens_are_read_again_and_this_is_said(damage, name, tmp_path):
+    file, tokenizer = tmp_path / "a.jsonl", make_tokenizer()
+    file.write_text("".join(json.dumps({"text": f"w{i} w{i + 1}"}) + "\n" for i in range(3, 40)))
+    first = tokens_fingerprint(read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True))
+    (folder,) = (tmp_path / "cache").iterdir()
+    changed(folder / name, DAMAGES[damage])
+    with pytest.warns(UserWarning, match=f"tokens in {folder} are damaged, so the text is read again: .*{name}"):
+        again = read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True)
+    assert tokens_fingerprint(again) == first
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = read_tokens([file], tokenizer, cache=tmp_path / "cache", assistant_only=True)
+    assert tokens_fingerprint(whole) == first
+
+
+def test_tokens_of_an_earlier_version_or_beyond_the_vocabulary_are_read_again(tmp_path):
+    file, tokenizer = tmp_path / "a.txt", make_tokenizer()
+    file.write_text("w4 w5")
+    read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "checksums.json").unlink()
+    with pytest.warns(UserWarning, match=r"there is no file checksums.json"):
+        read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    changed(folder / "tokens", DAMAGES["beyond the vocabulary"])
+    checksums = {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in folder.iterdir()}
+    (folder / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.warns(UserWarning, match=r"tokens must be from 0 to \d+, got 2 to 2147483647"):
+        read = read_tokens([file], tokenizer, cache=tmp_path / "cache")
+    assert read.tokens.tolist() == [4, 5, 2]
+
+
+@pytest.mark.filterwarnings("ignore:tokens in")
+def test_damaged_tokens_that_are_used_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenised, "_fault", lambda folder, tokenizer: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_damaged_tokens_are_read_again_and_this_is_said("flipped", "tokens", tmp_path)
 
 
 def test_several_processes_tokenise_as_one_does(tmp_path, monkeypatch):
