@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,6 +199,9 @@ def test_a_file_describes_a_run_and_the_command_line_wins(run, teacher, text, tm
         ("- 1", "config must be a YAML file of names and values"),
         ("a: [", "config must be a YAML file, got"),
         ("[" * 999, "config must be a YAML file, got"),
+        ("a: &a [x, x]\nb: *a", "config must be a YAML file, got .*run.yaml: it has an alias"),
+        ("seed: " + "9" * 9999, "config must be a YAML file, got"),
+        ("seed: 1\n" + "#" * 2**16, "config must be a file of at most 65,536 bytes, got .*run.yaml of 65,544 bytes"),
     ],
 )
 def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, sentence):
@@ -205,7 +209,17 @@ def test_a_wrong_file_is_explained(run, teacher, text, tmp_path, content, senten
     command = ["convert", teacher, "--text", text, "--output", tmp_path / "student", "--config", tmp_path / "run.yaml"]
     code, out, err = run(*command)
     assert (code, out) == (2, "")
-    assert sentence in err
+    assert re.search(sentence, " ".join(err.split()))
+
+
+def test_a_run_file_that_is_a_pipe_or_stands_for_very_much_is_refused_at_once(run, teacher, text, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    bomb = "a: &a [x, x]\n" + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghijkl"))
+    (tmp_path / "bomb.yaml").write_text(bomb)
+    for name, sentence in (("pipe", "config must be a file, not a pipe"), ("bomb.yaml", "it has an alias")):
+        code, _, err = run("convert", teacher, "--text", text, "--output", tmp_path / "x", "--config", tmp_path / name)
+        assert code == 2
+        assert sentence in " ".join(err.split())
 
 
 def test_a_student_is_exported_or_the_option_to_change_is_named(run, teacher, text, tmp_path):

@@ -34,6 +34,13 @@ def test_whole_models_are_loaded(folder):
     assert load_model(folder).config.to_dict() == load_config(folder).to_dict() | {"dtype": "float32"}
 
 
+@pytest.mark.parametrize("fields", [{"num_labels": 10**9}, {"id2label": dict.fromkeys(map(str, range(20_000)), "x")}])
+def test_a_config_with_very_many_labels_is_refused_at_once(folder, fields):
+    change(folder, **fields)
+    with pytest.raises(ValueError, match="must have at most 10,000 labels, got"):
+        load_config(folder)
+
+
 @pytest.mark.parametrize(
     "use", [load_model, load_teacher, LoadingFlags("cpu").load, lambda x: export_model(x, f"{x}-exported")]
 )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -129,6 +130,43 @@ def rewrite(path, forge):
     forge(header, tensors)
     tensors = {name: x.contiguous() for name, x in tensors.items()}
     save_file(tensors, path, metadata=header | {"checksum": memory_file._checksum(header, tensors)})
+
+
+DTYPES = [torch.bool, torch.uint16, torch.uint64, torch.int64, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_of_another_kind_of_number_are_refused(memory, dtype):
+    model, path = memory
+    rewrite(path, lambda header, tensors: tensors.update({"1.keys": tensors["1.keys"].to(dtype)}))
+    with pytest.raises(ValueError, match=rf"must have a state 1.keys of torch.float32, got {dtype}"):
+        load_memory(path, model)
+
+
+@every_case
+def test_a_memory_with_a_forged_number_of_texts_is_refused_where_it_is_read(case, tmp_path):
+    model, path = make_model(case), tmp_path / "memory"
+    save_memory(read(model, random_tokens(1, 9)), path, model)
+    rewrite(path, lambda header, tensors: tensors.update({name: torch.cat([x, x]) for name, x in tensors.items()}))
+    with pytest.raises(ValueError, match="cache must be of as many texts as there are rows of tokens, 1, got one of 2"):
+        go_on(model, load_memory(path, model), random_tokens(1, 3))
+    assert go_on(model, load_memory(path, model), random_tokens(2, 3)).shape[0] == 2
+
+
+def test_a_count_of_tokens_with_thousands_of_digits_is_refused(memory):
+    model, path = memory
+    rewrite(path, lambda header, tensors: header.update(tokens_read="9" * 5000))
+    with pytest.raises(ValueError, match=r"memory must have read from 1 to 2147483647 tokens, got 9{40} tokens"):
+        load_memory(path, model)
+
+
+def test_a_pipe_is_no_memory(memory, tmp_path):
+    model, _ = memory
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="path must be a file, not a pipe or a device, got the pipe"):
+        load_memory(tmp_path / "pipe", model)
+    with pytest.raises(ValueError, match="path must be a file, not a pipe or a device, got the pipe"):
+        save_memory(read(model, random_tokens(1, 3)), tmp_path / "pipe", model)
 
 
 COUNTS = {  # states that count, with their largest value after nine tokens

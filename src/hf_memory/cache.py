@@ -399,6 +399,19 @@ def owned(x: Tensor) -> Tensor:
     return x.clone() if x.untyped_storage().size() > x.numel() * x.element_size() else x
 
 
+def check_texts(cache: Cache, number: int) -> None:
+    """Raise ValueError if the first layer of a cache has read another number of rows than `number`."""
+    layer = cache.layers[0] if cache.layers else None
+    if layer is None or not layer.is_initialized:
+        return
+    if isinstance(layer, MemoryLayer):
+        found = layer.batch_size
+    else:
+        found = layer.keys.shape[0] if layer.keys.ndim == 4 else number
+    if found != number:
+        raise ValueError(f"cache must be of as many texts as there are rows of tokens, {number}, got one of {found}")
+
+
 def branch(cache: Cache) -> Cache:
     """A cache that goes on from the states of another: what it reads does not change the other."""
     other = copy.copy(cache)

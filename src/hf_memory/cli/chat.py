@@ -13,6 +13,7 @@ import typer
 from hf_memory.cli.terminal import console
 from hf_memory.cli.turns import turns
 from hf_memory.cli.writing import LoadingFlags, SamplingFlags, Writer
+from hf_memory.files.folders import check_regular
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.serving import Conversation, load_memory, save_memory
 
@@ -38,6 +39,8 @@ def chat(
     how: dict = {"max_new_tokens": max_new_tokens, "options": sampling.options(), "seed": sampling.seed}
     if memory is not None and (memory.is_dir() or not memory.parent.is_dir()):
         raise ValueError(f"memory must be a file in a folder that exists, got {memory}")
+    if memory is not None:
+        check_regular("memory", memory)
     loaded, tokenizer = loading.load(model)
     if memory is not None and not isinstance(loaded, MemoryForCausalLM):
         raise ValueError(f"memory must not be given for a model of another package, got a {type(loaded).__name__}")

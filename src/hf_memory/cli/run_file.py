@@ -10,9 +10,10 @@ import typer
 import yaml
 
 from hf_memory.conversion.recipe import Recipe, Schedule
-from hf_memory.files.folders import RESULTS
+from hf_memory.files.folders import RESULTS, check_regular
 
 RUN = "run.yaml"
+LONGEST = 2**16  # bytes of a file; usual ones have 2,000
 OF_ONE_CALL = {"config", "device", "dry_run", "goal", "overwrite", "help"}  # flags that do not change a result
 
 
@@ -26,11 +27,18 @@ def read_flags(file: Path, parameters: Sequence) -> dict[str, Any]:
         parameters: the command's parameters.
 
     Raises:
-        ValueError: if the file is not YAML of names and values, or has a name that is no flag.
+        ValueError: if the file is not YAML of names and values, has aliases, or has a name that is no flag.
+        OSError: if the file cannot be read.
     """
+    check_regular("config", file)
+    if (size := file.stat().st_size) > LONGEST:
+        raise ValueError(f"config must be a file of at most {LONGEST:,} bytes, got {file} of {size:,} bytes")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        text = file.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them can stand for very much
+            raise ValueError("it has an alias (*name)")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"config must be a YAML file, got {file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config must be a YAML file of names and values, got other content in {file}")

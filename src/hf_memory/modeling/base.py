@@ -24,7 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_memory.cache import LAYER_TYPES, padding_mask
+from hf_memory.cache import LAYER_TYPES, check_texts, padding_mask
 from hf_memory.cache_argument import CACHE, NAMES, cache_of, named_cache, takes_cache
 from hf_memory.feed_forward import FEED_FORWARDS, WITH_MEMORY, MemoryValues
 from hf_memory.layers import RMSNorm, RotaryEmbedding
@@ -235,6 +235,8 @@ class MemoryModel(MemoryPreTrainedModel):
                 f"cache must be made by DynamicCache(config=model.config) or be None, got {type(cache).__name__}"
             )
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
+        if cache is not None:
+            check_texts(cache, len(inputs_embeds))
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
             output, cache, losses = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)

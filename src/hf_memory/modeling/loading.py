@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 DEEPEST = 256  # layers of a model that can be built in seconds, even if its files have fewer tensors
+MOST_LABELS = 10_000  # of a config, which transformers lists one by one
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
@@ -37,6 +38,8 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     tensors = sum(len(safe_open(file, "pt").keys()) for file in kept)
     if (depth := _depth(described)) > max(DEEPEST, tensors):
         raise ValueError(f"{name} must have a tensor for each layer of its config, got {depth:,} and {tensors} tensors")
+    if (labels := _labels(described)) > MOST_LABELS:
+        raise ValueError(f"the config of {name} must have at most {MOST_LABELS:,} labels, got {labels:,}")
     with _explained(f"the config of {name} must describe a model that can be built"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -110,6 +113,13 @@ def _depth(described: dict) -> int:
     """The largest number that a config calls a number of layers."""
     counts = [x for key, x in described.items() if "layer" in key and type(x) is int]
     return max([0, *counts, *(_depth(part) for part in described.values() if isinstance(part, dict))])
+
+
+def _labels(described: dict) -> int:
+    """The largest number of labels that a config gives, or lists."""
+    counts = [x for key, x in described.items() if key == "num_labels" and type(x) is int]
+    counts += [len(x) for key, x in described.items() if key in ("id2label", "label2id") and hasattr(x, "__len__")]
+    return max([0, *counts, *(_labels(part) for part in described.values() if isinstance(part, dict))])
 
 
 @contextmanager

@@ -17,13 +17,14 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_memory.cache import MemoryLayer, Spec, State, memory_layer
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.folders import replaced
+from hf_memory.files.folders import check_regular, replaced
 from hf_memory.mixers.base import MemoryMixer
 from hf_memory.modeling.base import MemoryDecoderLayer
 
 FORMAT = "hf_memory memory 2"
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit numbers
 LARGEST = 1e19  # numbers whose squares overflow in float32 are no state
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of states of numbers
 HEADER = {"format", "model", "fingerprint", "tokens_read", "layers", "checksum"}
 
 
@@ -40,8 +41,7 @@ def save_memory(cache: Cache, path: str | Path, model: PreTrainedModel) -> None:
         OSError: if the file cannot be written.
     """
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"path must be a file, got the directory {path}")
+    _check_file(path)
     check_layers(cache, model)
     layers = [module for module in model.modules() if isinstance(module, MemoryDecoderLayer)]
     for i in range(model.config.num_hidden_layers):  # replay what stays after tokens were undone
@@ -97,10 +97,15 @@ def load_memory(path: str | Path, model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
+def _check_file(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"path must be a file, got the directory {path}")
+    check_regular("path", path)
+
+
+def _read(path: Path, cache: Cache, model: PreTrainedModel) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file; nothing is read before the metadata and all shapes are those expected."""
+    _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             header, names = file.metadata() or {}, list(file.keys())
@@ -131,8 +136,8 @@ def _check_header(path: Path, header: dict[str, str], cache: Cache, model: PreTr
     if header["layers"] != _kinds(cache):
         raise ValueError(f"{path} must have layers {_kinds(cache)}, got {header['layers']}")
     given = header["tokens_read"]
-    if not given.isdecimal() or not 0 < int(given) <= MOST_TOKENS:
-        raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given} tokens")
+    if not given.isdecimal() or len(given) > len(str(MOST_TOKENS)) or not 0 < int(given) <= MOST_TOKENS:
+        raise ValueError(f"{path} must have read from 1 to {MOST_TOKENS} tokens, got {given[:40]} tokens")
 
 
 def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, list[int]]:
@@ -148,7 +153,7 @@ def _expected(cache: Cache, specs: list[Spec], tokens_read: int) -> dict[str, li
 def _fault(x: Tensor, state: State, tokens_read: int) -> str | None:
     """What a state must be, if its numbers are none that reading can have led to."""
     declared = state.dtype or torch.float32
-    if x.is_floating_point() != declared.is_floating_point:
+    if x.dtype not in (FLOATS if declared.is_floating_point else (declared,)):
         return f"of {declared}, got {x.dtype}"
     if x.is_floating_point():
         return None if (x.abs() <= LARGEST).all() else f"of finite numbers, at most {LARGEST:.0e}, got others"
