@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import faiss
 import pytest
@@ -155,6 +156,80 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (tmp_path / "store" / "datastore.json").write_text(described)
         with pytest.raises(ValueError, match=r"datastore.json is damaged"):
             Datastore(tmp_path / "store")
+
+
+def described(**fields):
+    def change(folder):
+        file = folder / "datastore.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def changed(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def index_of_another(folder):
+    index = faiss.IndexFlatL2(5)
+    index.add(torch.zeros(3, 5).numpy())
+    faiss.write_index(index, str(folder / "index.faiss"))
+
+
+DAMAGES = {
+    "no object": (lambda folder: (folder / "datastore.json").write_text("[]"), "json is damaged; .* must be an object"),
+    "no JSON": (changed("datastore.json", lambda content: content[:-9]), "datastore.json is damaged"),
+    "zeros": (changed("datastore.json", lambda content: bytes(len(content))), "datastore.json is damaged"),
+    "other format": (described(format="1"), "must have the format 'hf_memory datastore 1', got '1'"),
+    "dtype of integers": (described(dtype="int32"), "json is damaged; .* dtype must be one of float16.*got 'int32'"),
+    "no dtype": (described(dtype="nn"), "dtype must be one of"),
+    "dtype as a number": (described(dtype=16), "dtype must be a word, got 16"),
+    "wider dtype": (described(dtype="float32"), r"keys.bin must have \d+ bytes"),
+    "module as a number": (described(module=3), "module must be a word, got 3"),
+    "shape as a word": (described(shape="ab"), "shape must be the numbers"),
+    "shape of one": (described(shape=[19]), "shape must be the numbers"),
+    "shape of fractions": (described(shape=[19.0, 32.0]), "shape must be the numbers"),
+    "negative shape": (described(shape=[-19, -32]), "shape must be the numbers"),
+    "empty shape": (described(shape=[0, 32]), "shape must be the numbers"),
+    "huge shape": (described(shape=[2**62, 2**62]), r"keys.bin must have \d+ bytes"),
+    "truth as shape": (described(shape=[True, 32]), "shape must be the numbers"),
+    "mixture as a list": (described(mixture=[0.5]), "mixture must have a weight and a temperature"),
+    "unknown mixture": (described(mixture={"x": 1}), "mixture must have a weight and a temperature"),
+    "weight of 2": (described(mixture={"weight": 2}), "mixture must have a weight between 0 and 1"),
+    "weight as a word": (described(mixture={"weight": "x"}), "mixture must have a weight between 0 and 1"),
+    "no number": (described(mixture={"temperature": float("nan")}), "and a positive temperature"),
+    "keys cut": (changed("keys.bin", lambda content: content[:-1]), r"keys.bin must have \d+ bytes"),
+    "keys longer": (changed("keys.bin", lambda content: content + b"x"), r"keys.bin must have \d+ bytes"),
+    "infinite keys": (
+        changed("keys.bin", lambda content: b"\xff" * len(content)),
+        "keys.bin is damaged; .* not finite",
+    ),
+    "tokens empty": (changed("tokens.bin", lambda content: b""), r"tokens.bin must have \d+ bytes, got 0"),
+    "negative tokens": (changed("tokens.bin", lambda content: b"\xff" * 4 + content[4:]), "it has the token -1"),
+    "other tokens": (
+        changed("tokens.bin", lambda content: b"\xff\0\0\0" + content[4:]),
+        "below 64, got 255 in .*store",
+    ),
+    "index of nothing": (lambda folder: (folder / "index.faiss").write_bytes(b""), "index.faiss is damaged; delete it"),
+    "index of noise": (
+        lambda folder: (folder / "index.faiss").write_bytes(b"IxFI" + b"\xff" * 99),
+        "index.faiss is da",
+    ),
+    "another index": (index_of_another, "it is of 3 keys of 5 channels for 19 of"),
+    "pipe": (
+        lambda folder: ((folder / "keys.bin").unlink(), os.mkfifo(folder / "keys.bin")),
+        "got the pipe .*keys.bin",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_datastore_is_refused_in_one_sentence(damage, tmp_path):
+    model, (change, sentence) = llama(), DAMAGES[damage]
+    build_datastore(model, random_tokens(20), tmp_path / "store")
+    change(tmp_path / "store")
+    with pytest.raises(ValueError, match=sentence), NearestNeighbours(model, Datastore(tmp_path / "store"), k=4):
+        model(random_tokens(1, 3))
 
 
 def test_of_two_datastores_in_one_folder_one_is_refused(tmp_path):

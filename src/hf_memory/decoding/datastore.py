@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel
 
 from hf_memory.decoding.parts import decoder_layers, feed_forward
 from hf_memory.files.fingerprints import model_fingerprint
-from hf_memory.files.folders import claimed, replaced
+from hf_memory.files.folders import check_regular, claimed, replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.checks import check
 from hf_memory.progress import Progress, silent
 
 FORMAT = "hf_memory datastore 1"
 KEYS, TOKENS, HEADER, INDEX = "keys.bin", "tokens.bin", "datastore.json", "index.faiss"
+KEY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 SLICE = 2**24  # numbers that a search holds in memory at once
 SAMPLE = 2**18  # keys on which an index is trained
 PROBES = 32  # lists of an inverted file index that are searched
@@ -33,6 +35,26 @@ class Neighbours(NamedTuple):
 
     distances: Tensor  # [n, k], squared Euclidean
     tokens: Tensor  # [n, k], the tokens that came next
+
+
+def _fault(header) -> str | None:
+    """What is wrong with a datastore's description, or None."""
+    if not isinstance(header, dict):
+        return f"it must be an object, got {type(header).__name__}"
+    for name in ("format", "module", "fingerprint", "dtype"):
+        if not isinstance(header.get(name), str):
+            return f"{name} must be a word, got {header.get(name)!r}"
+    if header["dtype"] not in KEY_DTYPES:
+        return f"dtype must be one of {', '.join(KEY_DTYPES)}, got {header['dtype']!r}"
+    shape = header.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(x) is int and x > 0 for x in shape):
+        return f"shape must be the numbers of keys and of their channels, got {shape!r}"
+    mixture = header.get("mixture", {})
+    if not isinstance(mixture, dict) or not mixture.keys() <= {"weight", "temperature"}:
+        return f"mixture must have a weight and a temperature, got {mixture!r}"
+    if not all(type(x) in (int, float) and 0 < x < math.inf for x in mixture.values()) or mixture.get("weight", 0) >= 1:
+        return f"mixture must have a weight between 0 and 1 and a positive temperature, got {mixture!r}"
+    return None
 
 
 class Datastore:
@@ -48,18 +70,24 @@ class Datastore:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        file = self.folder / HEADER
+        check_regular("datastore", file)
         try:
-            self._description = header = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
-            known = header["format"], header["module"], header["fingerprint"], header["dtype"], *header["shape"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{self.folder / HEADER} is damaged: {error}") from error
-        if known[0] != FORMAT:
-            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {known[0]!r}")
+            header = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is damaged; build the datastore again: {error}") from error
+        if fault := _fault(header):
+            raise ValueError(f"{file} is damaged; build the datastore again: {fault}")
+        if header["format"] != FORMAT:
+            raise ValueError(f"{self.folder} must have the format {FORMAT!r}, got {header['format']!r}")
+        self._description = header
         self.module, self.fingerprint = header["module"], header["fingerprint"]
         self.mixture: dict[str, float] = header.get("mixture", {})  # the weight and temperature that suit it
         size, width = header["shape"]
         self.keys = self._mapped(KEYS, (size, width), getattr(torch, header["dtype"]))  # [N, D]
         self.tokens = self._mapped(TOKENS, (size,), torch.int32)  # [N]
+        if (least := int(self.tokens.min())) < 0:
+            raise ValueError(f"{self.folder / TOKENS} is damaged; build the datastore again: it has the token {least}")
         self.index = self._read_index()
 
     def __len__(self) -> int:
@@ -79,7 +107,10 @@ class Datastore:
             for query, near in zip(*(x.split(_rows(k * self.keys.shape[1])) for x in (queries, places)))
         ]
         tokens = self.tokens[places].long().to(queries.device)
-        return Neighbours(torch.cat(distances).masked_fill(found < 0, torch.inf), tokens)
+        found_distances = torch.cat(distances).masked_fill(found < 0, torch.inf)
+        if found_distances.isnan().any() and queries.isfinite().all():
+            raise ValueError(f"{self.folder / KEYS} is damaged; build the datastore again: a key is not finite")
+        return Neighbours(found_distances, tokens)
 
     def _search(self, queries: Tensor, k: int) -> Tensor:
         """[n, k], positions of the nearest keys, by an exact search."""
@@ -99,7 +130,8 @@ class Datastore:
         return range(0, len(self), rows), self.keys.split(rows)
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        file, count = self.folder / name, torch.Size(shape).numel()
+        file, count = self.folder / name, math.prod(shape)
+        check_regular(name, file)
         if file.stat().st_size != count * dtype.itemsize:
             raise ValueError(f"{file} must have {count * dtype.itemsize} bytes, got {file.stat().st_size}")
         return torch.from_file(str(file), shared=False, size=count, dtype=dtype).view(shape)
@@ -109,7 +141,14 @@ class Datastore:
         if not file.exists():
             return None
         faiss = _faiss()
-        index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
+        check_regular(INDEX, file)
+        try:
+            index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(f"{file} is damaged; delete it, or build the datastore again") from error
+        if (index.ntotal, index.d) != tuple(self.keys.shape):
+            given = f"of {index.ntotal} keys of {index.d} channels for {len(self)} of {self.keys.shape[1]}"
+            raise ValueError(f"{file} is of another datastore; delete it, or build the datastore again: it is {given}")
         lists = faiss.try_extract_index_ivf(index)
         if lists is not None:
             lists.nprobe = min(PROBES, lists.nlist)

@@ -49,6 +49,12 @@ class Beside(Attached):
         check(k >= 1, "k", "at least 1", k)
         if datastore.fingerprint != model_fingerprint(model.base_model, torch.bfloat16):
             raise ValueError(f"datastore must be made by the same model and weights, got {datastore.folder}")
+        vocab_size = model.config.get_text_config().vocab_size
+        if (largest := int(datastore.tokens.max())) >= vocab_size:
+            raise ValueError(
+                f"datastore must have tokens of the model, below {vocab_size}, got {largest} in {datastore.folder}, "
+                "which is damaged; build it again"
+            )
         self.datastore, self.k = datastore, k
         self._inputs = self.enter_context(inputs_of(model, datastore.module))
 
