@@ -53,8 +53,16 @@ def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+def spread_by(way: str) -> DistributedConfig:
+    """Over two processes; with experts in one process each, other parts are spread by tensor parallelism."""
+    return DistributedConfig(tp_size=2, ep_size=2) if way == "ep_size" else DistributedConfig(**{way: 2})
+
+
 def main() -> None:
-    """Arguments: a folder, then what to compare, a way to spread (tp_size, fsdp_size, pp_size) and a model each."""
+    """Arguments: a folder, then what to compare, a way to spread and a model each.
+
+    Ways are tp_size, ep_size, fsdp_size and pp_size.
+    """
     torch.set_num_threads(1)
     folder, *spread = sys.argv[1:]
     become(2)
@@ -62,7 +70,7 @@ def main() -> None:
         what, way, model = which.split("/")
         compared = {"logits": logits, "gradients": gradients}[what]
         expected = compared(Path(folder, model))
-        difference = compared(Path(folder, model), distributed_config=DistributedConfig(**{way: 2})) - expected
+        difference = compared(Path(folder, model), distributed_config=spread_by(way)) - expected
         if os.environ["RANK"] == "0":
             print(which, (difference.abs().max() / expected.abs().max()).item(), flush=True)
     torch.distributed.barrier()

@@ -30,7 +30,6 @@ def prefill(model, tokens, max_cache_len=50):
 
 
 COMPILED = [case for case in CASES if family_of(case).growth == "fixed" or case in FIRST_OF_KIND]
-COMPILED = [case for case in COMPILED if "experts" not in case.options.get("mlp_types", ())]  # transformers loops there
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])  # growing states take long to trace

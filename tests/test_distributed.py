@@ -19,8 +19,9 @@ from test_own_losses import DIVISIBLE
 SCRIPT = Path(__file__).with_name("distributed_check.py")
 CONVERSION = SCRIPT.with_name("distributed_conversion.py")
 CONTEXT = SCRIPT.with_name("context_parallel_check.py")
+EXPERTS = "deltanet-as-in-gemma"
 SHARDED = ("linear-hedgehog-rope", "linear-full", "gla", "gated-deltanet-sliding", "kda", "rwkv7", "transformer-xl")
-SHARDED += ("attention-sinks", "attention-kept")
+SHARDED += ("attention-sinks", "attention-kept", EXPERTS)
 
 
 def run(command):
@@ -37,6 +38,7 @@ def test_a_model_in_two_processes_equals_one(tmp_path):
             make_model(case, **options).save_pretrained(tmp_path / case.name)
     spread = [f"logits/tp_size/{name}" for name in SHARDED]
     spread += [f"logits/fsdp_size/{SHARDED[0]}", f"logits/pp_size/{SHARDED[1]}"]
+    spread += [f"logits/ep_size/{EXPERTS}", f"gradients/ep_size/{EXPERTS}"]
     spread += ["gradients/fsdp_size/transformer-reversible"]  # in one process its inputs are recomputed, and rounded
     printed = run([sys.executable, SCRIPT, tmp_path, *spread])
     differences = dict(line.split() for line in printed.splitlines() if line.startswith(tuple(spread)))

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.integrations.moe import batched_mm_experts_forward
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
 from hf_memory.convertible import Convertible
 from hf_memory.layers import SwiGLU, wide
 from hf_memory.ops.product_keys import best_slots
 
+one_after_the_other: Callable = Qwen3MoeExperts.forward.__wrapped__  # type: ignore[attr-defined]
 ReadValues = Callable[[Tensor, Tensor], Tensor]  # (slots, weights) -> weighted sums of values
 
 
@@ -88,11 +90,43 @@ class SwiGLUAndMemory(SwiGLU):
         return super().forward(hidden_states) + self.memory(hidden_states, read_values)
 
 
+class Experts(Qwen3MoeExperts):
+    """The MLPs of Qwen3-MoE, which are computed as `set_experts_implementation` says.
+
+    With grouped products, which are the default, they are computed one after the other where PyTorch has none, or as
+    batches in a graph, which has no loops.
+    """
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Sums [n, hidden_size] over the MLPs of tokens [n, hidden_size], which are chosen and weighted by [n, k]."""
+        chosen = hidden_states, top_k_index, top_k_weights
+        implementation = self.config._experts_implementation  # type: ignore[union-attr]
+        if implementation != "grouped_mm" or self.has_grouped_products:
+            return super().forward(*chosen)
+        if torch.compiler.is_compiling():
+            return batched_mm_experts_forward(self, *chosen)
+        return one_after_the_other(self, *chosen)
+
+    @property
+    def has_grouped_products(self) -> bool:
+        """Whether PyTorch has them for these weights: not in float64, and for rows of a multiple of 16 bytes."""
+        weights = self.gate_up_proj, self.down_proj
+        return all(x.dtype != torch.float64 and x.shape[-1] * x.element_size() % 16 == 0 for x in weights)
+
+
+class SparseMLP(Qwen3MoeSparseMoeBlock):
+    """MLPs of which each token uses a few, as in Qwen3-MoE."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = Experts(config)
+
+
 FEED_FORWARDS: dict[str, Callable[..., nn.Module]] = {
     "mlp": SwiGLU,
     "memory": ProductKeyMemory,
     "mlp_and_memory": SwiGLUAndMemory,
-    "experts": Qwen3MoeSparseMoeBlock,
+    "experts": SparseMLP,
 }
 WITH_MEMORY = ("memory", "mlp_and_memory")  # these also take `read_values`
 

@@ -140,11 +140,17 @@ class MemoryPreTrainedModel(HubModel):
         super().post_init()
 
     def init_parallel_plans(self):
-        """Set up tensor parallelism, without plans for modules that this model does not have."""
+        """Set up tensor and expert parallelism, without plans for modules that this model does not have."""
         super().init_parallel_plans()
         modules = {name for name, _ in self.named_modules()} | set(self.state_dict())
         names = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in modules}
         self._tp_plan = {name: style for name, style in self._tp_plan.items() if name in names}
+        self._ep_plan = {name: style for name, style in self._ep_plan.items() if name in names}
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Always true, since experts are Qwen3-MoE's; transformers would look for them in the source of the class."""
+        return True
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if self.config.attn_logit_softcapping is not None:

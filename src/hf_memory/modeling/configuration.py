@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from hf_memory.cache import Spec, flat
 from hf_memory.cache_argument import NAMES
@@ -23,6 +24,11 @@ from hf_memory.ops.contract import BACKENDS
 def of_mixers(**names: tuple[str, ...]) -> dict[str, str]:
     """A plan of tensor parallelism: its style for each module and parameter of the mixers; "" is a mixer itself."""
     return {f"layers.*.mixer.{x}".rstrip("."): style for style, own in names.items() for x in own}
+
+
+def of_feed_forwards(plan: dict[str, str]) -> dict[str, str]:
+    """The part of a plan of transformers for the MLPs and the experts, which are transformers' own."""
+    return {name: style for name, style in plan.items() if ".mlp." in name}
 
 
 @strict
@@ -63,10 +69,9 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
         ),
         **of_mixers(colwise=("sinks.logits", "sinks.values", "virtual_token.keys", "virtual_token.values")),
         **of_mixers(colwise=tuple(f"far.{x}_slots.{name}" for x in "kq" for name in ("weight", "bias"))),
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **of_feed_forwards(Qwen3MoeConfig.base_model_tp_plan),
     }
+    base_model_ep_plan = of_feed_forwards(Qwen3MoeConfig.base_model_ep_plan)
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
