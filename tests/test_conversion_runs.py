@@ -1,13 +1,17 @@
 """A conversion that is killed, goes on elsewhere than it began, or stops being finite."""
 
 import gc
+import io
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from cases import random_tokens
 from hf_memory.conversion import Run, TokenWindows
 from hf_memory.conversion.claims import last_whole_checkpoint
 from hf_memory.conversion.stages.divergence import divergence
+from hf_memory.conversion.stages.trainer import train
 from teachers import RUN, SCHEDULE, convert, make_teacher, same, text
 
 ALL_STAGES = RUN | {"keep": "auto:1/2", "fine_tuning": SCHEDULE._replace(length=32), "lora_rank": 2}
@@ -87,6 +92,68 @@ def test_a_checkpoint_that_is_half_written_is_left_out(tmp_path):
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert last_whole_checkpoint(tmp_path / "none") is None
+
+
+class Interrupt(TrainerCallback):
+    """Stops a stage after the first checkpoint."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """As Ctrl-C does."""
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A folder with the checkpoint of a stage that was stopped."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        train(make_teacher(), text(), SCHEDULE, run=Run(folder, callbacks=(Interrupt(),)))
+    return folder
+
+
+def other_state(content):
+    saved = torch.load(io.BytesIO(content), weights_only=False)
+    other = io.BytesIO()
+    torch.save({"state": {}, "param_groups": []} if "state" in saved else {"x": 1}, other)
+    return other.getvalue()
+
+
+def step_of(step):
+    return lambda content: json.dumps(json.loads(content) | {"global_step": step}).encode()
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "flipped": lambda content: content[: len(content) // 2] + b"\xff\0\xff" + content[len(content) // 2 + 3 :],
+}
+LOST = [DAMAGES[name] for name in ("empty", "truncated", "zeros")]
+FILES = [*product(["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "config.json"], LOST)]
+FILES += product(["optimizer.pt", "rng_state.pth"], [DAMAGES["flipped"]])
+FILES += product(["optimizer.pt", "rng_state.pth"], [other_state])
+FILES += product(
+    ["trainer_state.json"], [lambda content: b"[]", lambda content: b"{}", *map(step_of, ("1", -1, 10**9))]
+)
+
+
+@pytest.mark.parametrize(("name", "damage"), FILES)
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(name, damage, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
+    with pytest.raises(
+        ValueError, match=rf"{checkpoint}.* is damaged \(.*\): delete the folder {checkpoint.name}, and"
+    ):
+        train(make_teacher(), text(), SCHEDULE, run=Run(tmp_path / "run"))
+    shutil.rmtree(checkpoint)
+    assert last_whole_checkpoint(tmp_path / "run") is None
+
+
+def test_a_changed_state_of_an_optimizer_that_is_used_is_seen(stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_memory.conversion.stages.trainer.check_checkpoint", lambda folder: None)
+    with pytest.raises((pytest.fail.Exception, AssertionError)):
+        test_a_damaged_checkpoint_is_refused_in_one_sentence("optimizer.pt", DAMAGES["flipped"], stopped, tmp_path)
 
 
 def other_teacher():

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from contextlib import suppress
 
 import gguf
@@ -211,6 +212,24 @@ def test_a_damaged_file_is_refused_with_one_sentence(folder, tmp_path):
         file.write_bytes(changed)
         with suppress(ValueError):
             load_config(str(file)), load_tokenizer(str(file)), load_teacher(str(file))
+
+
+TOKENIZERS = {
+    "without added tokens": lambda words: words.pop("added_tokens"),
+    "added tokens that are no list": lambda words: words.update(added_tokens=None),
+    "added tokens that are words": lambda words: words.update(added_tokens=["a"]),
+    "without a model": lambda words: words.pop("model"),
+}
+
+
+@pytest.mark.parametrize("damage", [*TOKENIZERS, "empty"])
+def test_a_damaged_tokenizer_beside_a_file_is_named(damage, folder, tmp_path):
+    shutil.copy(folder[0] / "tiny.Q4_1.gguf", tmp_path / "x.gguf")
+    words = json.loads(folder[1].backend_tokenizer.to_str())
+    TOKENIZERS.get(damage, dict)(words)
+    (tmp_path / "tokenizer.json").write_text("" if damage == "empty" else json.dumps(words))
+    with pytest.raises(ValueError, match=r"tokenizer.json must describe a tokenizer, .*without it, x.gguf has one"):
+        load_tokenizer(str(tmp_path / "x.gguf"))
 
 
 @pytest.mark.parametrize("given", [None, 9999, "Q4_1"])

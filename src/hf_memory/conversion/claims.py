@@ -2,11 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
@@ -28,6 +30,45 @@ def last_whole_checkpoint(folder: Path) -> str | None:
             return last
         shutil.rmtree(last)
     return None
+
+
+@contextmanager
+def reading_checkpoint(checkpoint: str) -> Iterator[None]:
+    """A context that reports errors of loading a checkpoint in one sentence.
+
+    Raises:
+        ValueError: if loading fails, which means that a file is damaged.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever torch raises for a damaged file
+        raise _damaged(Path(checkpoint), str(error).split("\n")[0] or type(error).__name__) from error
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise ValueError if a file of a checkpoint is damaged: its syntax, or a checksum that torch writes into it."""
+    for file in sorted(folder.iterdir()):
+        with reading_checkpoint(str(file)):
+            match file.suffix:
+                case ".json":
+                    json.loads(file.read_text(encoding="utf-8"))
+                case ".safetensors":
+                    with safe_open(file, "pt"):
+                        pass
+                case ".pt" | ".pth":
+                    with ZipFile(file) as parts:
+                        if (part := parts.testzip()) is not None:
+                            raise ValueError(f"{part} was changed after it was written")
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    step = state.get("global_step") if isinstance(state, dict) else None
+    if type(step) is not int or folder.name != f"checkpoint-{step}":
+        raise _damaged(folder / STATE, f"global_step must be that of the folder's name, got {step!r}")
+
+
+def _damaged(path: Path, reason: str) -> ValueError:
+    folder = path if path.is_dir() else path.parent
+    goes_on = "the same run then goes on from the checkpoint before it, or begins again"
+    return ValueError(f"{path} is damaged ({reason}): delete the folder {folder.name}, and {goes_on}")
 
 
 def claim(folder: Path, description: dict[str, Any]) -> None:

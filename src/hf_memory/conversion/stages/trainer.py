@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 
-from hf_memory.conversion.claims import claim, last_whole_checkpoint
+from hf_memory.conversion.claims import check_checkpoint, claim, last_whole_checkpoint, reading_checkpoint
 from hf_memory.conversion.data import TokenWindows
 from hf_memory.conversion.recipe import Schedule
 from hf_memory.conversion.run import Run
@@ -91,6 +91,18 @@ class StageTrainer(Trainer):
                 f"loss and gradients must be finite, got loss {loss:g} in step {step} of {name}; {not_finite(model)}"
             )
         return loss
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
+        with reading_checkpoint(resume_from_checkpoint):
+            return super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with reading_checkpoint(checkpoint):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with reading_checkpoint(checkpoint):
+            return super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a checkpoint, or nothing if this fails."""
@@ -173,7 +185,7 @@ def run_trainer(
         [{"step", "loss"}, ...], and {"step", "eval_loss"} of evaluations.
 
     Raises:
-        ValueError: if a loss or a gradient is not finite, or the checkpoints are of other arguments.
+        ValueError: if a loss or a gradient is not finite, or the checkpoints are of other arguments or damaged.
         OSError: if a checkpoint cannot be written; the one before it stays.
     """
     schedule = data.schedule
@@ -200,6 +212,8 @@ def run_trainer(
         trainer.remove_callback(PrinterCallback)
         with args.main_process_first(local=False):
             last = last_whole_checkpoint(run.checkpoints) if run.checkpoints else None
+            if last is not None:
+                check_checkpoint(Path(last))
         trainer.train(resume_from_checkpoint=last)
         trainer.accelerator.unwrap_model(learner, keep_fp32_wrapper=False)
         if args.activation_checkpointing and isinstance(learner, PreTrainedModel):

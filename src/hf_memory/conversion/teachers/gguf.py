@@ -151,10 +151,17 @@ def read_tokenizer(file: Path):
     """The tokenizer and chat template of a GGUF file; if its folder has a tokenizer, that one.
 
     Raises:
-        ValueError: if it is not known how the tokenizer splits text before BPE.
+        ValueError: if the tokenizer is damaged, or it is not known how it splits text before BPE.
     """
-    if (file.parent / "tokenizer.json").exists():
-        return PreTrainedTokenizerFast.from_pretrained(file.parent)
+    beside = file.parent / "tokenizer.json"
+    if beside.exists():
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(file.parent)
+        except Exception as error:  # whatever transformers and tokenizers raise for a damaged file
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise UnsupportedFile(
+                f"{beside} must describe a tokenizer, got a damaged one ({reason}): without it, {file.name} has one"
+            ) from error
     with _reading(file):
         architecture, described, options = get_gguf_tokenizer(str(file))
         backend, _ = convert_gguf_tokenizer(architecture, described)
