@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cases import WORDS, Case, make_config, make_model, word_tokenizer
 from hf_memory.conversion import Recipe, Schedule, Text, read_tokens, resolve
@@ -214,3 +214,55 @@ def test_read_tokens_takes_a_list_of_texts_and_a_limit_above_zero(tokenizer, tex
     for limit in (0, -5, 1.5):
         with pytest.raises(ValueError, match=f"limit must be a number of tokens above 0, got {limit}"):
             read_tokens([text], tokenizer, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"allow_negative_eigenvalue": True}, "allow_negative_eigenvalue.* did you mean allow_negative_eigenvalues"),
+        ({"d_model": 64}, "d_model.* did you mean hidden_size"),
+        ({"n_layer": 2}, "n_layer.* did you mean num_hidden_layers"),
+        ({"zebra": 2}, "has no option zebra, which has no effect$"),
+    ],
+)
+def test_a_config_warns_about_options_that_it_does_not_have(given, meant):
+    with pytest.warns(UserWarning, match=meant):
+        make_config(Case("", "hf_memory_deltanet", {}), **given)
+
+
+def test_what_transformers_writes_into_a_config_is_no_unknown_option(tmp_path):
+    config = make_config(PLAIN, num_labels=3, dtype="bfloat16", rope_theta=100.0, attn_implementation="eager")
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, output_attentions=False)
+    assert loaded.to_diff_dict() == config.to_diff_dict()
+
+
+ASSIGNED = [
+    ("hf_memory_deltanet", {"gate": "scalar"}),
+    ("hf_memory_deltanet", {"gate": "vector", "num_attention_heads": 8}),
+    ("hf_memory_gated", {"gate": "mamba2"}),
+    ("hf_memory_gated", {"gate": "retention", "hidden_size": 64}),
+    ("hf_memory_titans", {"memory_rule": "ttt_mlp", "variant": "mag"}),
+    ("hf_memory_transformer", {"position": "sinusoidal", "num_hidden_layers": 3}),
+    ("hf_memory_rwkv7", {"hidden_size": 4096}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options"), ASSIGNED)
+def test_options_that_are_assigned_give_the_same_config_as_those_that_are_passed(model_type, options):
+    config = make_config(Case("", model_type, {}))
+    for name, value in options.items():
+        setattr(config, name, value)
+    assert config.to_dict() == make_config(Case("", model_type, {}), **options).to_dict()
+
+
+def test_what_was_given_stays_when_an_option_is_assigned():
+    case = Case("", "hf_memory_deltanet", {"linear_value_head_dim": 24, "layer_types": ["memory", "full_attention"]})
+    config = make_config(case)
+    config.output_gate = "sigmoid"
+    config.gate = "scalar"
+    assert (config.linear_value_head_dim, config.output_gate) == (24, "sigmoid")
+    listed = make_config(PLAIN)
+    listed.layer_types[1] = "full_attention"
+    listed.hidden_size = 64
+    assert (listed.layer_types, listed.head_dim) == (["memory", "full_attention"], 16)

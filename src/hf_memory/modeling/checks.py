@@ -1,10 +1,15 @@
 """Checks of the values in configs, which come from files and from the command line."""
 
+import warnings
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_memory.files.names import nearest
 
 LARGEST = 2**31 - 1  # positions are int32 in kernels
 TINY, HUGE = 1e-30, 1e30  # for factors, of which float32 is to hold products
@@ -51,6 +56,44 @@ ROPE_NEEDS = {  # what a type of RoPE needs besides its theta
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 
+PASSED_ON = (  # names that transformers takes for a config without a field
+    "adapter_name",
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "tokenizer_class",
+    "torch_dtype",
+    "trust_remote_code",
+    "transformers_version",
+)
+ELSEWHERE = {  # names of fields in other libraries
+    "d_ff": "intermediate_size",
+    "d_model": "hidden_size",
+    "dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "n_ctx": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "window": "sliding_window",
+    "window_size": "sliding_window",
+}
+
 
 def check(is_right: bool, name: str, expected: str, given: Any) -> None:
     """Raise ValueError that says what was expected of a field and what was given, unless it is right."""
@@ -84,6 +127,20 @@ def check_gate(gate: str, gates: tuple[str, ...]) -> None:
     """Raise ValueError unless a gate is one of the family's, which users can add to."""
     wanted = f"one of {', '.join(map(repr, gates))}, or another after hf_memory.modeling.register_gate"
     check(gate in gates, "gate", wanted, gate)
+
+
+def warn_unknown(config_class: type, names: Iterable[str]) -> None:
+    """Warn about names of options that a config does not have; it keeps them, but no model uses them.
+
+    Configs in files have further names that transformers reads, and that are no options of a model.
+    """
+    known = {*PASSED_ON, *GenerationConfig().to_dict()}
+    own = list(config_class.__dataclass_fields__)  # type: ignore[attr-defined]
+    for name in names:
+        if name.startswith("_") or name in known or hasattr(config_class, name):
+            continue
+        meant = f"; did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else nearest(name, own)
+        warnings.warn(f"{config_class.__name__} has no option {name}, which has no effect{meant}", stacklevel=5)
 
 
 def check_numbers(values: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The base class of all configs."""
 
+import copy
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_memory.cache import Spec, flat
 from hf_memory.cache_argument import NAMES
 from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.mixers.windowed import WindowedMixer
-from hf_memory.modeling.checks import check, check_each, check_numbers, check_rope, check_word
+from hf_memory.modeling.checks import check, check_each, check_numbers, check_rope, check_word, warn_unknown
 from hf_memory.modeling.hub import HubClassMixin, HubConfigMixin
 from hf_memory.modeling.options import AttentionWindow, Experts, ProductKeys, TeacherShape
 from hf_memory.modeling.registration import KnownToPeft
@@ -103,11 +104,40 @@ class MemoryConfig(TeacherShape, AttentionWindow, Experts, ProductKeys, HubConfi
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        warn_unknown(type(self), kwargs)
         check_numbers(self.numbers)
-        self.set_defaults()
+        derived = self._derive({})
         super().__post_init__(**kwargs)
         self.fill_local_rope()
+        self.__dict__["_derived"] = derived
         self.validate_architecture()  # here, since an error in a validator of `strict` is no ValueError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; fields that were not given and whose default depends on it follow, as if it had been given."""
+        super().__setattr__(name, value)
+        if name in self.__dataclass_fields__ and "_derived" in self.__dict__:
+            before = self.__dict__.pop("_derived")
+            check_numbers(self.numbers)
+            self.__dict__["_derived"] = self._derive({key: x for key, x in before.items() if key != name})
+
+    def _derive(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Set the fields that are not given, and return their values.
+
+        Args:
+            before: their values by name, if they were set before; those that were changed since then are given.
+        """
+        for name, value in before.items():
+            if self.__dict__[name] == value:
+                self.__dict__[name] = None
+        missing = [name for name in self.__dataclass_fields__ if self.__dict__.get(name) is None]
+        self.set_defaults()
+        return {name: copy.deepcopy(self.__dict__[name]) for name in missing if self.__dict__.get(name) is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as a dict."""
+        described = super().to_dict()
+        described.pop("_derived", None)
+        return described
 
     def set_defaults(self) -> None:
         """Set fields that are not given, and whose default depends on other fields."""

@@ -74,7 +74,7 @@ class GatedLinearAttentionConfig(Levels, MemoryHeadsConfig):
             self.fill(linear_num_key_heads=1, linear_value_head_dim=2 * width, gate_low_rank_dim=rank)
         if self.gate in ("mamba2", "mamba3") and self.linear_num_value_heads is None:
             self.fill(linear_num_key_heads=1, linear_value_head_dim=64)
-            self.linear_num_value_heads = 2 * width // self.linear_value_head_dim
+            self.fill(linear_num_value_heads=2 * width // self.linear_value_head_dim)
         key_dims = {"vector": head_dim // 2, "mamba": 16, "mamba2": 128, "mamba3": 128}
         self.fill(
             linear_key_head_dim=key_dims.get(self.gate, head_dim),
