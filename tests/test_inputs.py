@@ -2,15 +2,17 @@
 
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from matplotlib.colors import to_rgb
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cases import WORDS, Case, make_config, make_model, word_tokenizer
-from hf_memory.conversion import Recipe, Schedule, Text, read_tokens, resolve
+from hf_memory.conversion import Recipe, Run, Schedule, Text, convert, costs, read_tokens, resolve, smallest_student
+from hf_memory.conversion.teachers import loading as of_few_bits
 from hf_memory.evaluation import (
     Subject,
     agreement,
@@ -20,9 +22,12 @@ from hf_memory.evaluation import (
     lengths_beyond,
     perplexity,
     perplexity_by_position,
+    plots,
     recall_by_distance,
 )
-from teachers import make_teacher
+from hf_memory.evaluation.estimates import Share
+from hf_memory.export import NotExportable, find_target
+from teachers import FAST, make_teacher
 
 STEP = "steps=1,batch_size=1,length=8"
 PLAIN = Case("", "hf_memory_linear", {})
@@ -82,7 +87,7 @@ WRONG_ROPES = [
 @pytest.mark.parametrize(("rope", "message"), WRONG_ROPES)
 def test_parameters_of_rope_that_give_no_angles_are_refused(name, rope, message):
     local = {"local_rope_layers": [0, 1]} if name == "local_rope_parameters" else {}
-    with pytest.raises(StrictDataclassError, match=message.format(name)):
+    with pytest.raises(ValueError, match=message.format(name)):
         make_config(PLAIN, **{name: dict(rope)}, **local)
 
 
@@ -94,7 +99,7 @@ def test_local_rope_parameters_have_the_defaults_of_transformers(rope):
 
 
 def test_a_token_uses_no_more_experts_than_there_are():
-    with pytest.raises(StrictDataclassError, match="num_experts_per_tok must be at most num_experts=2, got 3"):
+    with pytest.raises(ValueError, match="num_experts_per_tok must be at most num_experts=2, got 3"):
         make_config(PLAIN, mlp_types=["mlp", "experts"], num_experts=2, num_experts_per_tok=3)
 
 
@@ -266,3 +271,112 @@ def test_what_was_given_stays_when_an_option_is_assigned():
     listed.layer_types[1] = "full_attention"
     listed.hidden_size = 64
     assert (listed.layer_types, listed.head_dim) == (["memory", "full_attention"], 16)
+
+
+def dry(run, teacher, text, tmp_path, *flags):
+    command = "convert", teacher, "--text", text, "--output", tmp_path / "student", "--dry-run"
+    code, out, err = run(*command, *flags)
+    return code, " ".join(out.split()), " ".join(err.split())
+
+
+def test_a_plan_warns_of_a_cache_that_saves_nothing_and_of_no_attention(run, teacher, text, tmp_path):
+    short = "--distillation", STEP, "--transfer", STEP
+    warnings = {
+        ("--to", "deltaformer"): "of the teacher's, so that nothing is saved",
+        ("--to", "deltanet", "--servable"): "No layer has attention",
+        ("-o", "sliding_window=16"): "--transfer has no effect",
+    }
+    for flags, sentence in warnings.items():
+        code, out, err = dry(run, teacher, text, tmp_path, *short, *flags)
+        assert (code, err) == (0, "")
+        assert sentence in out
+    assert "warning" not in dry(run, teacher, text, tmp_path, "-o", "sliding_window=16")[1]
+
+
+def test_a_plan_that_does_not_fit_says_what_does_and_fails(run, teacher, text, tmp_path, monkeypatch):
+    short = "--distillation", "steps=2,batch_size=8,length=256", "-o", "sliding_window=16", "--device", "h100"
+    monkeypatch.setattr(of_few_bits, "is_bitsandbytes_available", lambda: False)
+    assert dry(run, teacher, text, tmp_path, *short, "--teacher-bits", 4)[0] == 0
+    monkeypatch.setitem(costs.DEVICES, "h100", costs.Device(10, 1e12))
+    code, out, err = dry(run, teacher, text, tmp_path, *short)
+    assert (code, "the plan must fit into the memory of h100" in err) == (2, True)
+    measures = "activation_checkpointing=true", "and -t bf16=true", "and --teacher-bits 4", "and LoRA", "more or larger"
+    places = [out.index(x) for x in measures]
+    assert places == sorted(places)
+
+
+def test_an_option_with_a_wrong_value_is_named(run, teacher, text, tmp_path):
+    code, _, err = dry(run, teacher, text, tmp_path, "--to", "deltanet", "-o", "gate=scaler")
+    assert (code, "gate must be one of" in err, "keep must" in err) == (2, True, False)
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_refused_by_a_dry_run(run, teacher, text):
+    command = "convert", teacher, "--text", text, "--dry-run", "--output", "/proc/o"
+    code, _, err = run(*command)
+    assert (code, "output must be a folder that can be written to" in " ".join(err.split())) == (2, True)
+
+
+def test_windows_longer_than_the_text_are_refused_by_a_dry_run(run, teacher, text, tmp_path):
+    command = "fine-tune", teacher, "--text", text, "--output", tmp_path / "out", "--length", 100_000, "--dry-run"
+    code, _, err = run(*command)
+    assert (code, "tokens must be at least one window of 100000 tokens" in " ".join(err.split())) == (2, True)
+
+
+def test_an_export_that_is_refused_says_what_to_do():
+    for case in (Case("", "hf_memory_linear", {}), Case("", "hf_memory_deltanet", {"memory_rope": True})):
+        with pytest.raises(NotExportable, match=r"Convert.* again with .*--servable"):
+            find_target(make_config(case))
+
+
+def test_a_tokenizer_with_more_words_than_the_model_is_refused(run, teacher, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(teacher, folder)
+    word_tokenizer([*WORDS, *"bcd"], eos_token="end", unk_token="end").save_pretrained(folder)
+    for command in (("generate", folder, "--prompt", "a snake"), ("evaluate", folder, "--tasks", "answers")):
+        code, _, err = run(*command)
+        assert (code, "must be the model's, whose embedding has 16 tokens" in " ".join(err.split())) == (2, True)
+
+
+def test_a_goal_measures_each_student_once():
+    teacher = make_teacher("llama")
+    recipe = replace(STUDENT, to="attention", keep=None, options={"sliding_window": 4})
+    with pytest.raises(ValueError, match="goal must be a KL that half of the heads reach"):
+        smallest_student(recipe, -1.0, teacher, TEXT, report=(told := []).append)
+    measured = [x for x in told if x.task == "measuring untrained students"]
+    heads = teacher.config.num_hidden_layers * teacher.config.num_key_value_heads
+    assert len(measured) <= heads // 2
+
+
+def test_a_run_that_goes_on_does_not_rank_heads_again(tmp_path):
+    teacher = make_teacher("llama")
+    recipe = replace(STUDENT, to="attention", keep="heads:1/2", options={"sliding_window": 4})
+    plan = resolve(recipe, teacher.config, TEXT)
+    ranked, chosen = [], []
+    for _ in range(2):
+        told = []
+        made = convert(teacher, TEXT, plan, Run(tmp_path / "checkpoints", report=told.append))
+        ranked.append(any("ranking" in now.task for now in told))
+        chosen.append(made.plan.heads)
+    assert ranked == [True, False]
+    assert chosen[0] == chosen[1]
+
+
+def test_ctrl_c_says_how_a_run_goes_on(run, teacher, text, tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_memory.conversion.convert", stop)
+    command = "convert", teacher, "--text", text, "--output", tmp_path / "student", *FAST
+    _, _, err = run(*command, "--checkpoints", tmp_path / "checkpoints")
+    assert f"the same command resumes from {tmp_path / 'checkpoints'}" in " ".join(err.split())
+
+
+def test_shares_of_needles_have_intervals_that_are_not_empty():
+    for samples in ([0.0] * 4, [1.0] * 4):
+        low, high = Share(samples).interval()
+        assert high - low > 0.4
+
+
+def test_every_model_of_a_picture_has_a_color_of_its_own():
+    colors = {to_rgb(plots._color(i)) for i in range(30)}
+    assert len(colors) == 30

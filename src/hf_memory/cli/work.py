@@ -1,8 +1,8 @@
 """What convert and fine-tune share: check what was asked for, read the text, write the new model, and measure it."""
 
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,13 +15,13 @@ from hf_memory import conversion
 from hf_memory.cli.options import TrainingFlags, found, read_weights
 from hf_memory.cli.progress import signs_of_life
 from hf_memory.cli.run_file import Flags
-from hf_memory.cli.terminal import IS_FIRST, console, print_table
+from hf_memory.cli.terminal import IS_FIRST, console, errors, print_table
 from hf_memory.conversion import Plan, Recipe, Run
 from hf_memory.conversion.claims import model_fingerprint, tokens_fingerprint
 from hf_memory.conversion.costs import read_device
-from hf_memory.conversion.describe import device_rows
+from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
-from hf_memory.conversion.report import HEADER, SCORE_HEADER, score_table, table
+from hf_memory.conversion.report import HEADER, RATIO_BELOW, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
 from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
 from hf_memory.evaluation.tasks import Found
@@ -98,20 +98,46 @@ def carry_out(asked: Asked, make: Callable[[Job], Made | None]) -> None:
         asked: what is asked for.
         make: makes the model; returns None in all processes except the first.
     """
-    with nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output):
+    with nullcontext() if asked.training.dry_run or not IS_FIRST else claimed(asked.output), _resumable(asked):
         with signs_of_life() as report:
             job = _prepare(asked._replace(run=replace(asked.run, report=report)))
             made = None if asked.training.dry_run else make(job)
             results = None if made is None else _saved_and_measured(job, made)
         if asked.training.dry_run:
-            rows, on = conversion.plan_rows(job.plan), asked.training.device
-            print_table(rows + (device_rows(job.plan, asked.run.training, on) if on else []), title="plan")
+            _show_plan(job)
         if results is None:
             return
         conversion.add_results(asked.output, results)
         (asked.output / record.FILE).unlink(missing_ok=True)
         print_results(results)
         console.print(how_to_load(asked.output), soft_wrap=True)
+
+
+def _show_plan(job: Job) -> None:
+    """Print the plan; the process ends with an error if it does not fit on the device that is asked about."""
+    rows, training, on = conversion.plan_rows(job.plan), job.asked.run.training, job.asked.training.device
+    print_table(rows + (device_rows(job.plan, training, on) if on else []), title="plan")
+    if on and not fits(job.plan, training, on):
+        print_table(advice_rows(job.plan, training, on), title=f"what fits on {on}, in this order")
+        raise ValueError(f"the plan must fit into the memory of {on}, got one that does not: see the table above")
+
+
+@contextmanager
+def _resumable(asked: Asked) -> Iterator[None]:
+    """A context that says how to go on after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not asked.training.dry_run:
+            errors.print(f"Stopped: {how_to_resume(asked.run.checkpoints)}.", soft_wrap=True)
+        raise
+
+
+def how_to_resume(checkpoints: Path | None) -> str:
+    """A clause that says how a run goes on that was stopped."""
+    if checkpoints is None:
+        return "--checkpoints FOLDER makes a run resumable"
+    return f"the same command resumes from {checkpoints}"
 
 
 def _prepare(asked: Asked) -> Job:
@@ -127,6 +153,8 @@ def _prepare(asked: Asked) -> Job:
     validates, plan = "eval_steps" in run.training, conversion.resolve(recipe, config, empty, scorer)
     if resumed := asked.flags.are_unfinished(output, plan.recipe):
         asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
+    if not asked.training.dry_run:  # which may be on another machine
+        conversion.check_bitsandbytes(recipe.teacher_bits)
     checked = replace(run, validation=empty if validates else None)
     conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:
@@ -204,7 +232,7 @@ def _written(source: str, asked: Asked, tokenizer) -> str:
 def _saved_and_measured(job: Job, made: Made) -> conversion.Results:
     """Write a model with its run file, then measure it, which may take long."""
     asked, checkpoints = job.asked, job.asked.run.checkpoints
-    goes_on = f"the same command resumes from {checkpoints}" if checkpoints else "--checkpoints makes a run resumable"
+    goes_on = how_to_resume(checkpoints)
     with (
         written("result", asked.output, f"what was there is unchanged, and {goes_on}"),
         conversion.new_folder(asked.output, overwrite=asked.training.overwrite) as folder,
@@ -247,6 +275,7 @@ def print_results(results: conversion.Results) -> None:
     rows, models = table(results), len(results.rows)
     sections = ((None, *rows[i : i + models]) for i in range(0, len(rows), models))
     print_table(chain.from_iterable(sections), HEADER, title="on held-out text, by length")
+    console.print(RATIO_BELOW)
 
 
 def how_to_load(folder: Path) -> str:

@@ -70,7 +70,13 @@ class LoadingFlags:
             loaded = loaded if self.dtype == "auto" else loaded.to(getattr(torch, self.dtype))
         else:
             loaded = load_model(model, dtype=self.dtype)
-        return loaded.to(device), conversion.load_tokenizer(model)  # type: ignore[arg-type]
+        tokenizer, size = conversion.load_tokenizer(model), loaded.config.get_text_config().vocab_size
+        if tokenizer.vocab_size > size:
+            raise ValueError(
+                f"the tokenizer of {model} must be the model's, whose embedding has {size} tokens, got one with "
+                f"{tokenizer.vocab_size}"
+            )
+        return loaded.to(device), tokenizer  # type: ignore[arg-type]
 
 
 class Writer(TextStreamer):

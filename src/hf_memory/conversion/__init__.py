@@ -29,7 +29,13 @@ from hf_memory.conversion.students.placement import KEEP_WORDS, kept_layers
 from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
-from hf_memory.conversion.teachers.loading import load_config, load_quantized, load_teacher, load_tokenizer
+from hf_memory.conversion.teachers.loading import (
+    check_bitsandbytes,
+    load_config,
+    load_quantized,
+    load_teacher,
+    load_tokenizer,
+)
 from hf_memory.files.folders import check_output, new_folder
 from hf_memory.files.text import Text
 from hf_memory.files.tokenised import read_tokens
@@ -54,6 +60,7 @@ __all__ = [
     "add_results",
     "attention_transfer",
     "carry_over",
+    "check_bitsandbytes",
     "check_output",
     "check_run",
     "check_space",

@@ -1,5 +1,6 @@
 """A whole conversion in one call."""
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_memory.conversion.claims import claim
+from hf_memory.conversion.claims import FINGERPRINT, claim
 from hf_memory.conversion.costs import check_memory
 from hf_memory.conversion.plan import Plan, Stage, check_run, check_space
 from hf_memory.conversion.run import Run
@@ -21,9 +22,12 @@ from hf_memory.conversion.students.kept_tokens import spread_kept_tokens
 from hf_memory.conversion.students.starts import start_near
 from hf_memory.conversion.students.weights import CarriedWeights
 from hf_memory.conversion.teachers import shared_options
+from hf_memory.files.folders import replaced
 from hf_memory.files.text import Text
 from hf_memory.modeling.base import MemoryForCausalLM
 from hf_memory.progress import History, Progress, silent
+
+RANKING = "heads.json"  # file beside checkpoints
 
 
 class Conversion(NamedTuple):
@@ -81,8 +85,10 @@ def convert(
         models: dict = {"teacher": teacher, "quantized": quantized, "scorer": scorer}
         models |= {"tokens": tokens, "validation": run.validation}
         claim(run.checkpoints, plan.describe(run) | models)
+    if run.checkpoints:
+        processes().wait_for_everyone()  # until the folder is claimed
     if plan.ranked or plan.ranked_heads:
-        (heads,) = broadcast_object_list([ranked_heads(observed, tokens, plan, report=run.report)])
+        (heads,) = broadcast_object_list([_ranked_once(observed, tokens, plan, run)])
         plan = plan.choosing(heads)
     student, weights = untrained_student(teacher, tokens, plan, quantized=quantized)
     if plan.recipe.spread_kept:
@@ -133,6 +139,22 @@ def ranked_heads(
     in_their_place = SINKS if config.attention_sinks or config.virtual_token else 0
     first = config.num_sink_tokens or in_their_place
     return rank_heads_by_predictions(teacher, tokens, window=window, first=first, report=report)
+
+
+def _ranked_once(teacher: PreTrainedModel, tokens: Text | Tensor, plan: Plan, run: Run) -> list[HeadScore]:
+    """The ranking of heads, which a run that is resumed finds beside its checkpoints."""
+    if run.checkpoints is None:
+        return ranked_heads(teacher, tokens, plan, report=run.report)
+    file, this_run = run.checkpoints / RANKING, (run.checkpoints / FINGERPRINT).read_text(encoding="utf-8")
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["run"] == this_run:
+            return [HeadScore(*row) for row in kept["heads"]]
+    heads = ranked_heads(teacher, tokens, plan, report=run.report)
+    if processes().is_main_process:
+        with replaced(file) as partial:
+            partial.write_text(json.dumps({"run": this_run, "heads": heads}), encoding="utf-8")
+    return heads
 
 
 def _check_same(plan: Plan, teacher: PreTrainedModel, tokens: Text | Tensor) -> None:

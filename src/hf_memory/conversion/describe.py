@@ -1,25 +1,28 @@
 """Descriptions of a plan and of its student: for a dry run, for the model card, and for the file that repeats a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from hf_memory.conversion.costs import UTILISATION, costs, read_device
-from hf_memory.conversion.plan import BYTES, Plan, Stage
-from hf_memory.conversion.recipe import TRAINED, lora_rank_of
+from hf_memory.conversion.plan import BYTES, Plan, Stage, resolve
+from hf_memory.conversion.recipe import TRAINED, TRANSFER_SCHEDULE, lora_rank_of
 from hf_memory.conversion.stages.fine_tuning import FINE_TUNING
 from hf_memory.conversion.stages.trainer import TRAINING
 from hf_memory.conversion.stages.transfer import TRANSFER
 from hf_memory.conversion.students.heads import HEAD_SCORES
-from hf_memory.evaluation import bytes_per_token, cache_bytes
+from hf_memory.evaluation import bytes_per_token, cache_bytes, layer_types
 from hf_memory.evaluation.efficiency import FAR
 from hf_memory.export import NotExportable, find_target
 from hf_memory.integrations.vllm import placement
 from hf_memory.modeling.configuration import MemoryConfig
 
 CONTEXTS = (1024, 32768)
+NO_SMALLER = 0.95  # part of the teacher's cache from which on a student saves nothing
 COMMANDS = {
     "transformers": "transformers serve served",
     "vLLM": "vllm serve served",
@@ -47,7 +50,30 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows += _stage_rows(stage, plan)
     if not plan.stages:
         rows += [("stages", "none")]
-    return rows + [_cache_row(plan, context) for context in CONTEXTS]
+    rows += [_cache_row(plan, context) for context in CONTEXTS]
+    return rows + [("warning", words) for words in _warnings(plan)]
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """What a user may not expect of a student, a sentence for each."""
+    if plan.recipe.to is None:
+        return
+    longest = CONTEXTS[-1]
+    share = cache_bytes(plan.student, longest) / cache_bytes(plan.teacher, longest)
+    if share >= NO_SMALLER:
+        yield (
+            f"The cache is {share:.0%} of the teacher's, so that nothing is saved: choose another --to, such as "
+            "attention, whose heads have windows."
+        )
+    has_none = set(layer_types(plan.student)) == {"memory"} and not getattr(plan.student, "sliding_window", None)
+    if has_none and not (plan.ranked or plan.ranked_heads) and share < NO_SMALLER:
+        yield (
+            "No layer has attention, so that the student recalls little of a long text: --keep 1/4 or --keep auto "
+            "keeps it in some layers."
+        )
+    has_transfer = any(stage.slot == "transfer" for stage in plan.stages)
+    if plan.recipe.transfer not in (TRANSFER_SCHEDULE, plan.recipe.transfer._replace(steps=0)) and not has_transfer:
+        yield "There is no attention transfer, since no layer has a memory to train: --transfer has no effect."
 
 
 def device_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tuple[str, str]]:
@@ -61,6 +87,68 @@ def device_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tup
         speed = f"{cost.tokens / seconds:,.0f} tokens/s, {timedelta(seconds=round(seconds))}"
         rows += [("", f"{cost.flops:.2g} operations, at {UTILISATION:.0%} of the peak {speed}")]
     return rows
+
+
+def fits(plan: Plan, training: Mapping[str, Any], words: str) -> bool:
+    """Whether each stage fits into the memory of devices such as `h100` or `8xh200`."""
+    number, device = read_device(words)
+    return all(cost.peak <= device.memory for cost in costs(plan, training, processes=number))
+
+
+def advice_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tuple[str, str]]:
+    """What to do if a plan does not fit on devices: measures, each in addition to those before it, with their memory.
+
+    They come in the order of what they cost the student: the first gives the same student more slowly.
+    """
+    number, device = read_device(words)
+    rows, training = [], dict(training)
+    for measure, change in MEASURES.items():
+        changed = change(plan, training)
+        if changed is None:
+            continue
+        plan, training = changed
+        peak = max((cost.peak for cost in costs(plan, training, processes=number)), default=0)
+        enough = ", which fits" if peak <= device.memory else ""
+        size = f"{peak / 1e9:.1f} of {device.memory / 1e9:.0f} GB{enough}"
+        rows.append((f"and {measure}" if rows else measure, size))
+        if enough:
+            return rows
+    return [*rows, ("and", f"more or larger devices than {words}, or a smaller batch_size or length")]
+
+
+def _checkpointing(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
+    if training.get("activation_checkpointing") or any(x.schedule.chunk_length for x in plan.stages):
+        return None
+    return plan, {**training, "activation_checkpointing": True}
+
+
+def _half_precision(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
+    return None if training.get("bf16") or training.get("fp16") else (plan, {**training, "bf16": True})
+
+
+def _few_bits(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
+    is_whole = plan.recipe.to is not None and plan.recipe.teacher_bits is None
+    return _planned(plan, training, teacher_bits=4) if is_whole else None
+
+
+def _lora(plan: Plan, training: dict) -> tuple[Plan, dict] | None:
+    if plan.recipe.to is None:
+        return None if plan.recipe.lora_rank else _planned(plan, training, lora_rank=8)
+    return _planned(plan, training, train="lora:8") if lora_rank_of(plan.recipe.train) is None else None
+
+
+def _planned(plan: Plan, training: dict, **options) -> tuple[Plan, dict]:
+    """The plan of a recipe with other options, on a text of as many tokens."""
+    tokens = torch.zeros(1, dtype=torch.long).expand(plan.num_tokens)
+    return resolve(replace(plan.recipe, **options), plan.teacher, tokens, plan.scorer), training
+
+
+MEASURES: dict[str, Callable[[Plan, dict], tuple[Plan, dict] | None]] = {
+    "-t activation_checkpointing=true": _checkpointing,
+    "-t bf16=true": _half_precision,
+    "--teacher-bits 4": _few_bits,
+    "LoRA of rank 8": _lora,
+}
 
 
 def settings(plan: Plan, training: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def smallest_student(
     sizes = [x for i, x in enumerate(given) if x not in given[:i]]  # one, if the recipe or the teacher has a window
     wanted = [replace(recipe, keep=f"heads:{share}", options=options) for share in SHARES for options in sizes]
     plans = [plan for plan in (resolve(x, teacher.config, tokens) for x in wanted) if not plan.is_exact]
+    distinct = {(plan.ranked_heads, str(plan.recipe.options)): plan for plan in reversed(plans)}  # least share first
+    plans = list(distinct.values())
     heads, tried = dict[int, list[HeadScore]](), list[Tried]()  # heads by the window of the others
     for i, plan in enumerate(sorted(plans, key=_cache)):
         report(Progress("measuring untrained students", i, len(plans)))

@@ -237,7 +237,8 @@ def _with_heads(recipe: Recipe, teacher: PreTrainedConfig, heads: Iterable[tuple
     options["full_attention_heads"] = by_layer(heads, teacher.num_hidden_layers)
     try:
         return student_config(teacher, str(recipe.to), (), options)
-    except ValueError as error:  # without these options there was none
+    except ValueError as error:
+        student_config(teacher, str(recipe.to), (), recipe.options)  # where the fault is in the options, it says so
         raise ValueError(f"keep must be layers for a student of this kind, got {recipe.keep!r}: {error}") from error
 
 

@@ -19,7 +19,7 @@ from hf_memory.evaluation import longest_window, plot_conversion, plot_heads, pl
 from hf_memory.evaluation.efficiency import BYTES, READ, WRITTEN
 from hf_memory.evaluation.plots import plot_scores
 from hf_memory.evaluation.record import said, scores_of
-from hf_memory.evaluation.scores import ALL, RATIO, SCORE, SUMMARY, TEACHERS, WIN
+from hf_memory.evaluation.scores import ALL, CANNOT, RATIO, SCORE, SUMMARY, TEACHERS, WIN
 from hf_memory.evaluation.tasks import FACTOR, Found
 from hf_memory.files.folders import RESULTS
 from hf_memory.progress import History
@@ -139,11 +139,14 @@ def model_card(results: Results) -> ModelCard:
         tags=["hf_memory", results.model_type, *(["distillation"] if DISTILLATION in results.losses else [])],
         model_name=results.model_type,
     )
+    scores = score_table(results)
     fields: dict = {
         "install": INSTALL,
         "score_header": SCORE_HEADER,
-        "scores": score_table(results),
+        "scores": scores,
+        "is_comparable": any(CANNOT not in row for row in scores),
         "header": HEADER,
+        "ratio_below": RATIO_BELOW,
         "table": table(results),
         "longest": results.longest,
         "items": max((len(row[SCORE]["samples"]) for row in scores_of(results.last).values()), default=0),
@@ -156,7 +159,11 @@ def model_card(results: Results) -> ModelCard:
 
 
 SCORE_HEADER = ("questions", "teacher's score", "score", "ratio", "win and tie")
-HEADER = ("tokens", "model", "perplexity", "ratio", "KL", "agreement", "recall", "cache kB")
+HEADER = ("tokens", "model", "KL", "agreement", "perplexity", "ratio", "recall", "cache kB")
+RATIO_BELOW = (
+    "A ratio of perplexities below one does not mean that the student is better than its teacher: it has learnt the "
+    "style of this text. How near it is to its teacher is said by KL and agreement."
+)
 SPEED_HEADER = ("tokens", "model", "tokens/s read", "tokens/s written")
 
 
@@ -178,7 +185,7 @@ def table(results: Results) -> list[tuple[str, ...]]:
             kl, same = (_figure(found, "agreement", figure, at) for figure in ("KL", "same choice"))
             compared = ("", "") if kl is None else (f"{kl:z.3f}", f"{same:.1%}")
             recall, size = _figure(found, "recall", "recall", at), _figure(found, "speed", BYTES, at) / 1000
-            quality = f"{perplexity:.2f}", f"{ratio:.3f}", *compared
+            quality = *compared, f"{perplexity:.2f}", f"{ratio:.3f}"
             recalled = "" if recall is None else f"{recall:.3f}"
             rows.append((f"{at:,}", name, *quality, recalled, f"{size:.0f}"))
     return rows

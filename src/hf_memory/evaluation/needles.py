@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_memory.evaluation.estimates import Estimate
+from hf_memory.evaluation.estimates import Estimate, Share
 from hf_memory.evaluation.writing import greedy
 from hf_memory.files.text import Text, start_of
 
@@ -133,7 +133,8 @@ def hunt(
             written = words.number in after
         found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
         progress(len(prompt))
-    return dict(zip(("found", RIGHT, "log-probability"), map(Estimate, zip(*found))))
+    right, digits, likely = zip(*found)
+    return {"found": Share(right), RIGHT: Share(digits), "log-probability": Estimate(likely)}
 
 
 def shortest(tokenizer, kind: Hunt) -> int:

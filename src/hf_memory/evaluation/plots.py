@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from colorsys import hsv_to_rgb
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -14,6 +15,7 @@ from hf_memory.progress import History
 
 WIDTH = 40  # characters of a title in one line
 APART = 0.05  # distance of the marks of two models, where 1 is twice as many tokens
+GOLDEN = 0.618  # turns of the color circle by which colors are far apart, however many there are
 SMALLEST = 1e-12  # an axis that spans less shows rounding only
 
 
@@ -94,7 +96,7 @@ def plot_scores(path: Path, models: Mapping[str, Mapping[str, dict]]) -> None:
         places = [names.index(name) + (i - (len(models) - 1) / 2) * thick for name in found]
         sides = list(zip(*map(_sides, scores))) or None
         values = [x["value"] for x in scores]
-        panel.barh(places, values, thick, xerr=sides, capsize=2, color=f"C{i}", label=_shown(model))
+        panel.barh(places, values, thick, xerr=sides, capsize=2, color=_color(i), label=_shown(model))
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.margins(y=0.02)
@@ -113,13 +115,18 @@ def _plot_models(panel, models: Mapping[str, Mapping[str, dict]]) -> None:
         x = [places[at] + APART * (i - (len(models) - 1) / 2) for at in curve]
         sides = list(zip(*map(_sides, curve.values())))
         values = [figure["value"] for figure in curve.values()]
-        panel.errorbar(x, values, sides, marker="o", capsize=3, color=f"C{i}", label=_shown(model))
+        panel.errorbar(x, values, sides, marker="o", capsize=3, color=_color(i), label=_shown(model))
     panel.set_xticks(list(places.values()), list(places))
     panel.set_xlabel("tokens" if all(at.isdigit() for at in places) else "")
     panel.set_xlim(min(places.values(), default=0) - 0.5, max(places.values(), default=0) + 0.5)
     low, high = panel.get_ylim()
     if high - low < SMALLEST:
         panel.set_ylim(low - 1, high + 1)
+
+
+def _color(number: int) -> Any:
+    """A color for each of many models; matplotlib's ten begin again with the eleventh."""
+    return f"C{number}" if number < 10 else hsv_to_rgb(number * GOLDEN % 1, 0.9, 0.5)
 
 
 def _sides(figure: dict) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from hf_memory.modeling.delta_net import DeltaNetConfig
 
 TARGETS: tuple[Target, ...] = (Qwen35(), Granite(), Mamba2(), Kimi(), GraniteSWA())
 NAMES = tuple(target.name for target in TARGETS)
+AGAIN = "Convert the teacher again with --servable, which sets the options that engines have"
 WITHOUT_EXPORT = "Without an export transformers runs it, and so does vLLM if hf_memory is installed there"
 
 
@@ -31,7 +32,8 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
     if has_memory and not isinstance(config, DeltaNetConfig) and getattr(config, "gate", None) != "mamba2":
         gate = f" with gate={config.gate!r}" if hasattr(config, "gate") else ""
         raise NotExportable(
-            f"no engine has the memory of {config.model_type}{gate}. {WITHOUT_EXPORT} and the memory does not grow"
+            f"no engine has the memory of {config.model_type}{gate}. Convert again with --to deltanet --servable. "
+            f"{WITHOUT_EXPORT} and the memory does not grow"
         )
     of_family = [target for target in TARGETS if type(config) is target.family and name in ("auto", target.name)]
     if not of_family:
@@ -43,4 +45,4 @@ def find_target(config: MemoryConfig, name: str = "auto") -> Target:
         return exact[0]
     nearest = sorted(faults, key=lambda name: len(faults[name]))
     needs = "; ".join(f"{name} needs {', and '.join(faults[name])}" for name in nearest)
-    raise NotExportable(f"no target represents the model exactly: {needs}. {WITHOUT_EXPORT}")
+    raise NotExportable(f"no target represents the model exactly. {AGAIN}. {WITHOUT_EXPORT}. In detail: {needs}")

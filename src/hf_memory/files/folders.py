@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -193,8 +194,12 @@ def check_folder(name: str, path: Path) -> None:
     place = _place(path)
     if not place.is_dir():
         raise ValueError(f"{name} must be a folder, got {path}, where {place} is a file")
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"{name} must be a folder that can be written to, got {path}, where {place} cannot")
+    try:
+        with tempfile.TemporaryFile(dir=place):  # permissions alone do not tell, as in /proc
+            pass
+    except OSError as error:
+        wanted = f"{name} must be a folder that can be written to"
+        raise ValueError(f"{wanted}, got {path}, where {place} cannot") from error
 
 
 def check_regular(name: str, path: Path) -> None:

@@ -53,6 +53,7 @@ def load_quantized(name: str, bits: int, device: torch.device | str) -> PreTrain
         ValueError: if the bits are not supported, or bitsandbytes is not installed.
     """
     check_bits(bits)
+    check_bitsandbytes(bits)
     quantized = BitsAndBytesConfig(
         load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )
@@ -65,7 +66,11 @@ def check_bits(bits: int) -> None:
     """Raise ValueError if a teacher cannot be loaded with so many bits."""
     if bits not in (8, 4):
         raise ValueError(f"teacher_bits must be 8 or 4, got {bits}")
-    if not is_bitsandbytes_available():
+
+
+def check_bitsandbytes(bits: int | None) -> None:
+    """Raise ValueError unless what quantises a teacher is installed; a plan does not need it."""
+    if bits is not None and not is_bitsandbytes_available():
         raise ValueError(f"a teacher in {bits} bits needs bitsandbytes: pip install bitsandbytes")
 
 
