@@ -101,7 +101,7 @@ def advice_rows(plan: Plan, training: Mapping[str, Any], words: str) -> list[tup
     They come in the order of what they cost the student: the first gives the same student more slowly.
     """
     number, device = read_device(words)
-    rows, training = [], dict(training)
+    rows, training = list[tuple[str, str]](), dict(training)
     for measure, change in MEASURES.items():
         changed = change(plan, training)
         if changed is None:

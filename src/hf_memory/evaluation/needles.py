@@ -133,8 +133,8 @@ def hunt(
             written = words.number in after
         found.append((float(written), right[digits].double().mean().item(), -losses[digits].mean().item()))
         progress(len(prompt))
-    right, digits, likely = zip(*found)
-    return {"found": Share(right), RIGHT: Share(digits), "log-probability": Estimate(likely)}
+    whole, shares, likely = zip(*found)
+    return {"found": Share(whole), RIGHT: Share(shares), "log-probability": Estimate(likely)}
 
 
 def shortest(tokenizer, kind: Hunt) -> int:
