@@ -10,14 +10,14 @@ from inspect import signature
 from typing import Any
 
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
 CACHE = next(name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)  # transformers' own name
-OTHER_NAMES = ("state", "mems")  # of RWKV and of Transformer-XL; more are found by their parts
-PARTS = ("cache", "past")
+OTHER_NAMES = ("state", "mems")  # of RWKV and of Transformer-XL; others have "cache" or "past" in their names
 NO_CACHES = ("cache_position", "cache_config")
+OPTIONS = (type(None), bool, int, float, str)  # values of options such as use_cache
 
 
 def takes_cache(function: Callable, name: str = "cache") -> Callable:
@@ -56,10 +56,8 @@ def named_cache(kwargs: dict[str, Any], name: str = "cache") -> dict[str, Any]:
 
 def _check_no_cache(key: str, value: Any) -> None:
     """Raise ValueError if an argument that is not named as a cache is one, by its type or by its name."""
-    if value is None or isinstance(value, bool | int | float | str) or key in NO_CACHES:
-        return
-    by_name = key in OTHER_NAMES or any(part in key for part in PARTS)
-    if by_name or isinstance(value, Cache | CacheLayerMixin):
+    is_named = "cache" in key or "past" in key or key in OTHER_NAMES
+    if isinstance(value, Cache) or (is_named and key not in NO_CACHES and not isinstance(value, OPTIONS)):
         raise ValueError(
             f"a cache must be given as cache or past_key_values, got {type(value).__name__} as {key}, "
             "which the model would not read"
