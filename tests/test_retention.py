@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cases import SIZES
 from comparing import assert_close
-from hf_memory import MemoryTransformerConfig
+from hf_memory import MemoryTransformerConfig, MemoryTransformerForCausalLM
 from hf_memory.mixers.attention_blocks import Scores
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.retention import DECAY, Retention
@@ -20,22 +21,24 @@ def make(T: int, B: int = 2):
     return [x.requires_grad_() for x in heads]
 
 
-def definition(q, k, v):
+def definition(q, k, v, memory=MEMORY, scale=0.3, other=None):
     """The outputs and the mass of queries [T, groups, D] with one head of keys and values [T, D], [T, groups, D + 1],
-    and the tokens that are held."""
+    and the tokens that are held. With the mass `other` [T, groups] of a sink, this receives a share as well."""
     held, received, outputs = [], torch.zeros(len(q), dtype=q.dtype), []
     for t in range(len(q)):
-        if t % MEMORY.block == 0:
+        if t % memory.block == 0:
             received = DECAY * received
         held = [*held, t]
-        scores = 0.3 * q[t] @ k[held].mT
+        scores = scale * q[t] @ k[held].mT
         p = scores.softmax(-1)
         outputs.append(torch.cat([p @ v[held], scores.logsumexp(-1, keepdim=True)], -1))
+        if other is not None:
+            p = p * torch.sigmoid(scores.logsumexp(-1) - other[t])[:, None]
         received = received.index_add(0, torch.tensor(held), p.detach().sum(0))
-        if t % MEMORY.block == MEMORY.block - 1:
-            always = [j for j in held if j < MEMORY.first or j > t - MEMORY.size]
+        if t % memory.block == memory.block - 1:
+            always = [j for j in held if j < memory.first or j > t - memory.size]
             others = sorted({*held} - {*always}, key=lambda j: (-received[j], j))
-            held = sorted(always + others[: MEMORY.stay - len(always)])
+            held = sorted(always + others[: memory.stay - len(always)])
     return torch.stack(outputs), held
 
 
@@ -128,6 +131,41 @@ def test_packed_sequences_are_separate():
     o, states = attend(*inputs, cu_seqlens=torch.tensor(bounds))
     assert_close(o, torch.cat([expected(*(x[:, a:b] for x in inputs)) for a, b in zip(bounds, bounds[1:])], 1))
     assert states.keys() == {"tokens_read"}
+
+
+@pytest.mark.parametrize("beside", ["attention_sinks", "virtual_token"])
+@pytest.mark.parametrize("pieces", [[120], [1] * 120], ids=["whole", "token by token"])
+@torch.no_grad()
+def test_attention_received_is_a_share_among_the_tokens_held(beside, pieces):
+    """A sink takes its share of the output, and not of what tokens have received."""
+    model = _model(beside)
+    mixer, x = model.model.layers[0].mixer, torch.randn(1, 120, 32, dtype=torch.float64)
+    q, k, v = (y[0] for y in mixer.project_heads(x, None))
+    heads, differences = [], []
+    for h, mine in enumerate(q.unflatten(1, (2, 2)).unbind(1)):
+        if beside == "attention_sinks":
+            values, logits = mixer.sinks.values[h], mixer.sinks.logits[2 * h : 2 * h + 2].expand(120, 2)
+        else:
+            values, logits = mixer.virtual_token.values[h], mixer.scaling * mine @ mixer.virtual_token.keys[h]
+        given = mine, k[:, h], v[:, h], mixer.retention, mixer.scaling
+        o, other = definition(*given)[0], definition(*given, other=logits)[0]
+        differences.append((o - other).abs().max())
+        share = torch.sigmoid(logits - o[..., -1])[..., None]
+        heads.append(o[..., :-1] + share * (values - o[..., :-1]))
+    assert max(differences) > 0.01  # else nothing would show which one it is
+    cache = DynamicCache(config=model.config)
+    found = [mixer(piece, past_key_values=cache)[0] for piece in x.split(pieces, 1)]
+    assert_close(torch.cat(found, 1), mixer.o_proj(torch.stack(heads, 1).flatten(1))[None])
+
+
+def _model(beside):
+    torch.manual_seed(0)
+    options = {"layer_types": ["sliding_heads"] * 2, "sliding_window": 3, "num_kept_tokens": 4, "kept_block_size": 2}
+    model = MemoryTransformerForCausalLM(MemoryTransformerConfig(**SIZES, **options, **{beside: True}, position="none"))
+    for name, x in model.named_parameters():
+        if "sinks" in name or "virtual" in name:
+            torch.nn.init.normal_(x, std=3.0)
+    return model.double().eval()
 
 
 def test_only_windows_without_another_memory_keep_tokens():

@@ -7,7 +7,10 @@ the memory, and of their own block the tokens up to themselves:
     u_j <- decay u_j + sum_i p_ij,   over the queries i of a block, and of a group of heads
 
 After a block the first tokens, those of the window, and the tokens with the largest u among the others stay, and the
-rest is dropped for good. That received attention tells which tokens will be needed is the observation of H2O
+rest is dropped for good. A sink or a virtual token beside the entries takes its share of the output alone: p_ij are
+shares among the entries, so that queries that see mostly the sink count as much as others.
+
+That received attention tells which tokens will be needed is the observation of H2O
 (https://arxiv.org/abs/2306.14048); a moving average takes the place of its sum, and has no parameters either.
 """
 

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from hf_memory.mixers.deltaformer import DeltaFormerMixer, window_of
 from hf_memory.modeling import base
-from hf_memory.modeling.checks import check_word
+from hf_memory.modeling.checks import check_values, check_word
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.ops.deltaformer import BETA_MODES, KERNELS
 
@@ -55,6 +55,11 @@ class DeltaFormerConfig(MemoryConfig):
         check_word("read_kernel", self.read_kernel, KERNELS)
         check_word("beta_mode", self.beta_mode, BETA_MODES)
         check_word("beta_activation", self.beta_activation, ("sigmoid", "tanh", "identity"))
+        if self.beta_mode == "none":
+            check_values(self, "with beta_mode='none'", beta_activation="sigmoid")
+        if self.read_kernel != "softmax" and {*self.layer_types} <= {"memory", "sliding_memory"}:
+            here = f"with read_kernel={self.read_kernel!r}, which compares keys of unit length"
+            check_values(self, here, query_pre_attn_scalar=None, attn_logit_softcapping=None)
 
 
 class DeltaFormerModel(base.MemoryModel):

@@ -81,8 +81,8 @@ class AttentionWindow(PreTrainedConfig):
         virtual_token (`bool`, defaults to `False`): whether there is a learned token before the first one, with a key
             and a value for each key-value head, which every token sees; in models of `"sliding_heads"` layers alone.
         num_kept_tokens (`int` or `list[int]`, defaults to 0): number of older tokens whose keys and values each
-            key-value head of `"sliding_heads"` layers keeps beside its window: those that received most attention. A
-            list has the number of each layer.
+            key-value head of `"sliding_heads"` layers keeps beside its window: those that received most attention, of
+            what sinks and a virtual token leave. A list has the number of each layer.
         kept_block_size (`int`, defaults to 32): number of tokens after which it is decided which ones stay; until then
             all of these are seen.
         full_attention_heads (`list[list[int]]`, *optional*): for each layer, the key-value heads of these layers that
