@@ -30,6 +30,7 @@ def demo(
             for part in (made.teacher, made.tokenizer):
                 part.save_pretrained(folder / "teacher")
     print_results(made.results)
+    console.print("control: the teacher, trained on the same text for as many more steps as the student")
     for name, model in (("teacher", made.teacher), ("student", made.student)):
         for prompt in PROMPTS:
             console.print(f"\n{name}", style="bold")
