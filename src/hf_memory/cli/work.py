@@ -23,6 +23,7 @@ from hf_memory.conversion.describe import advice_rows, device_rows, fits
 from hf_memory.conversion.goal import CONTEXT
 from hf_memory.conversion.report import HEADER, RATIO_BELOW, SCORE_HEADER, score_table, table
 from hf_memory.conversion.teacher_text import parse_source, write_text
+from hf_memory.conversion.teachers.loading import check_bitsandbytes
 from hf_memory.evaluation import OF_CARD, Subject, evaluate, lengths_beyond, record
 from hf_memory.evaluation.tasks import Found
 from hf_memory.export import find_target
@@ -154,7 +155,7 @@ def _prepare(asked: Asked) -> Job:
     if resumed := asked.flags.are_unfinished(output, plan.recipe):
         asked = asked._replace(training=replace(asked.training, overwrite=True))  # the result of this very command
     if not asked.training.dry_run:  # which may be on another machine
-        conversion.check_bitsandbytes(recipe.teacher_bits)
+        check_bitsandbytes(recipe.teacher_bits)
     checked = replace(run, validation=empty if validates else None)
     conversion.check_run(plan, checked, output=output, overwrite=asked.training.overwrite)
     if asked.servable:

@@ -30,7 +30,6 @@ from hf_memory.conversion.students.weights import CarriedWeights, carry_over
 from hf_memory.conversion.teachers import TEACHERS, Teacher
 from hf_memory.conversion.teachers.gguf import describe_weights, find_gguf
 from hf_memory.conversion.teachers.loading import (
-    check_bitsandbytes,
     load_config,
     load_quantized,
     load_teacher,
@@ -60,7 +59,6 @@ __all__ = [
     "add_results",
     "attention_transfer",
     "carry_over",
-    "check_bitsandbytes",
     "check_output",
     "check_run",
     "check_space",
