@@ -1,0 +1,292 @@
+"""No option is ignored beside another: each pair is refused by the config, or each of both changes something.
+
+A model with many options at once stands for all their pairs: where leaving out one of them changes nothing, another one
+has made it useless.
+"""
+
+import zlib
+from dataclasses import fields
+from itertools import chain
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+
+from cases import SIZES
+from hf_memory import FAMILIES
+from hf_memory.mixers import windowed
+
+ROPE = {"rope_type": "default", "rope_theta": 10.0}
+SMALL = {
+    **SIZES,
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "sliding_window": 4,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "num_product_keys": 3,
+    "product_key_heads": 1,
+    "product_key_dim": 4,
+    "product_key_top_k": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 6,
+    "kept_block_size": 4,
+    "num_memory_slots": 5,
+}
+TOKENS = torch.randint(3, 24, (1, 30), generator=torch.Generator().manual_seed(0))
+
+
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+BY_LAYER = [  # options that say of each layer what it has: in a model of one layer only one of them can have an effect
+    {"position", "no_rope_layers", "local_rope_layers", "rope_parameters"},
+    {"mlp_types", "mlp_bias", "hidden_act", *EXPERT_SIZES},
+    {"max_span", "span_ramp", "span_limits"},  # limits are set for learned spans
+]
+NOT_TESTED = {  # of the options that all families share, and of the Memory Transformer's
+    "vocab_size, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings, layer_types": "sizes",
+    "initializer_range, attention_dropout, sparse_memory_gradients": "training",
+    "span_loss_weight, ponder_loss_weight": "losses",
+    "use_cache, mixer_backend": "speed",
+    "pad_token_id, bos_token_id, eos_token_id": "names of tokens",
+    "memory_rope": "memory layers, which have other options in each family",
+    "adaptive_computation, halting_epsilon": "models that run a layer more than once: test_depth.py",
+}
+
+
+class Change(NamedTuple):
+    """Values of options, usually of one, and those without which they mean nothing."""
+
+    values: dict
+    needs: dict = {}
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+
+
+def changes(needs=None, /, **options) -> list[Change]:
+    """A change for each value of some options: lists have several."""
+    return [Change({name: x}, needs or {}) for name, values in options.items() for x in values]
+
+
+EXPERTS, PRODUCT_KEYS = {"mlp_types": ["experts"]}, {"mlp_types": ["mlp_and_memory"]}
+BLOCK = [  # what all layers have around their mixers
+    *changes(norm_placement=["post", "both"], residual_multiplier=[0.5], embedding_multiplier=[2.0]),
+    *changes(final_logit_softcapping=[1.0], tie_word_embeddings=[True], hidden_act=["gelu"], mlp_bias=[True]),
+    *changes(mlp_types=[["experts"], ["memory"], ["mlp_and_memory"], ["none"]], rms_norm_eps=[0.3]),
+    *changes(EXPERTS, num_experts=[3], num_experts_per_tok=[1], moe_intermediate_size=[4], norm_topk_prob=[False]),
+    *changes(PRODUCT_KEYS, num_product_keys=[4], product_key_heads=[2], product_key_dim=[6], product_key_top_k=[1]),
+]
+OUTSIDE = [  # some of these, for layers of other kinds: what is around a mixer does not know which one it is
+    *changes(norm_placement=["post"], residual_multiplier=[0.5], final_logit_softcapping=[1.0], mlp_bias=[True]),
+]
+HEADS = changes(num_attention_heads=[2], num_key_value_heads=[4], head_dim=[6])
+ATTENTION = [
+    *HEADS,
+    *changes(attention_bias=[True], attention_output_bias=[True], use_qk_norm=[True], query_pre_attn_scalar=[3]),
+    *changes({"use_qk_norm": True}, qk_norm_whole_width=[True]),
+    *changes(attn_logit_softcapping=[0.5]),
+]
+ROTATED = [
+    *changes(no_rope_layers=[[0]]),
+    *changes(rope_parameters=[{**ROPE, "rope_theta": 20.0, "partial_rotary_factor": 0.5}]),
+    Change({"local_rope_layers": [1], "local_rope_parameters": ROPE}),
+]
+WINDOW = [
+    *changes(sliding_window=[3], num_sink_tokens=[2], attention_sinks=[True], full_attention_heads=[[[1]]]),
+    *changes({"full_attention_heads": [[0]]}, full_attention_window=[6]),
+]
+KEPT = [*changes(num_kept_tokens=[3], virtual_token=[True]), *changes({"num_kept_tokens": 3}, kept_block_size=[2])]
+SLOTS = changes(num_memory_slots=[3])
+TRANSFORMER = [
+    *changes(position=["none", "sinusoidal", "learned", "relative", "xl", "alibi", "distance_aware", "forget"]),
+    *changes({"position": "relative"}, max_relative_distance=[3]),
+    *changes(depth=["universal", "reversible"]),
+]
+NAMES = ["block_local", "dilated", "longformer_by_head", "blockwise", "adaptive_span", "strided", "strided_by_head"]
+NAMES += ["fixed", "fixed_by_head", "bigbird", "linformer", "reformer", "routing", "routing_by_head"]
+PATTERNS = [
+    *changes(pattern=NAMES, past=["xl", "compressive", "memorizing", "infinite"]),
+    *changes({"pattern": "strided"}, pattern_size=[3]),
+    *changes({"pattern": "dilated"}, dilation=[3]),
+    *changes({"pattern": "longformer_by_head"}, num_sink_tokens=[2]),
+    *changes({"past": "infinite"}, num_sink_tokens=[2], sliding_window=[3]),
+    *changes({"pattern": "fixed"}, num_summary_tokens=[1]),
+    *changes({"pattern": "bigbird"}, num_random_blocks=[2], pattern_seed=[1]),
+    *changes({"pattern": "blockwise"}, num_block_shifts=[3]),
+    *changes({"pattern": "routing"}, num_buckets=[2]),
+    *changes({"pattern": "reformer"}, num_hashes=[1]),
+    *changes({"pattern": "adaptive_span"}, max_span=[3], span_ramp=[5], span_limits=[[4]]),
+    *changes({"past": "xl"}, past_window=[2], segment_length=[2]),
+    *changes({"past": "compressive"}, compression=["mean", "most_used"], compression_rate=[4], compressed_length=[1]),
+    *changes({"past": "memorizing"}, memory_join=["softmax", "attention"], memory_size=[3], memory_top_k=[1]),
+]
+SIZES_OF_PATTERNS = {
+    "pattern_size": 4,
+    "num_summary_tokens": 2,
+    "num_random_blocks": 1,
+    "num_buckets": 4,
+    "num_hashes": 2,
+    "max_span": 6,
+    "span_ramp": 2,
+    "past_window": 4,
+    "segment_length": 4,
+    "compression_rate": 2,
+    "compressed_length": 3,
+    "memory_size": 6,
+    "memory_top_k": 2,
+    "max_relative_distance": 6,
+}
+OF_LAYERS = {
+    "full_attention": [*BLOCK, *ATTENTION, *ROTATED],
+    "sliding_attention": [*OUTSIDE, *ATTENTION, *ROTATED, *changes(sliding_window=[3])],
+    "sliding_heads": [*OUTSIDE, *ATTENTION, *ROTATED, *WINDOW, *KEPT],
+    "sliding_memory": [*OUTSIDE, *ATTENTION, *ROTATED, *WINDOW, *SLOTS],
+}
+OF_FAMILIES = {
+    ("hf_memory_transformer", "memory"): [*OUTSIDE, *ATTENTION, *ROTATED, *TRANSFORMER, *PATTERNS],
+    ("hf_memory_transformer", "sliding_heads"): [*OF_LAYERS["sliding_heads"], *TRANSFORMER],
+    ("hf_memory_deltaformer", "memory"): [
+        *OUTSIDE,
+        *ATTENTION,
+        *ROTATED,
+        *changes(write_kernel=["linear", "relu", "round"], read_kernel=["linear", "relu"], write_rope=[False]),
+        *changes(beta_mode=["delta", "none"], beta_activation=["tanh", "identity"]),
+    ],
+}
+OF_FAMILIES["hf_memory_deltaformer", "sliding_memory"] = [
+    *OF_FAMILIES["hf_memory_deltaformer", "memory"],
+    *WINDOW,
+]
+FAMILY = {family.config.model_type: family for family in FAMILIES}
+
+
+def merged(*parts: dict) -> dict | None:
+    """Options together; None if two of them say different things of one."""
+    options: dict = {}
+    for part in parts:
+        if any(options.get(name, value) != value for name, value in part.items()):
+            return None
+        options |= part
+    return options
+
+
+def is_by_layer(a: Change, b: Change) -> bool:
+    return any({*a.values} & names and {*b.values} & names for names in BY_LAYER)
+
+
+class Layer:
+    """Models of one layer of a kind in a family, by their options."""
+
+    def __init__(self, family: str, kind: str):
+        self.family, self.own = FAMILY[family], SIZES_OF_PATTERNS if family == "hf_memory_transformer" else {}
+        self.base = {**SMALL, **self.own, "layer_types": [kind]}
+        self.found: dict = {}
+
+    def config(self, options: dict):
+        """A config, or None if it refuses the options."""
+        try:
+            return self.family.config(**self.base | options)
+        except ValueError:
+            return None
+
+    @torch.no_grad()
+    def results(self, options: dict) -> tuple:
+        """Logits and states, with weights that depend on their names alone."""
+        key = repr(sorted(options.items(), key=str))
+        if key not in self.found:
+            config = self.config(options)
+            model = self.family.causal_lm(config).double().eval()
+            for name, x in [*model.named_parameters(), *model.named_buffers()]:
+                if "rotary" not in name:
+                    x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))))
+            cache = DynamicCache(config=config)
+            logits = model(TOKENS, past_key_values=cache).logits
+            layer = cache.layers[0]
+            states = layer.states if hasattr(layer, "states") else {"keys": layer.keys, "values": layer.values}
+            assert logits.isfinite().all()
+            self.found[key] = logits, dict(states)
+        return self.found[key]
+
+    def has_effect(self, options: dict, change: Change) -> bool:
+        """Whether the options give other results than without a change."""
+        without = {name: value for name, value in options.items() if name not in change.values}
+        if self.config(without) is None:
+            return True  # the others need it
+        (one, states), (other, others) = self.results(options), self.results(without)
+        if not torch.allclose(one, other, rtol=1e-9, atol=1e-9) or states.keys() != others.keys():
+            return True
+        return any(x.shape != others[name].shape or not torch.allclose(x, others[name]) for name, x in states.items())
+
+
+def sets_of(layer: Layer, all_changes: list[Change]):
+    """Sets of changes that a config takes together, until each pair that it takes is in one of them; and those that
+    are in no earlier set with another one of this set."""
+    options = {(a.name, b.name): merged(a.needs, b.needs, a.values, b.values) for a in all_changes for b in all_changes}
+    pairs = [
+        (a, b)
+        for i, a in enumerate(all_changes)
+        for b in all_changes[:i]
+        if not {*a.values} & {*b.needs, *b.values} and not {*b.values} & {*a.needs} and not is_by_layer(a, b)
+        if (both := options[a.name, b.name]) is not None and layer.config(both) is not None
+    ]
+    left = {(a.name, b.name) for a, b in pairs}
+    taken = left | {(b, a) for a, b in left}
+    for a, b in pairs:
+        if (a.name, b.name) not in left:
+            continue
+        chosen = [a, b]
+        for c in all_changes:
+            if all((c.name, x.name) in taken for x in chosen):
+                together = merged(*(x.needs for x in chosen), c.needs, *(x.values for x in chosen), c.values)
+                if together is not None and layer.config(together) is not None:
+                    chosen.append(c)
+        names = {x.name for x in chosen}
+        new = {pair for pair in left if names.issuperset(pair)}
+        left -= new
+        yield chosen, [x for x in chosen if x.name in {name for pair in new for name in pair}]
+
+
+LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS]
+
+
+@pytest.mark.parametrize(("family", "kind"), LAYERS)
+def test_each_of_two_options_has_an_effect_or_both_are_refused(family, kind):
+    layer = Layer(family, kind)
+    ignored = []
+    for chosen, new in sets_of(layer, OF_FAMILIES.get((family, kind)) or OF_LAYERS[kind]):
+        options = merged(*(x.needs for x in chosen), *(x.values for x in chosen))
+        useless = [x.name for x in new if not layer.has_effect(options, x)]
+        if useless:
+            ignored.append((useless, [x.name for x in chosen]))
+    assert not ignored
+
+
+def test_every_option_is_changed_or_has_a_reason():
+    """Of those that all families share, and of the Memory Transformer and DeltaFormer."""
+    changed = {name for x in chain(*OF_LAYERS.values(), *OF_FAMILIES.values()) for name in x.values}
+    known = changed | {name for names in NOT_TESTED for name in names.split(", ")}
+    others = {field.name for field in fields(PreTrainedConfig)}
+    for family in ("hf_memory_transformer", "hf_memory_deltaformer"):
+        assert {field.name for field in fields(FAMILY[family].config)} - others <= known
+    assert not changed & {name for names in NOT_TESTED for name in names.split(", ")}
+
+
+def test_an_ignored_option_is_seen(monkeypatch):
+    """Sinks that no mixer has, although the config takes them."""
+    monkeypatch.setattr(windowed.WindowedMixer, "forward", _without_sinks(windowed.WindowedMixer.forward))
+    layer = Layer("hf_memory_deltanet", "sliding_heads")
+    assert not layer.has_effect({"attention_sinks": True, "use_qk_norm": True}, Change({"attention_sinks": True}))
+
+
+def _without_sinks(forward):
+    def run(self, *args, **kwargs):
+        self.sinks = None
+        self.window = self.window._replace(lead=0)
+        return forward(self, *args, **kwargs)
+
+    return run
