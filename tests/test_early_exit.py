@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cases import CASE, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.cache import _tensors
+from hf_memory.cache_argument import CACHE, cache_of
 from hf_memory.decoding import EarlyExit, calibrate, exit_loss, fit_classifier
 from hf_memory.decoding.parts import decoder_layers
 from teachers import gpt2, llama
@@ -40,12 +41,12 @@ def test_skipped_layers_have_the_past_of_what_left(make):
     other = copy.deepcopy(model)
     decoder_layers(other)[1].register_forward_hook(unchanged)
     prompt, following = random_tokens(2, 9).split([6, 3], dim=1)
-    cache = model(prompt, use_cache=True).past_key_values
+    cache = cache_of(model(prompt, use_cache=True))
     same = copy.deepcopy(cache)
     with EarlyExit(model, threshold=ALWAYS, layers=[1]) as early:
         for token in following.split(1, dim=1):
-            found = model(token, past_key_values=cache).logits
-            expected = other(token, past_key_values=same).logits
+            found = model(token, **{CACHE: cache}).logits
+            expected = other(token, **{CACHE: same}).logits
             assert_close(found, expected)
     assert early.mean_depth() == 1
     for mine, theirs in zip(cache.layers, same.layers):
@@ -83,8 +84,8 @@ def test_each_token_leaves_when_its_confidence_reaches_the_threshold(kind):
     early = EarlyExit(model, confidence=kind, threshold=threshold, decay=decay, layers=[1], states="exact")
     with early:
         found = model(tokens, use_cache=False).logits
-        cache = model(tokens[:, :1], use_cache=True).past_key_values
-        one_by_one = [model(token, past_key_values=cache).logits for token in tokens[:, 1:].split(1, dim=1)]
+        cache = cache_of(model(tokens[:, :1], use_cache=True))
+        one_by_one = [model(token, **{CACHE: cache}).logits for token in tokens[:, 1:].split(1, dim=1)]
     wanted = (0.9 * threshold + 0.1 * torch.exp(-decay * torch.arange(12))).clamp(max=1)
     leaves = sure >= wanted
     assert 0 < leaves.float().mean() < 1
@@ -101,7 +102,7 @@ def test_a_batch_leaves_when_its_least_sure_row_is_sure():
     sure = confidences(model, model(rows, output_hidden_states=True).hidden_states, "softmax")[:, -1]
     for threshold, depth in ((float(sure.min()) - 0.01, 1), (float(sure.mean()), 2)):
         with EarlyExit(model, threshold=threshold, layers=[1]) as early:
-            model(token, past_key_values=model(prompt).past_key_values)
+            model(token, **{CACHE: cache_of(model(prompt))})
         assert early.mean_depth() == depth
 
 
