@@ -66,9 +66,6 @@ docs: $(INSTALLED_DOCS)  ## the documentation as a site, in site/; a broken link
 
 bench: $(INSTALLED)  ## the tables that fit this machine
 	$(BIN)/python benchmarks/ops.py
-	$(BIN)/python benchmarks/titans.py
-	$(BIN)/python benchmarks/deltaformer_memory.py
-	$(BIN)/python benchmarks/log_linear.py
 	$(BIN)/python benchmarks/decode.py
 
 claims: $(INSTALLED)  ## does each memory do what its paper claims? Says first how long it takes; goes on where it was stopped

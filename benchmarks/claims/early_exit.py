@@ -15,7 +15,7 @@ seeds.
 byte takes 8 / 3 layers or fewer.
 
 **What this does not show.** It does not show how long a byte takes: in so small a model, Python takes about as long for
-a layer as for a confidence. The time of larger models is measured by `benchmarks/early_exit.py`.
+a layer as for a confidence. The time of larger models was measured once.
 """
 
 from statistics import mean

@@ -1,0 +1,115 @@
+"""Prints the table of how the code is written: what was, what is wanted, and what is now. It takes ten seconds.
+
+    python benchmarks/house.py
+
+Nothing fails on it. A tuple assignment of unrelated values is a statement whose target is a tuple and whose value is a
+tuple display of as many elements, at least two, except swaps: `a, b = x, y`, but neither `B, T = x.shape[:2]` nor
+`a, b = b, a`. A place that asks "is this one token?" compares T, a length or a second dimension with 1. A `Plan` is
+rewritten by `replace(plan, ...)`, and by `replace(self, ...)` in its module.
+"""
+
+import ast
+import re
+import tokenize
+from itertools import chain
+from pathlib import Path
+
+import hf_memory
+from hf_memory.cli import load
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+ONE_TOKEN = r"(?:\bT|\blength|\.shape\[1\]) (?:==|!=|>) 1\b"
+OF_FAMILIES = r"(?:Model|For\w+|Config)$"  # classes that docs/hooks.py describes
+
+
+def code_tokens(file: Path) -> int:
+    """The number of Python's tokens in a file, without comments, docstrings and layout."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    docstrings = {body[0].lineno for body in bodies if body and is_text(body[0])}
+    with file.open("rb") as source:
+        tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in LAYOUT]
+    texts = [token for token in tokens if token.type == tokenize.STRING and token.start[0] in docstrings]
+    return len(tokens) - 1 - len(texts)  # without the end of the file
+
+
+def is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is nothing but a string."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def tuple_assignments(file: Path) -> int:
+    """How many statements of a file assign unrelated values to a tuple."""
+    found = 0
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        values = node.value.elts
+        targets = [x.elts for x in node.targets if isinstance(x, ast.Tuple) and len(x.elts) == len(values) >= 2]
+        named = [sorted(map(ast.unparse, elements)) for elements in targets]
+        found += any(names != sorted(map(ast.unparse, values)) for names in named)
+    return found
+
+
+def exports(file: Path) -> list[str]:
+    """The names in a literal `__all__` of a file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    lists = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"]
+    return [ast.literal_eval(x) for values in lists if isinstance(values, ast.List) for x in values.elts if is_name(x)]
+
+
+def is_name(element: ast.expr) -> bool:
+    """Whether an element of a list is a literal."""
+    return isinstance(element, ast.Constant)
+
+
+def arguments(command: str) -> int:
+    """The number of a command's arguments and options, without its help."""
+    return sum(x.name != "help" for x in load(command).params)
+
+
+def matches(pattern: str, name: str = "") -> int:
+    """How often a regular expression matches in the sources, or in those with a name."""
+    files = [file for file in SOURCES if file.name == (name or file.name)]
+    return sum(len(re.findall(pattern, file.read_text(encoding="utf-8"))) for file in files)
+
+
+def measures() -> list[tuple[str, str, str, str]]:
+    """The rows of the table."""
+    tokens = sum(map(code_tokens, SOURCES))
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in SOURCES)
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    below = [name for file in SOURCES if file.parent.name != "hf_memory" for name in exports(file)]
+    names = {*hf_memory.__all__, *below}
+    unnamed = sorted(x for x in names if not re.search(rf"\b{x}\b", pages) and not re.search(OF_FAMILIES, x))
+    commands = " / ".join(str(arguments(name)) for name in ("convert", "evaluate", "fine-tune"))
+    benchmarks = chain((ROOT / "benchmarks").glob("*.py"), (ROOT / "benchmarks").glob("claims/*.py"))
+    written = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in benchmarks)
+    packed = sum(map(tuple_assignments, SOURCES))
+    rewritten = matches(r"\breplace\(plan\b") + matches(r"\breplace\(self\b", "plan.py")
+    said = f"{len(hf_memory.__all__)} / {len(below)}, in no page: {', '.join(unnamed) or 'none'}"
+    return [
+        ("code tokens under src", "263,182", "<= 240,000", f"{tokens:,}"),
+        ("tokens a line", "8.1", "<= 6.5", f"{tokens / lines:.1f}"),
+        ("tuple assignments of unrelated values", "811", "<= 150", str(packed)),
+        ("exported names at top level / in subpackages", "51 / 186", "all in the docs", said),
+        ("arguments of convert / evaluate / fine-tune", "32 / 20 / 19", "<= 22 / 14 / 14", commands),
+        ('places that ask "is this one token?"', "about 10", "2", str(matches(ONE_TOKEN))),
+        ("times a Plan is rewritten", "5", "0", str(rewritten)),
+        ("lines under benchmarks", "9,249", "<= 6,500", f"{written:,}"),
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    print("| measure | was | wanted | now |\n|---|---|---|---|")
+    for row in measures():
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
