@@ -251,7 +251,7 @@ def sets_of(layer: Layer, all_changes: list[Change]):
         yield chosen, [x for x in chosen if x.name in {name for pair in new for name in pair}]
 
 
-LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS]
+LAYERS = [("hf_memory_deltanet", kind) for kind in OF_LAYERS] + [("hf_memory_deltaformer", "sliding_memory")]
 
 
 @pytest.mark.parametrize(("family", "kind"), LAYERS)
