@@ -156,6 +156,16 @@ def test_a_changed_state_of_an_optimizer_that_is_used_is_seen(stopped, tmp_path,
         test_a_damaged_checkpoint_is_refused_in_one_sentence("optimizer.pt", DAMAGES["flipped"], stopped, tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "\0" * 9])
+def test_a_damaged_record_of_a_run_is_refused_in_one_sentence(content, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "fingerprint.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"fingerprint.json is damaged: delete the folder .*run, and the run begins again"
+    ):
+        train(make_teacher(), text(), SCHEDULE, run=Run(tmp_path / "run"))
+
+
 def other_teacher():
     teacher = make_teacher()
     teacher.model.norm.weight.data[3] += 1e-3

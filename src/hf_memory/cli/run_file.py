@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -68,9 +69,10 @@ class Flags(NamedTuple):
     def are_unfinished(self, folder: Path, recipe: Recipe) -> bool:
         """Whether a folder has the model of a run with the same settings that was stopped while it was measured."""
         file, results = folder / RUN, folder / RESULTS
-        if not file.is_file() or not results.is_file() or json.loads(results.read_text(encoding="utf-8")):
-            return False
-        return file.read_text(encoding="utf-8") == self._content(recipe)
+        with suppress(ValueError):  # of a damaged file
+            if file.is_file() and results.is_file() and json.loads(results.read_text(encoding="utf-8")) == {}:
+                return file.read_text(encoding="utf-8") == self._content(recipe)
+        return False
 
     def _content(self, recipe: Recipe) -> str:
         option = [f"{name}={_word(x)}" for name, x in recipe.options.items()]

@@ -85,7 +85,7 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     check_claimable(folder)
     file, described = folder / FINGERPRINT, describe(description)
     if _work(folder):
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = _record(file)
         if others := sorted(name for name in described | before if described.get(name) != before.get(name)):
             raise ValueError(
                 f"checkpoints must be of the same run, got {folder} of one with another {' and '.join(others)}"
@@ -94,6 +94,16 @@ def claim(folder: Path, description: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with replaced(file) as partial:
         partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _record(file: Path) -> dict[str, str]:
+    """What an earlier run has recorded in a file."""
+    record = None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} is damaged: delete the folder {file.parent}, and the run begins again")
+    return record
 
 
 def check_claimable(folder: Path) -> None:
