@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from cases import (
+    CASE,
     CASES,
     every_case,
     every_recurrent_family,
@@ -42,6 +43,38 @@ def test_states_keep_their_address(case):
     assert cache.get_seq_length() == 0
     go_on(model, cache, tokens)
     assert addresses(cache) == before
+
+
+@every_case
+@torch.no_grad()
+def test_a_cache_that_was_made_in_inference_mode_goes_on_outside_it(case):
+    model, tokens = make_model(case).double(), random_tokens(2, 9)
+    with torch.inference_mode():
+        cache = read(model, tokens[:, :5])
+    parts = [go_on(model, cache, part) for part in tokens[:, 5:].split([1, 3], 1)]
+    assert_close(torch.cat(parts, 1), model(tokens).logits[:, 5:])
+
+
+@every_recurrent_family
+@torch.no_grad()
+def test_a_static_or_recording_cache_of_inference_mode_goes_on_too(case):
+    model, tokens = make_model(case).double(), random_tokens(2, 9)
+    with torch.inference_mode():
+        static = StaticCache(config=model.config, max_cache_len=9)
+        go_on(model, static, tokens[:, :5])
+        recording = read(model, tokens[:, :3])
+        recording.activate_past_recording()
+        go_on(model, recording, random_tokens(2, 4, seed=1))
+    recording.crop(-4)
+    expected = model(tokens).logits[:, 5:]
+    assert_close(go_on(model, recording, tokens[:, 3:])[:, 2:], expected)
+    assert_close(torch.cat([go_on(model, static, part) for part in tokens[:, 5:].split([1, 3], 1)], 1), expected)
+    with torch.inference_mode():
+        empty, full = (StaticCache(config=model.config, max_cache_len=9) for _ in range(2))
+        go_on(model, full, tokens[:, :5])
+    full.reset()
+    for static in (empty, full):
+        assert_close(go_on(model, static, tokens)[:, 5:], expected)
 
 
 @every_case
@@ -274,6 +307,40 @@ def test_states_are_what_the_mixers_declare(case):
             assert {name: tuple(x.shape) for name, x in layer.states.items()} == shapes
             dtypes = {name: state.dtype or torch.float32 for name, state in spec.items()}
             assert {name: x.dtype for name, x in layer.states.items()} == dtypes
+
+
+@every_case
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16, None], ids=str)
+def test_states_have_the_dtypes_that_are_declared_whatever_computes_them(case, autocast):
+    """Under autocast, and in a model of low precision."""
+    model = make_model(case) if autocast else make_model(case).to(torch.bfloat16)
+    cache, tokens = DynamicCache(config=model.config), random_tokens(2, 11)
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        for part in tokens.split([7, 1, 2, 1], 1):
+            go_on(model, cache, part)
+    for layer, spec in zip(cache.layers, model.config.state_specs):
+        if isinstance(layer, MemoryLayer):
+            dtypes = {name: state.dtype or model.dtype for name, state in spec.items()}
+            assert {name: x.dtype for name, x in layer.states.items()} == dtypes
+
+
+@pytest.mark.parametrize("case", [CASE["deltanet-window"], CASE["mamba3"]], ids=lambda case: case.name)
+@torch.no_grad()
+def test_autocast_costs_no_more_after_many_tokens(case):
+    """Sums over tokens would stop growing in bfloat16."""
+    model, tokens = make_model(case, num_hidden_layers=1, **_of_first_layer(case)), random_tokens(1, 1400)
+    found = []
+    for on in (False, True):
+        cache = DynamicCache(config=model.config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            parts = [go_on(model, cache, part) for part in tokens.split([100, 1200, *[1] * 100], 1)]
+        found.append(torch.cat(parts, 1).float())
+    lost = (found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)
+    assert lost[:, -100:].mean() < 2 * lost[:, :100].mean()
+
+
+def _of_first_layer(case):
+    return {name: x[:1] for name, x in case.options.items() if isinstance(x, list)}
 
 
 @every_case

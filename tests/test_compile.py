@@ -88,18 +88,20 @@ class TestKeptTokensAreOneGraph:
         assert_close(step, model(tokens, attention_mask=mask).logits[:, 14:])
 
 
-@pytest.mark.parametrize("name", ["gla", "linear-window"])
-def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name):
+@pytest.mark.parametrize("padded", [0, 2], ids=["whole rows", "left-padded rows"])
+@pytest.mark.parametrize("name", ["gla", "linear-window", "linear-full"])
+def test_generate_with_a_static_cache_compiles_its_step_to_one_graph(name, padded):
     """As it does on a GPU without being asked to."""
-    (case,) = (case for case in CASES if case.name == name)
-    model, tokens = make_model(case), random_tokens(2, 5)
+    model, tokens = make_model(CASE[name]), random_tokens(2, 5)
+    mask = torch.ones_like(tokens)
+    mask[0, :padded] = 0
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
-    found = generate(model, tokens, cache_implementation="static", compile_config=config)
+    found = generate(model, tokens, attention_mask=mask, cache_implementation="static", compile_config=config)
     assert counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(found, generate(model, tokens))
+    assert torch.equal(found, generate(model, tokens, attention_mask=mask))
 
 
 def addresses(cache):

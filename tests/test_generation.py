@@ -114,6 +114,20 @@ def test_a_draft_model_changes_no_token(case):
         assert torch.equal(generate(model, prompt, assistant_model=draft), generate(model, prompt))
 
 
+@every_case
+def test_drafts_of_the_first_layers_change_no_token(case):
+    model, tokens = make_model(case).double(), random_tokens(1, 6)
+    assert torch.equal(generate(model, tokens, assistant_early_exit=1), generate(model, tokens))
+
+
+def test_drafts_of_the_first_layers_run_no_others():
+    model, runs = make_model(CASES[0], num_hidden_layers=3), []
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, i=i: runs.append(i))
+    generate(model, random_tokens(1, 6), assistant_early_exit=1)
+    assert runs.count(0) > runs.count(1) == runs.count(2)
+
+
 def test_a_draft_with_another_tokenizer_changes_no_token(tokenizer):
     model, draft = make_model(CASES[0]).double(), make_model(CASES[1], vocab_size=65).double()
     shuffled = {word: i if i < 3 else 3 + 7 * (i - 3) % 61 for word, i in tokenizer.get_vocab().items()}

@@ -57,6 +57,16 @@ def test_a_layer_is_its_equations_one_token_at_a_time():
 
 
 @torch.no_grad()
+def test_many_turns_lose_no_more_than_a_few():
+    mixer, _ = made()
+    mixer.decay.dt_bias += 20  # steps of 20: tokens turn by up to ten whole turns, so that a long text needs no time
+    x = torch.randn(1, 4096, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).double()
+    expected = mixer(x)[0]
+    lost = (mixer.float()(x.float())[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert lost[:, -1024:].mean() < 4 * lost[:, :256].mean()
+
+
+@torch.no_grad()
 def test_without_trapezoid_and_rotation_it_is_mamba_2():
     mixer, x = made()
     mixer.share_proj.forward = lambda x: x.new_full((*x.shape[:2], mixer.num_output_heads), torch.inf)

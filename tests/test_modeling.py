@@ -14,6 +14,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -128,6 +129,50 @@ def test_packed_rows_equal_rows_apart(case):
 
 @every_case
 @torch.no_grad()
+def test_no_packed_text_changes_another_whatever_positions_say(case):
+    model, tokens, whole = make_model(case).double(), random_tokens(1, 11), torch.arange(11)[None]
+    other = tokens.clone()
+    other[:, :6] = random_tokens(1, 6, seed=1)
+    for said in ({"seq_idx": SEQ_IDX}, {"cu_seq_lens_q": CU_SEQLENS}):
+        logits, expected = (model(x, position_ids=whole, **said).logits for x in (other, tokens))
+        assert_close(logits[:, 6:], expected[:, 6:])
+        assert not torch.equal(logits[:, :6], expected[:, :6])
+
+
+@every_case
+@torch.no_grad()
+def test_positions_that_jump_ahead_are_one_text(case):
+    """As in training for more positions than there are tokens (PoSE)."""
+    model, tokens = make_model(case).double(), random_tokens(1, 11)
+    positions = torch.tensor([[0, 1, 2, 5, 6, 7, 20, 21, 22, 23, 40]])
+    cache = DynamicCache(config=model.config)
+    logits = model(tokens, position_ids=positions).logits
+    parts = zip(tokens.split(LENGTHS, 1), positions.split(LENGTHS, 1))
+    read = [model(x, position_ids=here, past_key_values=cache).logits for x, here in parts]
+    assert_close(logits, torch.cat(read, 1))
+
+
+def test_attention_without_masks_is_told_what_is_packed():
+    """As flash attention is, which would look for packed sequences in positions, by another rule."""
+    told = []
+
+    def attention(mixer, q, k, v, mask, **given):
+        told.append(given)
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    AttentionInterface.register("told", attention)
+    model, tokens = make_model(CASE["linear-full"]), random_tokens(1, 11)
+    model.set_attn_implementation("told")
+    model(tokens, position_ids=POSITIONS)
+    assert torch.equal(told[-1]["cu_seq_lens_q"], CU_SEQLENS)
+    assert torch.equal(told[-1]["cu_seq_lens_k"], CU_SEQLENS)
+    assert told[-1]["max_length_q"] == told[-1]["max_length_k"] == max(LENGTHS)
+    model(tokens, position_ids=POSITIONS.cumsum(1) + torch.arange(11))
+    assert not {"cu_seq_lens_q", "position_ids"} & set(told[-1])
+
+
+@every_case
+@torch.no_grad()
 def test_packed_rows_in_a_batch_stay_apart(case):
     model, tokens = make_model(case).double(), random_tokens(2, 6)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
@@ -180,6 +225,17 @@ def test_nothing_to_read_is_refused(shape):
         make_model(CASES[0])(random_tokens(*shape))
 
 
+@every_family
+@pytest.mark.parametrize("length", [1, 4, 6, 8])
+def test_a_mask_of_another_length_is_refused(case, length):
+    model, mask = make_model(case), torch.ones(1, length, dtype=torch.long)
+    model(random_tokens(1, 3), attention_mask=mask[:, :3].new_ones(1, 3), past_key_values=(cache := model.model.new_cache()))
+    with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):
+        model(random_tokens(1, 2), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):
+        model(random_tokens(1, 7), attention_mask=mask, chunk_length=2)
+
+
 @pytest.mark.parametrize("argument", ["cu_seq_lens_q", "attention_mask", "cache"])
 def test_contradictory_packing_is_refused(argument):
     model, tokens = make_model(CASES[0]), random_tokens(1, 11)
@@ -190,6 +246,11 @@ def test_contradictory_packing_is_refused(argument):
     }[argument]
     with pytest.raises(ValueError, match=argument):
         model(tokens, **kwargs)
+
+
+def test_packed_sequences_end_with_their_row():
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must have the beginning of each row, such as 6, got"):
+        make_model(CASES[0])(random_tokens(2, 6), cu_seq_lens_q=torch.tensor([0, 4, 12]))
 
 
 WIDE = {"A_log", "dt_bias", "D", "projection", "initial_weights", "span"}  # in a model of low precision too

@@ -32,7 +32,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language
 from hf_memory.files import documents, tokenised
-from hf_memory.mixers import base
+from hf_memory.mixers import base, far_memory
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import depth, loading
@@ -262,6 +262,28 @@ def test_a_forged_state_that_is_believed_is_seen(name, monkeypatch, tmp_path):
     monkeypatch.setattr(memory_file, "_fault", lambda *args: None)
     with pytest.raises(pytest.fail.Exception):
         test_serving.test_a_forged_memory_is_refused((model, path), name)
+
+
+def test_packing_that_attention_decides_by_itself_is_seen(monkeypatch):
+    def positions(cu_seqlens, inputs_embeds):
+        return torch.arange(inputs_embeds.shape[1]).expand(inputs_embeds.shape[:2])
+
+    monkeypatch.setattr(modeling_base, "packed_positions", positions)
+    with pytest.raises(AssertionError):
+        test_modeling.test_no_packed_text_changes_another_whatever_positions_say(CASE["linear-full"])
+
+
+@pytest.mark.parametrize("name", ["deltanet-window", "mamba3"])
+def test_a_state_in_the_dtype_of_autocast_is_seen(name, monkeypatch):
+    monkeypatch.setattr(base, "as_declared", lambda states, spec, dtype: states)
+    with pytest.raises(AssertionError):
+        test_cache.test_states_have_the_dtypes_that_are_declared_whatever_computes_them(CASE[name], torch.bfloat16)
+
+
+def test_slots_that_are_counted_in_low_precision_are_seen(monkeypatch):
+    monkeypatch.setattr(far_memory, "without_autocast", lambda function, *args: function(*args))
+    with pytest.raises(AssertionError):
+        test_cache.test_autocast_costs_no_more_after_many_tokens(CASE["deltanet-window"])
 
 
 def _without(argument):

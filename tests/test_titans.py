@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cases import CASES, make_model, random_tokens
+from peft import LoraConfig, get_peft_model
+
+from cases import CASES, generate, make_model, random_tokens
 from comparing import assert_close
 from hf_memory.layers import unit_length
 from hf_memory.mixers import neural_memory
@@ -221,3 +223,20 @@ def test_a_memory_is_its_papers_equations(rule, equations):
         rows = (q[0, :, head], *(y.repeat_interleave(4 // y.shape[2], 2)[0, :, head] for y in (k, v)))
         expected = equations(mixer, x, *(row.detach() for row in rows), head)
         assert_close(gate_inputs[0][0, :, head], expected)
+
+
+TITANS = [case for case in CASES if case.model_type == "hf_memory_titans"]
+
+
+@pytest.mark.parametrize("case", TITANS, ids=[case.name for case in TITANS])
+def test_rows_with_adapters_of_their_own_are_generated_as_alone(case):
+    """Also where projections read persistent tokens."""
+    tokens = random_tokens(2, 9)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(make_model(case), lora, adapter_name="one")
+    model.add_adapter("two", lora)
+    model.double().eval()
+    together = generate(model, input_ids=tokens, adapter_names=["one", "two"])
+    for i, name in enumerate(("one", "two")):
+        model.set_adapter(name)
+        assert torch.equal(generate(model, input_ids=tokens[i : i + 1])[0], together[i])

@@ -137,6 +137,17 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 self.recorded = [last, Stretch(self._copied())]
         return output
 
+    def make_writable(self) -> None:
+        """Copy states that were made under `torch.inference_mode()`, which nothing outside it may write."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        held = [x for x in (self.tokens_read, *self.states.values()) if isinstance(x, Tensor)]
+        if any(x.is_inference() for x in held):
+            self._copy_all()
+
+    def _copy_all(self) -> None:
+        self._map(_writable)
+
     def read(self, more: int = 0) -> States:
         """The states by name, with room for some more tokens.
 
@@ -204,6 +215,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the memory; the tensors keep their addresses."""
+        self.make_writable()
         for state in self.states.values():
             state.zero_()
         self.tokens_read -= self.tokens_read  # in place, if it is a tensor
@@ -260,6 +272,7 @@ class MemoryLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             if self.record_past:
                 self.activate_past_recording()
             return
+        self.make_writable()
         self.tokens_read += tokens_to_remove
         while self.recorded[-1].length < -tokens_to_remove:
             tokens_to_remove += self.recorded.pop().length
@@ -319,12 +332,20 @@ class StaticMemoryLayer(MemoryLayer):
         self.most_tokens = max_cache_len if max_cache_len > 0 else torch.iinfo(torch.long).max
         self.tokens_read = torch.zeros((), dtype=torch.long)
 
+    def _copy_all(self) -> None:
+        super()._copy_all()
+        self.tokens_read = _writable(self.tokens_read)
+        self._mark_addresses()
+
     def _store(self, states: States) -> None:
         super()._store(self._with_room(states, 0))
         if not self.is_initialized and not torch.compiler.is_compiling():
             self.tokens_read = self.tokens_read.to(next(iter(states.values())).device)
-            for tensor in (self.tokens_read, *self.states.values()):
-                torch._dynamo.mark_static_address(tensor)
+            self._mark_addresses()
+
+    def _mark_addresses(self) -> None:
+        for tensor in (self.tokens_read, *self.states.values()):
+            torch._dynamo.mark_static_address(tensor)
 
     def _with_room(self, states: States, tokens_read: int) -> States:
         """Extend states to the largest number of entries that they can have, so that no shape changes."""
@@ -349,6 +370,19 @@ def _tokens(inputs: Inputs, tokens: slice) -> Inputs:
     return {name: x[:, tokens] for name, x in inputs.items()}
 
 
+def as_declared(states: States, spec: Spec, dtype: torch.dtype) -> States:
+    """States in the dtypes that `spec` declares for a model of a dtype, which differ from those that autocast computes.
+
+    A model in float64 has float64 where float32 is declared.
+    """
+    kept = {}
+    for name, x in states.items():
+        if x.is_floating_point():
+            x = x.to(torch.promote_types(spec[name].dtype or dtype, dtype))
+        kept[name] = x
+    return kept
+
+
 def flat(parts: dict[str, Any]) -> dict[str, Any]:
     """Nested dicts as one, by joined names such as "memory.weights": a cache has the states of all parts of a mixer."""
     found: dict[str, Any] = {}
@@ -370,7 +404,7 @@ def nested(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
-    """The `MemoryLayer` of a cache at an index.
+    """The `MemoryLayer` of a cache at an index, whose states may be written.
 
     Raises:
         ValueError: if the cache was not made for the model's config.
@@ -380,7 +414,9 @@ def memory_layer(cache: Cache, layer_idx: int) -> MemoryLayer:
             f"cache must hold a memory at layer {layer_idx}: make it with "
             f"DynamicCache(config=model.config), got {cache}"
         )
-    return cache.layers[layer_idx]
+    layer = cache.layers[layer_idx]
+    layer.make_writable()
+    return layer
 
 
 def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -392,6 +428,10 @@ def update(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.keys, layer.values = owned(layer.keys), owned(layer.values)
     return seen
+
+
+def _writable(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x
 
 
 def owned(x: Tensor) -> Tensor:

@@ -40,9 +40,14 @@ class AttentionMixer(Convertible, Projections):
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None); packing is part of the mask."""
+        """[B, T, hidden_size] -> ([B, T, hidden_size], attention weights or None).
+
+        Packing is part of the mask, or of `cu_seq_lens_q` and its kin in `kwargs` for attention without masks, which
+        would find packed sequences of its own in `position_ids`.
+        """
         rows = self.project_heads(hidden_states, Positions(*position_embeddings))
         q, k, v = (x.transpose(1, 2) for x in rows)  # [B, H, T, D]
         if cache is not None:

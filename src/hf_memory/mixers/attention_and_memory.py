@@ -72,14 +72,18 @@ class AttentionAndMemoryMixer(MemoryMixer):
             context.part("attention"),
             Window.of_last(self.config.sliding_window),
             self.scores,
-            always=self.always(hidden_states.dtype),
+            always=self.always(hidden_states),
         )
 
-    def always(self, dtype: torch.dtype) -> Columns | None:
-        """Keys and values of the persistent tokens, which have no positions."""
+    def always(self, hidden_states: Tensor) -> Columns | None:
+        """Keys and values of the persistent tokens, which have no positions, for each row of hidden states [B, T, ...].
+
+        Rows may have adapters of their own, so that projections need all of them.
+        """
         if not self.config.num_persistent_tokens:
             return None
-        _, k, v = self.project_heads(self.persistent.to(dtype)[None], None)
+        rows = self.persistent.to(hidden_states.dtype).expand(len(hidden_states), -1, -1)
+        _, k, v = self.project_heads(rows, None)
         return Columns(all_tokens(k.shape[1], k), k, v, everything)
 
     def remember(self, hidden_states: Tensor, context: Context) -> tuple[Tensor, States]:

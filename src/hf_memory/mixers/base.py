@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from hf_memory.cache import Inputs, Spec, State, States, flat, memory_layer, nested
+from hf_memory.cache import Inputs, Spec, State, States, as_declared, flat, memory_layer, nested
 from hf_memory.cache_argument import takes_cache
 from hf_memory.convertible import Convertible
 from hf_memory.layers import RMSNorm, ShortConvolution, in_their_places, real_tokens_first
@@ -326,7 +326,8 @@ class MemoryMixer(Convertible, Projections):
         hidden_states, context = self.in_context(inputs, states, cu_seqlens, known)
         output, states = self.mix(hidden_states, context)
         output = output if context.order is None else context.in_their_places(output)
-        return output, flat(states) if self.has_parts else states
+        states = flat(states) if self.has_parts else states
+        return output, as_declared(states, self.spec, hidden_states.dtype)
 
     def in_context(
         self, inputs: Inputs, states: States, cu_seqlens: Tensor | None = None, known: int | None = None

@@ -12,7 +12,7 @@ from hf_memory.layers import wide
 from hf_memory.mixers.base import Context
 from hf_memory.mixers.gates import SigmoidDecay
 from hf_memory.ops import delta_rule, linear_attention
-from hf_memory.ops.contract import repeat_heads
+from hf_memory.ops.contract import repeat_heads, without_autocast
 from hf_memory.ops.masks import packed
 
 NOTHING = 1e-30  # mass of an empty memory or slot, so small that it takes no share from the window
@@ -47,7 +47,8 @@ class HeadProjection(nn.Module):
         """See the class."""
         weight, bias = self.weight.view(-1, self.features, self.dim).mT, self.bias.view(-1, 1, self.features)
         x, weight, bias = map(wide, (x, weight, bias))
-        y = torch.baddbmm(bias, x.flatten(0, 1).transpose(0, 1), weight)  # [H, B * T, features]
+        by_head = x.flatten(0, 1).transpose(0, 1)
+        y = without_autocast(torch.baddbmm, bias, by_head, weight)  # [H, B * T, features]
         return y.transpose(0, 1).unflatten(0, x.shape[:2])
 
 

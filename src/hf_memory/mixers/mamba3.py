@@ -19,7 +19,8 @@ class Mamba3Mixer(MemoryMixer):
     """S_t = e^(g_t) (S_{t-1} + c_t k_{t-1} x_{t-1}^T) + m_t k_t x_t^T;   o = S^T q + D x, times silu of a gate.
 
     With step d and share s of a token, m = d s and c = d (1 - s): the trapezoid rule. q and k have a bias for each
-    head, and half of their channels, in pairs, turn by angles d pi tanh(W x), which add up from token to token.
+    head, and half of their channels, in pairs, turn by angles d pi tanh(W x), which add up from token to token. Whole
+    turns are taken off in float64, so that angles have the same error after many tokens as after a few.
 
     Computed as linear attention: token j is written with m_j + c_{j+1}, of which c_{j+1} is not seen by itself.
     """
@@ -77,14 +78,16 @@ class Mamba3Mixer(MemoryMixer):
     def _turned(self, q: Tensor, k: Tensor, hidden_states: Tensor, steps: Tensor, context: Context):
         """q and k [B, T, HV, K] with their biases, turned by angles [B, T, HV, K / 4], and the last angles."""
         q, k = (repeat_heads(x, steps.shape[2]) + bias.to(x.dtype) for x, bias in ((q, self.q_bias), (k, self.k_bias)))
-        turns = math.pi * steps[..., None] * wide(self.angle_proj(hidden_states)).tanh()[:, :, None]
+        half_turns = steps[..., None] * wide(self.angle_proj(hidden_states)).tanh()[:, :, None]
         if context.attention_mask is not None:
-            turns = blank(turns, context.attention_mask)
-        angles = turns.cumsum(1)  # across the boundaries of packed sequences too: differences alone matter
+            half_turns = blank(half_turns, context.attention_mask)
+        # across the boundaries of packed sequences too: differences alone matter
+        sums = half_turns.cumsum(1, dtype=torch.float64)
         if context.states:
-            angles = angles + context.states["angles"][:, None]
+            sums = sums + context.states["angles"][:, None].double() / math.pi
+        angles = _in_one_turn(sums).to(half_turns.dtype)
         cos, sin = angles.cos(), angles.sin()
-        return *(_turn(x, cos, sin) for x in (q, k)), angles[:, -1] % (2 * math.pi)
+        return *(_turn(x, cos, sin) for x in (q, k)), angles[:, -1]
 
     def _later(self, shares: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """What the token after each gives it [B, T, HV], and the memory with what the first token gives the last."""
@@ -98,7 +101,13 @@ class Mamba3Mixer(MemoryMixer):
             return later, None
         both = (context.states[name] for name in ("last_keys", "last_values"))
         keys, values = (x[:, 0, :, :, None].to(shares.dtype) for x in both)
-        return later, context.states["memory"] + shares[:, 0, :, None, None] * keys @ values.mT
+        given = shares[:, 0, :, None, None] * keys * values.mT  # not a product of matrices, which autocast would round
+        return later, context.states["memory"] + given
+
+
+def _in_one_turn(half_turns: Tensor) -> Tensor:
+    """The angles from -pi to pi after so many half turns; float32 rounds them by at most 1.2e-7."""
+    return math.pi * (torch.remainder(half_turns + 1, 2) - 1)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

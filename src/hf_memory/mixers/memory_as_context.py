@@ -145,7 +145,7 @@ class MemoryAsContextMixer(AttentionAndMemoryMixer):
         values = _put(context.states["values"], torch.stack([v_h, v], 2), places)
         columns = Tokens(torch.arange(keys.shape[1], device=x.device).expand(2, -1).mT.flatten()[None])
         segment = Columns(columns, keys.flatten(1, 2).to(q.dtype), values.flatten(1, 2).to(q.dtype))
-        always = self.always(x.dtype)
+        always = self.always(x)
         first = [] if always is None else [always.map(lambda x: x.expand(len(q), *x.shape[1:]))]
         blocks = Blocks.of(q, Tokens(places), *first, segment)
         return self.scores.attend(blocks), keys, values

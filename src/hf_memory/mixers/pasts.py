@@ -58,9 +58,10 @@ class Everything(NamedTuple):
         """Add one token of each row to the states. What is seen begins with the entry `always` [1, 1, H, D]."""
         token = {"keys": k, "values": v, "positions": states["tokens_read"][:, None].int()}
         grown = {f"{self.prefix}{name}": x for name, x in token.items()}
-        grown = {name: torch.cat([states[name].to(x.dtype), x], 1) for name, x in grown.items()}
+        grown = {name: torch.cat([states[name], x.to(states[name].dtype)], 1) for name, x in grown.items()}
         states |= grown
         keys, values, position = grown.values()
+        keys, values = keys.to(k.dtype), values.to(v.dtype)
         visible = None if known is not None else (position >= 0)[:, None, None]
         if always is None:
             return keys, values, visible

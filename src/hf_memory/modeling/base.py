@@ -32,7 +32,15 @@ from hf_memory.mixers.attention import AttentionMixer
 from hf_memory.modeling.chunks import read_in_chunks
 from hf_memory.modeling.configuration import MemoryConfig
 from hf_memory.modeling.hub import HubModel
-from hf_memory.modeling.packing import are_finite, default_positions, packed_boundaries, packed_positions
+from hf_memory.modeling.packing import (
+    PACKING,
+    are_finite,
+    check_mask_length,
+    default_positions,
+    flash_arguments,
+    packed_boundaries,
+    packed_positions,
+)
 from hf_memory.modeling.room import check_room
 from hf_memory.ops.contract import blank, soft_capped
 
@@ -226,8 +234,9 @@ class MemoryModel(MemoryPreTrainedModel):
         Args:
             input_ids: [B, T]; either these or `inputs_embeds`.
             attention_mask: [B, past + T], zero at padding on either side; or one mask for each layer type.
-            position_ids: [B, T]; default: counted over the tokens that are not padding. Numbers that start again
-                within a row mean packed sequences, as do `cu_seq_lens_q` [N + 1] and `seq_idx` [B, T] among `kwargs`.
+            position_ids: [B, T]; default: counted over the tokens that are not padding. Without a mask and a cache,
+                numbers that start again, at one that is not larger than the one before it, mean packed sequences, as do
+                `cu_seq_lens_q` [N + 1] and `seq_idx` [B, T] among `kwargs`. Numbers that jump ahead do not.
             cache: made by `DynamicCache(config=model.config)`, which is also the default with `use_cache`; it can be
                 given as `past_key_values` too.
             inputs_embeds: [B, T, hidden_size].
@@ -235,6 +244,9 @@ class MemoryModel(MemoryPreTrainedModel):
             chunk_length: read the rows in chunks of so many tokens, from a new cache: with the gradients of whole rows,
                 in little more memory than those of a chunk, and with a second forward pass.
             **kwargs: passed to the mixers.
+
+        Raises:
+            ValueError: if an argument has a wrong shape, or contradicts another.
         """
         if cache is not None and not isinstance(cache, Cache):
             raise ValueError(
@@ -243,6 +255,7 @@ class MemoryModel(MemoryPreTrainedModel):
         inputs_embeds = self._embedded(input_ids, inputs_embeds)
         if cache is not None:
             check_texts(cache, len(inputs_embeds))
+        check_mask_length(inputs_embeds, attention_mask, cache)
         if chunk_length is not None and chunk_length < inputs_embeds.shape[1]:
             where = attention_mask, position_ids, cache
             output, cache, losses = read_in_chunks(self, inputs_embeds, chunk_length, *where, **kwargs)
@@ -251,9 +264,13 @@ class MemoryModel(MemoryPreTrainedModel):
         attention_mask, cu_seqlens = self._for_all_layers(attention_mask), None
         if self.has_memory or not isinstance(attention_mask, dict):  # which would separate packed sequences already
             cu_seqlens = packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs)
+        kwargs = {name: x for name, x in kwargs.items() if name not in PACKING}
+        places = None  # of tokens in their packed sequences
         if cu_seqlens is not None:
             attention_mask = None
-            position_ids = packed_positions(cu_seqlens, inputs_embeds) if position_ids is None else position_ids
+            places = packed_positions(cu_seqlens, inputs_embeds)
+            position_ids = places if position_ids is None else position_ids
+            kwargs |= flash_arguments(cu_seqlens)
         elif use_cache and cache is None:
             cache = self.new_cache()
         if position_ids is None:
@@ -265,7 +282,7 @@ class MemoryModel(MemoryPreTrainedModel):
         hidden_states = inputs_embeds if scale == 1 else inputs_embeds * scale
         hidden_states = self.run_layers(
             hidden_states,
-            self._masks(inputs_embeds, attention_mask, cache, position_ids),
+            self._masks_of_layers(inputs_embeds, attention_mask, cache, places),
             **self.angles(hidden_states, position_ids),
             position_ids=position_ids,
             **{CACHE: cache},  # by the name that transformers knows, whose activation checkpointing takes it away
@@ -320,20 +337,35 @@ class MemoryModel(MemoryPreTrainedModel):
             )
         return dict.fromkeys(self.config.layer_types, attention_mask)
 
-    def _masks(self, inputs_embeds, attention_mask, cache, position_ids) -> list:
-        """The mask of each layer, as long as the cache of the first layer of its type says."""
+    @property
+    def _running_types(self) -> list[str]:
+        """The types of the layers that run, which are the first ones while a model drafts for itself."""
+        kinds: Any = self.config.layer_types
+        return kinds[: self.config.num_hidden_layers]
+
+    def _masks_of_layers(self, inputs_embeds, attention_mask, cache, places: Tensor | None) -> list:
+        if not isinstance(attention_mask, dict):
+            attention_mask = self.masks(inputs_embeds, attention_mask, cache, places)
+        return [attention_mask[kind] for kind in self._running_types]
+
+    def masks(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, places: Tensor | None = None) -> dict:
+        """The mask for each layer type, as long as the cache of the first layer of this type says.
+
+        Args:
+            inputs_embeds: [B, T, ...], of which the shape matters alone.
+            attention_mask: [B, past + T], zero at padding, or None.
+            cache: the cache, or None.
+            places: [B, T], of the tokens in their packed sequences, which are separated for attention; or None.
+        """
         given = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
             CACHE: cache,
-            "position_ids": position_ids,
+            "position_ids": places,
         }
-        kinds: Any = self.config.layer_types
-        if isinstance(attention_mask, dict):
-            return [attention_mask[kind] for kind in kinds]
-        made = {kind: MASKS[kind](**given, layer_idx=kinds.index(kind)) for kind in {*kinds}}
-        return [made[kind] for kind in kinds]
+        kinds = self._running_types
+        return {kind: MASKS[kind](**given, layer_idx=kinds.index(kind)) for kind in {*kinds}}
 
 
 class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
@@ -413,6 +445,9 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
         """The arguments of a forward pass of `generate`.
 
+        With a static cache they have a mask for each layer type, whose shape does not grow with the text: each shape
+        would be another graph. transformers does this for models of which it knows all layer types.
+
         Raises:
             ValueError: if a cache has read as many tokens as are given, or more, and no mask says that all are new.
         """
@@ -424,7 +459,13 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
                 f"input_ids must be all tokens of the text, those that the cache has read too, got {given} tokens for "
                 f"a cache that has read {read}; new tokens alone need attention_mask=torch.ones(batch, {read + given})"
             )
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, **named_cache(kwargs, CACHE))
+        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length, **named_cache(kwargs, CACHE))
+        mask, cache = inputs.get("attention_mask"), inputs.get(CACHE)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and cache is not None and cache.is_compileable:
+            tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            rows = torch.empty((*tokens.shape[:2], 0), dtype=self.dtype, device=mask.device)
+            inputs["attention_mask"] = self.base_model.masks(rows, mask, cache)
+        return inputs
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

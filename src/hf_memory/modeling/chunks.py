@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_memory.cache import branch
-from hf_memory.modeling.packing import packed_boundaries
+from hf_memory.modeling.packing import check_mask_length, packed_boundaries
 
 
 def read_in_chunks(
@@ -64,6 +64,7 @@ def check_divisible(
     model, rows: Tensor, attention_mask, position_ids: Tensor | None, kwargs: dict, otherwise: str
 ) -> None:
     """Raise ValueError, which begins with `otherwise`, unless a model can read rows [B, T, ...] in parts."""
+    check_mask_length(rows, attention_mask, None)
     if torch.is_grad_enabled():
         check_passes_gradients(model, otherwise)
     if model.training and any(layer.gradient_checkpointing for layer in model.layers):

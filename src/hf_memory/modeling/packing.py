@@ -1,40 +1,87 @@
 """Boundaries of packed sequences in a batch, and positions of tokens."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers.utils.import_utils import is_tracing
 
 from hf_memory.ops.masks import packed
+
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # arguments of trainers
 
 
 def packed_boundaries(inputs_embeds, attention_mask, position_ids, cache, kwargs: dict) -> Tensor | None:
     """Boundaries [N + 1] int32 of packed sequences in the B * T tokens of a batch, or None if nothing is packed.
 
-    Trainers declare packing by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that restart at zero. The last one
-    counts as packing only without a mask and a cache, which can have other reasons for such positions.
+    Trainers declare packing by `cu_seq_lens_q`, by `seq_idx`, or by `position_ids` that start again; the first of these
+    that is given decides for all layers. Positions start again at a token whose position is not larger than that of the
+    token before it; positions that jump ahead do not. They count as packing only without a mask and a cache, which can
+    have other reasons for such positions.
+
+    Raises:
+        ValueError: if `cu_seq_lens_q` does not divide the rows, or a mask or a cache is given with it or `seq_idx`.
     """
     B, T = inputs_embeds.shape[:2]
     cu_seqlens, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if cu_seqlens is None and seq_idx is None:
         if position_ids is None or attention_mask is not None or cache is not None:
             return None
-        seq_idx = find_packed_sequence_indices(position_ids.expand(B, T))
-        if seq_idx is None:
+        starts_again = position_ids.expand(B, T).diff() <= 0
+        if not is_tracing(starts_again) and not starts_again.any():
             return None
-    elif isinstance(attention_mask, Tensor) and not attention_mask.all():
+        return _boundaries(starts_again)
+    if isinstance(attention_mask, dict) or not (attention_mask is None or attention_mask.all()):
         raise ValueError("attention_mask must be all ones or None when cu_seq_lens_q or seq_idx packs sequences")
-    elif cache is not None:
+    if cache is not None:
         raise ValueError("cache must be None when cu_seq_lens_q or seq_idx packs sequences")
-    if cu_seqlens is not None:
-        if cu_seqlens[-1] != B * T:
-            raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {B * T}, got {int(cu_seqlens[-1])}")
-        return cu_seqlens.to(torch.int32)
-    starts = torch.ones(B, T, dtype=torch.bool, device=inputs_embeds.device)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    starts = starts.flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_full((1,), B * T)]).to(torch.int32)
+    if cu_seqlens is None:
+        return _boundaries(seq_idx.expand(B, T).diff() != 0)
+    if not is_tracing(cu_seqlens):
+        _check_cu_seq_lens(cu_seqlens, B, T)
+    return cu_seqlens.to(torch.int32)
+
+
+def _boundaries(is_another: Tensor) -> Tensor:
+    """Boundaries [N + 1] int32, from whether each token [B, T - 1] is of another sequence than the one before it."""
+    starts = F.pad(is_another, (1, 0), value=True)
+    places = starts.flatten().nonzero().flatten()
+    return F.pad(places, (0, 1), value=starts.numel()).to(torch.int32)
+
+
+def _check_cu_seq_lens(cu_seqlens: Tensor, B: int, T: int) -> None:
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != B * T or bounds != sorted(bounds):
+        raise ValueError(f"cu_seq_lens_q must increase from 0 to the number of tokens, {B * T}, got {bounds}")
+    if missing := set(range(0, B * T, T)).difference(bounds):
+        raise ValueError(f"cu_seq_lens_q must have the beginning of each row, such as {min(missing)}, got {bounds}")
+
+
+def flash_arguments(cu_seqlens: Tensor) -> dict[str, Any]:
+    """What attention of transformers that computes no mask needs to know of packed sequences."""
+    longest = int(cu_seqlens.diff().max())
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def check_mask_length(inputs_embeds: Tensor, attention_mask, cache: Cache | None) -> None:
+    """Raise ValueError unless an attention_mask of two dimensions covers the tokens of the past and the new ones."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or is_tracing(attention_mask):
+        return
+    T, length = inputs_embeds.shape[1], attention_mask.shape[1]
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if length != past + T:
+        raise ValueError(
+            f"attention_mask must be [B, past + T], [B, {past + T}] for {past} tokens in the cache and {T} new ones, "
+            f"got shape {tuple(attention_mask.shape)}"
+        )
 
 
 def packed_positions(cu_seqlens: Tensor, inputs_embeds: Tensor) -> Tensor:

@@ -282,6 +282,15 @@ def with_bfloat16_products(op: Callable) -> Callable:
     return _widened(op, lambda q: 3 if q.dtype == torch.bfloat16 and (q.is_cuda or CPU_MULTIPLIES_BFLOAT16) else 0)
 
 
+def without_autocast(function: Callable, x: Tensor, *others: Any, **kwargs: Any) -> Any:
+    """The result of `function(x, *others, **kwargs)` in the dtypes of these arguments, whatever autocast says."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):  # the context is expensive, this test is not
+        return function(x, *others, **kwargs)
+    with torch.autocast(kind, enabled=False):
+        return function(x, *others, **kwargs)
+
+
 def wide(x: Tensor) -> Tensor:
     """x in float64 if it is float64, else in float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -301,11 +310,7 @@ def _widened(op: Callable, kept: Callable[[Tensor], int]) -> Callable:
         wide = torch.promote_types(q.dtype, torch.float32)
         others = [_widen(x, wide) for x in args[n:]]
         kwargs = {name: _widen(x, wide) for name, x in kwargs.items()}
-        if torch.is_autocast_enabled(q.device.type):  # the context is expensive, this test is not
-            with torch.autocast(q.device.type, enabled=False):
-                o, state = op(*args[:n], *others, **kwargs)
-        else:
-            o, state = op(*args[:n], *others, **kwargs)
+        o, state = without_autocast(op, *args[:n], *others, **kwargs)
         return o.to(q.dtype), state
 
     return wide_op
