@@ -229,7 +229,11 @@ def test_nothing_to_read_is_refused(shape):
 @pytest.mark.parametrize("length", [1, 4, 6, 8])
 def test_a_mask_of_another_length_is_refused(case, length):
     model, mask = make_model(case), torch.ones(1, length, dtype=torch.long)
-    model(random_tokens(1, 3), attention_mask=mask[:, :3].new_ones(1, 3), past_key_values=(cache := model.model.new_cache()))
+    model(
+        random_tokens(1, 3),
+        attention_mask=mask[:, :3].new_ones(1, 3),
+        past_key_values=(cache := model.model.new_cache()),
+    )
     with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):
         model(random_tokens(1, 2), attention_mask=mask, past_key_values=cache)
     with pytest.raises(ValueError, match=rf"attention_mask must be \[B, past \+ T\], .* got shape \(1, {length}\)"):

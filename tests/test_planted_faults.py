@@ -32,7 +32,7 @@ from hf_memory.cache import MemoryLayer
 from hf_memory.conversion.stages import distillation, trainer
 from hf_memory.evaluation import language
 from hf_memory.files import documents, tokenised
-from hf_memory.mixers import base, far_memory
+from hf_memory.mixers import base
 from hf_memory.mixers.transformer import store
 from hf_memory.modeling import base as modeling_base
 from hf_memory.modeling import depth, loading
@@ -278,12 +278,6 @@ def test_a_state_in_the_dtype_of_autocast_is_seen(name, monkeypatch):
     monkeypatch.setattr(base, "as_declared", lambda states, spec, dtype: states)
     with pytest.raises(AssertionError):
         test_cache.test_states_have_the_dtypes_that_are_declared_whatever_computes_them(CASE[name], torch.bfloat16)
-
-
-def test_slots_that_are_counted_in_low_precision_are_seen(monkeypatch):
-    monkeypatch.setattr(far_memory, "without_autocast", lambda function, *args: function(*args))
-    with pytest.raises(AssertionError):
-        test_cache.test_autocast_costs_no_more_after_many_tokens(CASE["deltanet-window"])
 
 
 def _without(argument):

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
 
 from cases import CASES, generate, make_model, random_tokens
 from comparing import assert_close

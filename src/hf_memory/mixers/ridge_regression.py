@@ -55,7 +55,7 @@ class MesaMixer(MemoryMixer):
 
 
 class KalmanMixer(MesaMixer):
-    """The same with beta^2 and L = |H| / 50, and o = S^T (q + alpha (x - q)) for x = (H + L)^-1 q.
+    """The same with (beta + 1e-6)^2 and L = |H| / 50, and o = S^T (q + alpha (x - q)) for x = (H + L)^-1 q.
 
     https://arxiv.org/abs/2511.21016.
     """

@@ -10,7 +10,6 @@ from transformers.utils.import_utils import is_tracing
 
 from hf_memory.ops.masks import packed
 
-
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # arguments of trainers
 
 

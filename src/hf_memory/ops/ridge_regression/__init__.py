@@ -42,6 +42,7 @@ def ridge_regression(
         H_t = e^(g_t) H_{t-1} + beta_t k_t k_t^T,   S_t = e^(g_t) S_{t-1} + beta_t k_t v_t^T
         x_t = (H_t + L_t)^-1 q_t,   o_t = scale S_t^T (q_t + alpha_t (x_t - q_t)),   L_t = ridge + ratio |H_t|
 
+    |H_t| is sqrt(1e-12 + sum of the squares of H_t), at least 1e-6: an empty memory can be read without a ridge.
     The reference solves the systems exactly, the chunk form by conjugate gradients, in both passes. Sources:
     https://arxiv.org/abs/2506.05233, https://arxiv.org/abs/2511.21016 (which solves by Chebyshev iteration).
 
