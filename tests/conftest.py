@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # `make sanitize` compiles instead
@@ -40,10 +41,9 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
-# It halves the time of tests of kernels. If Triton renames what it patches, importing this file fails: then delete it.
-if find_spec("triton"):
-    from triton.runtime import interpreter
-
+# It halves the time of tests of kernels, with a Triton that has what it patches: 3.5 has it not.
+interpreter = import_module("triton.runtime.interpreter") if find_spec("triton") else None
+if hasattr(interpreter, "_LangPatchScope"):
     adapt_once = functools.cache(interpreter._patch_lang)
     restore = interpreter._LangPatchScope.restore
 
